@@ -16,7 +16,7 @@ from runtime_throughput import BATCHES, SMALL_BATCH, maker, rows, shares, timed
 from runtime_training import Run, Worker
 
 import qsync_opt
-from qsync_opt.runtimes.torch.job import JobModel, JobPlan, PlanningOptions, everywhere, plan_job
+from qsync_opt.runtimes.torch.job import JobModel, JobPlan, PlanningOptions, plan_job, uniform_times
 
 NEAR = 1.5
 """Ways whose passes take more than so many times the fastest one's are not trained with."""
@@ -56,7 +56,7 @@ class Cluster:
                 planning_s=time.perf_counter() - began,
                 taken=plan.taken.get(kind),
                 measured=dict(plan.measured),
-                ways=[{**way.to_json(), "precisions": None} for way in plan.model.ways[kind]],
+                ways=[{**mode.to_json(), "precisions": None} for mode in plan.model.modes[kind]],
             )
 
     def job(self) -> JobModel:
@@ -68,7 +68,7 @@ class Cluster:
             profiles={name: profile for model in models for name, profile in model.profiles.items()},
             sensitivities={name: values for model in models for name, values in model.sensitivities.items()},
             cluster=replace(models[0].cluster, devices=devices),
-            ways={name: ways for model in models for name, ways in model.ways.items()},
+            modes={name: modes for model in models for name, modes in model.modes.items()},
         )
 
     def step_s(self, kind: str, count: int, how: dict[str, Any]) -> float | None:
@@ -121,14 +121,13 @@ def in_turn(worker: Worker, name: str) -> None:
     cluster.plan_each()
     job, first = cluster.job(), next(iter(cluster.kinds))
     equal = dict.fromkeys(cluster.kinds, cluster.per_worker)
-    limits = {device.name: device.memory_limit_bytes for device in job.cluster.devices}
-    passes = {label: found for label, found in everywhere(job.ways, limits).items() if label != "TF32"}
+    passes = {label: found for label, found in uniform_times(job.modes, job.limits_bytes).items() if label != "TF32"}
 
     def how_of(label: str) -> How:
-        return {kind: {"plan": way} for kind in cluster.kinds for way in job.ways[kind] if way.name == label}
+        return {kind: {"plan": mode} for kind in cluster.kinds for mode in job.modes[kind] if mode.name == label}
 
     def sensitivity_of(label: str) -> float:
-        return sum(way.sensitivity for ways in job.ways.values() for way in ways if way.name == label)
+        return sum(mode.sensitivity for modes in job.modes.values() for mode in modes if mode.name == label)
 
     def on_each(plan: JobPlan) -> How:
         return {kind: {"plan": replace(plan, device_type=kind)} for kind in cluster.kinds}

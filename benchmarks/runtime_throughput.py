@@ -20,7 +20,7 @@ from torch import nn
 import qsync_opt
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
-from qsync_opt.runtimes.torch.job import JobPlan, Way, paired_medians
+from qsync_opt.runtimes.torch.job import ExecutionMode, JobPlan, paired_times
 
 BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32, "gpt-small": 64}
 BLOCK_S, BLOCKS = 0.4, 3
@@ -92,7 +92,7 @@ class Subject:
     def captured(self) -> bool:
         """Whether any worker replays CUDA graphs."""
         plan = self.how.get("plan")
-        return bool(plan.captured) if isinstance(plan, (Way, JobPlan)) else False
+        return bool(plan.captured) if isinstance(plan, (ExecutionMode, JobPlan)) else False
 
 
 class Measuring:
@@ -189,7 +189,7 @@ class Measuring:
                 steps = broadcast_json(max(3, min(20, int(BLOCK_S / first))))
                 times[index] = self.run.timed(steps)
             rounds.append(times)
-        found = paired_medians(rounds)
+        found = paired_times(rounds)
         for index, subject in enumerate(subjects):
             self.speeds[subject.label] = self.total / found[index]
             self.worker.write(
@@ -264,7 +264,7 @@ class Measuring:
             reason=plan.reason,
             stages_s={stage: round(spent, 2) for stage, spent in plan.stages_s.items()},
             steps=[] if plan.model is None else [step.to_json() for step in plan.model.steps],
-            ways=[] if plan.model is None else ways_told(plan),
+            ways=[] if plan.model is None else measured_modes(plan),
         )
         return plan
 
@@ -273,13 +273,13 @@ PLANNING, PLANNING_BY_PASSES = "planning", "planning without whole steps"
 BY_SPEED = "local batches by speed, "
 
 
-def ways_told(plan: JobPlan) -> list[dict[str, Any]]:
+def measured_modes(plan: JobPlan) -> list[dict[str, Any]]:
     """What `auto_plan` measured of every way, without the operators' precisions."""
     assert plan.model is not None
     return [
-        {"worker": kind, "name": way.label, "pass_ms": way.pass_ns / 1e6, "sensitivity": way.sensitivity}
-        for kind, ways in plan.model.ways.items()
-        for way in ways
+        {"worker": kind, "name": mode.label, "pass_ms": mode.pass_ns / 1e6, "sensitivity": mode.sensitivity}
+        for kind, modes in plan.model.modes.items()
+        for mode in modes
     ]
 
 
@@ -371,5 +371,5 @@ def captured(subject: Subject, operators: list[tuple[str, str]], device: torch.d
     name = subject.label.removeprefix("uniform ").removesuffix(" autocast")
     autocast = name if subject.label.endswith(" autocast") else None
     precisions = everywhere(operators, name, device)
-    way = Way(name=subject.label, precisions=precisions, autocast=autocast, captured=True)
-    return Subject(subject.label + CAPTURED, {"plan": way})
+    mode = ExecutionMode(name=subject.label, precisions=precisions, autocast=autocast, captured=True)
+    return Subject(subject.label + CAPTURED, {"plan": mode})

@@ -24,7 +24,7 @@ from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.torch.ddp import gather_json
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, operator_precisions, undo
-from qsync_opt.runtimes.torch.job import Way
+from qsync_opt.runtimes.torch.job import ExecutionMode
 from qsync_opt.runtimes.torch.support import default_loss, memory_budget
 
 Batch = dict[str, Tensor]
@@ -241,7 +241,7 @@ class Run:
         weight: float = 1.0,
     ) -> None:
         self.batch, self.autocast, self.tf32, self.weight = batch, autocast, tf32, weight
-        if isinstance(plan, Way):
+        if isinstance(plan, ExecutionMode):
             apply(self.model, plan.precisions, options=ApplyOptions(autocast=plan.autocast, captured=plan.captured))
         elif plan is not None:
             apply(self.model, plan)

@@ -24,16 +24,19 @@ from torch import nn
 
 import qsync_opt
 from qsync_opt.runtimes.torch.ddp import broadcast_json, process_group
-from qsync_opt.runtimes.torch.job import JobPlan, Way, plan_job
+from qsync_opt.runtimes.torch.job import ExecutionMode, JobPlan, plan_job
 
 # A plan of BF16 alone is handed out to run under autocast; operator by operator it may be asked for.
 OVERHEADS = (("FP32", None, None), ("BF16", torch.bfloat16, "BF16"), ("BF16", torch.bfloat16, None))
 
 
-def alone(worker: Worker, make: Callable[[], nn.Module], batch: Batch, precision: str, carried_out: str | None) -> Way:
+def alone(
+    worker: Worker, make: Callable[[], nn.Module], batch: Batch, precision: str, autocast: str | None
+) -> ExecutionMode:
     """A plan of one precision."""
     graph = qsync_opt.capture(make().to(worker.device), (), batch)
-    return Way(name=precision, precisions=everywhere(kinds(graph), precision, worker.device), autocast=carried_out)
+    precisions = everywhere(kinds(graph), precision, worker.device)
+    return ExecutionMode(name=precision, precisions=precisions, autocast=autocast)
 
 
 def peak(worker: Worker, name: str) -> None:
@@ -145,7 +148,7 @@ def budgets(plan: JobPlan, options: qsync_opt.PlanningOptions) -> tuple[int, int
     made, kind = plan.model, plan.device_type
     ample = tight = int(1.5 * max(plan.memory_bytes.values()))
     if made is not None:
-        needs = sorted({way.needed_bytes for way in made.ways.get(kind, ()) if way.needed_bytes})
+        needs = sorted({mode.needed_bytes for mode in made.modes.get(kind, ()) if mode.needed_bytes})
         ample = tight = int(1.2 * max([*needs, *plan.memory_bytes.values()]))
         for needed in needs:
             try:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.checkpoints.resuming import (
         PlanState,
         RankState,
-        as_now,
         carry_out,
         decide,
+        in_present_order,
         plan_of_ranks,
     )
     from qsync_opt.runtimes.torch.checkpoints.state import join_state, split_state, tensors_named
@@ -35,13 +35,13 @@ __all__ = [
     "Checkpoints",
     "PlanState",
     "RankState",
-    "as_now",
     "begin",
     "carry_out",
     "decide",
     "file_facts",
     "files_in",
     "finish",
+    "in_present_order",
     "join_state",
     "plan_of_ranks",
     "split_state",

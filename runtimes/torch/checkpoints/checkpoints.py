@@ -1,7 +1,7 @@
-"""Checkpoints of a job under a plan: weights under the plain model's names, the plan, and where the rounding is.
+"""Checkpoints of a job under a plan: weights by the plain model's names, the plan, and the position of its rounding.
 
-Tensors are written by ``torch.distributed.checkpoint`` as safetensors, the rest is JSON: no file of a checkpoint can
-execute anything when it is read.
+Tensors are written by ``torch.distributed.checkpoint`` as safetensors, the rest is JSON: reading a checkpoint executes
+nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from qsync_opt.runtimes.torch.checkpoints.files import (
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
     RankState,
     Resumed,
-    as_now,
     carry_out,
     decide,
     digest_of_ranks,
+    in_present_order,
     plan_of_ranks,
     require_same_operators,
 )
@@ -54,6 +54,7 @@ from qsync_opt.runtimes.torch.checkpoints.state import (
     buffer_names,
     join_state,
     load_optimizers,
+    loading_state,
     model_tensors,
     optimizer_state,
     random_states,
@@ -63,7 +64,6 @@ from qsync_opt.runtimes.torch.checkpoints.state import (
     separate,
     set_random_states,
     split_state,
-    taking_back,
 )
 from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
@@ -85,11 +85,11 @@ _LOGGER = logging.getLogger(__name__)
 class Checkpoints:
     """Checkpoints of one job in one folder, which all its ranks can read and write.
 
-    Every rank makes one and calls :meth:`save` and :meth:`load` at the same places. Kept are: the model's
-    ``state_dict``, the optimizers, whatever else has one, the precisions that every rank runs under with their hash,
-    the place of the rounding in its random stream, and torch's own random states of every rank. Gradients are not: save
-    after the optimizer's step, not between the parts of an accumulated one. Buffers that differ between ranks are kept
-    as rank 0 has them, which is how ``DistributedDataParallel`` goes on with them.
+    Every rank creates one and calls :meth:`save` and :meth:`load` at the same places. A checkpoint has the
+    ``state_dict`` of the model, the optimizers and other objects, the precisions of every rank with their hash, the
+    position of its rounding in the random stream, and torch's random states of every rank. It has no gradients: save
+    after the optimizer's step, not while they accumulate. Buffers that differ between ranks are saved as rank 0 has
+    them, as ``DistributedDataParallel`` continues with these.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class Checkpoints:
         keep: int = 2,
         **others: Any,
     ) -> None:
-        """Name the folder and what is to be kept; nothing is read or written yet.
+        """Take the folder and what checkpoints contain; nothing is read or written yet.
 
         Args:
-            folder: Of this job alone; made if it is missing.
+            folder: Of this job alone; created if it is missing.
             model: With or without a plan, also inside ``DistributedDataParallel`` or ``torch.compile``.
             optimizer: One, several, or none.
-            plan: What `auto_plan` gave for this start of the job. It tells when the checkpoint's plan no longer fits
-                into memory, and how ranks are called that run without a plan because none was worthwhile.
+            plan: From `auto_plan` for this start of the job. It tells whether the checkpoint's plan still fits into
+                memory, and names the device type of ranks without a plan because none was worthwhile.
             keep: How many checkpoints stay.
-            others: Anything more with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler), by a name of its
-                own. It must be equal on all ranks.
+            others: Other objects with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler) by name. Their
+                states must be equal on all ranks.
 
         Raises:
             NotInstalledError: safetensors is missing.
@@ -140,18 +140,18 @@ class Checkpoints:
         return steps_in(self._folder)
 
     def save(self, step: int) -> Path:
-        """Write a checkpoint; it is there when this returns, and not at all if it fails or is interrupted.
+        """Write a checkpoint, whole or, if writing fails or is interrupted, not at all.
 
         Args:
-            step: How many training steps are done. A checkpoint of the same step is replaced.
+            step: Number of training steps done. A checkpoint of the same step is replaced.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            ProblemError: It cannot be written (the disk is full, say); the older checkpoints are as they were.
-            ModelError: Something has state that a file cannot hold.
-            NotReadyError: Another rank failed, with what it said.
+            ProblemError: It cannot be written (for example, the disk is full); the older checkpoints are unchanged.
+            ModelError: Some state cannot be written to a file.
+            NotReadyError: Another rank failed; the text repeats its error.
         """
         check_integer(step, "step")
         rank, size = world()
@@ -195,45 +195,40 @@ class Checkpoints:
         return step_folder(self._folder, step)
 
     def load(self, step: int | None = None, *, plan: str = "checkpoint", model_only: bool = False) -> Resumed | None:
-        """Go on from a checkpoint, if there is one.
+        """Resume from a checkpoint, if there is one.
 
-        If the job has as many ranks of the same device types as before, the checkpoint's plan goes on (it is put on
-        the model, in place of another one if need be) and training continues as if it had not stopped: bit for bit on
-        a CPU. On another cluster, or where the checkpoint's plan no longer fits into memory, the present plan stays,
-        and the result says what changed.
+        If the job has as many ranks of the same device types as before, the checkpoint's plan is applied, and training
+        continues as if it had not stopped: bit for bit on a CPU. On another cluster, or where the checkpoint's plan no
+        longer fits into memory, the present plan stays, and the result says what changed.
 
         Args:
-            step: Which; None: the last one.
+            step: Of the checkpoint; None: the last one.
             plan: ``"present"`` keeps the present plan also on the same cluster.
-            model_only: Load parameters and buffers and nothing else; the present plan stays.
+            model_only: Load only parameters and buffers; the present plan stays.
 
         Returns:
-            What was found and done, equal on all ranks; None if the folder has no checkpoint and no ``step`` was asked
-            for.
+            What was done, equal on all ranks; None if ``step`` is None and the folder has no checkpoint.
 
         Raises:
             ProblemError: There is no checkpoint of that step, or it is damaged: nothing was loaded, and the text names
                 an older one.
-            ModelError: It is of another model; the first parameters or operators that differ are named.
-            NotReadyError: Another rank failed, with what it said.
+            ModelError: It is of another model; the text names the first parameters or operators that differ.
+            NotReadyError: Another rank failed; the text repeats its error.
         """
         if plan not in ("checkpoint", "present"):
             raise ProblemError(f"plan is {plan!r}: allowed are 'checkpoint' and 'present'")
         rank, _ = world()
-        found = broadcast_json(together(lambda: self._chosen(step) if rank == 0 else None))
-        if found is None:
+        chosen = broadcast_json(together(lambda: self._chosen(step) if rank == 0 else None))
+        if chosen is None:
             return None
-        path = step_folder(self._folder, found)
+        path = step_folder(self._folder, chosen)
         state = together(lambda: self._checked(path))
-        saved = [RankState.from_fields(Fields(entry, f"{path}: rank {i}")) for i, entry in enumerate(state["ranks"])]
-        present = [
-            RankState.from_fields(Fields(entry, f"rank {i}"))
-            for i, entry in enumerate(gather_json(RankState.of(self._model, rank, self._plan).to_json()))
-        ]
+        saved = _rank_states(state["ranks"], f"{path}: rank")
+        present = _rank_states(gather_json(RankState.of(self._model, rank, self._plan).to_json()), "rank")
         together(lambda: require_same_operators(saved, present, state["versions"]))
-        saved = as_now(saved, present)
+        saved = in_present_order(saved, present)
         tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
-        resumed = decide(found, saved, present, tight, "present" if model_only else plan)
+        resumed = decide(chosen, saved, present, tight, "present" if model_only else plan)
         wanted = together(lambda: self._wanted(path, state, model_only))
         together(lambda: self._read(path, state["values"], wanted, model_only))
         if not model_only:
@@ -247,21 +242,21 @@ class Checkpoints:
         rank, _ = world()
         model = bare_model(self._model)
         tensors, extra = model_tensors(model)
-        optimizer, told = optimizer_state(model, self._optimizers)
+        optimizer, optimizer_values = optimizer_state(model, self._optimizers)
         others: dict[str, Tensor] = {}
         values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
         tensors.update(optimizer)
         if rank:
-            # What DistributedDataParallel lets differ between ranks goes on from rank 0.
+            # DistributedDataParallel continues with the buffers of rank 0.
             for name in buffer_names(model):
                 tensors.pop(name, None)
         else:
             tensors.update(others)
         tensors.update(random_states(model, rank))
-        return separate(tensors), {"model": extra, "optimizers": told, "others": values}
+        return separate(tensors), {"model": extra, "optimizers": optimizer_values, "others": values}
 
     def _described(self, step: int, ranks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
-        states = [RankState.from_fields(Fields(entry, "rank")) for entry in ranks]
+        states = _rank_states(ranks, "rank")
         plan = plan_of_ranks(states)
         return {
             "format": CHECKPOINT_FORMAT,
@@ -280,12 +275,12 @@ class Checkpoints:
         if step is None:
             return steps[-1] if steps else None
         if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ProblemError(f"there is no checkpoint of step {step} in {str(self._folder)!r}: there are {there}")
+            present = ", ".join(map(str, steps)) or "none"
+            raise ProblemError(f"there is no checkpoint of step {step} in {str(self._folder)!r}: there are {present}")
         return step
 
     def _checked(self, path: Path) -> dict[str, Any]:
-        """The JSON part of a checkpoint, after all files were compared with the manifest (each rank checks a share)."""
+        """The JSON part of a checkpoint, after comparing its files with the manifest (each rank checks a share)."""
         rank, size = world()
         try:
             facts = manifest_of(path)
@@ -300,11 +295,11 @@ class Checkpoints:
         """Device types in whose memory the checkpoint's plan does not fit now, as far as rank 0 knows their limits."""
         if self._plan is None or self._plan.model is None:
             return []
-        limits = {device.name: device.memory_limit_bytes for device in self._plan.model.cluster.devices}
+        limits = self._plan.model.limits_bytes
         return [name for name, needed in needed_bytes.items() if name in limits and needed > limits[name]]
 
     def _wanted(self, path: Path, state: dict[str, Any], model_only: bool) -> dict[str, Tensor]:
-        """Tensors to load into; refuses a checkpoint of something else, before any rank waits for another one."""
+        """Tensors to load into; refuses a checkpoint of something else before any rank waits for another one."""
         rank, _ = world()
         where = f"the checkpoint {str(path)!r}"
         model = bare_model(self._model)
@@ -332,21 +327,25 @@ class Checkpoints:
         with _translated(f"{where} was not loaded"):
             load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
         if values["model"]:
-            with taking_back("the model", where):
+            with loading_state("the model", where):
                 model.load_state_dict({**model.state_dict(), **join_state(values["model"], wanted, where)})
         if model_only:
             return
         load_optimizers(model, self._optimizers, values["optimizers"], wanted, where)
         for name, other in self._others.items():
             state = join_state(values["others"][name], wanted, where)
-            with taking_back(name, where):
+            with loading_state(name, where):
                 other.load_state_dict(state)
-        with taking_back("torch's generator", where):
+        with loading_state("torch's generator", where):
             set_random_states(model, rank, wanted)
 
 
+def _rank_states(entries: Sequence[Any], where: str) -> list[RankState]:
+    return [RankState.from_json(entry, f"{where} {rank}") for rank, entry in enumerate(entries)]
+
+
 def _state_of(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint, checked but for the values, which `join_state` checks."""
+    """The JSON part of a checkpoint; `join_state` checks its values, all else is checked here."""
     state: dict[str, Any] = read_json(path / STATE, (CHECKPOINT_FORMAT,))
     fields = Fields(state, str(path / STATE))
     fields.version(CHECKPOINT_FORMAT)
@@ -358,10 +357,7 @@ def _state_of(path: Path) -> dict[str, Any]:
     memory = Fields(fields.mapping("memory_bytes"), f"{path / STATE}: memory_bytes")
     for name in memory:
         memory.integer(name)
-    ranks = [
-        RankState.from_fields(Fields(entry, f"{path}: rank {i}")) for i, entry in enumerate(fields.sequence("ranks"))
-    ]
-    if digest_of_ranks(ranks) != digest:
+    if digest_of_ranks(_rank_states(fields.sequence("ranks"), f"{path}: rank")) != digest:
         fields.fail("the plan is not the one that was saved: its digest differs")
     values = Fields(fields.mapping("values"), f"{path / STATE}: values")
     for name in ("model", "others"):
@@ -374,9 +370,9 @@ def _state_of(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Failures of the file system and of torch's own checkpoints, as this package says them.
+    """Turn failures of the file system and of torch's checkpoints into this package's errors.
 
-    A job of one process needs no process group: torch's warning about that is kept back.
+    torch's warning that there is no process group, which a job of one process does not need, is suppressed.
     """
     try:
         with warnings.catch_warnings():

@@ -1,8 +1,8 @@
-"""Checkpoints as folders: written beside, renamed when whole, and never read when anything in them differs.
+"""Checkpoints as folders: written under a temporary name, renamed when complete, and verified before they are read.
 
 A checkpoint is a folder ``step-00000100`` of safetensors files, ``state.json`` and ``manifest.json``, which lists every
-other file with its size and SHA-256. It is written as ``.step-00000100.tmp``; the rename at the end is what makes it
-a checkpoint. So a job that is killed while it writes leaves the older checkpoints as they were.
+other file with its size and SHA-256. It is written as ``.step-00000100.tmp`` and renamed at the end, so that a job that
+is killed while it writes leaves the older checkpoints unchanged.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ FileFact = Mapping[str, Any]
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Folder of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of which there is a checkpoint, ascending.
+    """Steps that have a checkpoint, ascending.
 
     Raises:
         ProblemError: The folder cannot be read.
     """
-    found = (_NAME.fullmatch(name) for name in _entries(folder) if os.path.isdir(folder / name))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_NAME.fullmatch(name) for name in _entries(folder) if os.path.isdir(folder / name))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _entries(folder: Path) -> list[str]:
-    """Names in a folder, none if it is not there."""
+    """Names in a folder, none if it does not exist."""
     if not os.path.isdir(folder):  # Path.is_dir raises where the name is too long, or is in another user's folder
         return []
     try:
@@ -59,9 +59,9 @@ def _entries(folder: Path) -> list[str]:
 
 
 def restore(folder: Path) -> None:
-    """Put a checkpoint back that was being replaced by one of the same step when the job was killed.
+    """Restore a checkpoint that was being replaced by one of the same step when the job was killed.
 
-    `finish` takes the old one away before it puts the new one in its place; between the two there is none.
+    `finish` moves the old one away before it renames the new one; in between there is none.
 
     Raises:
         ProblemError: The folder cannot be written.
@@ -80,13 +80,13 @@ def restore(folder: Path) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of a step into; what an interrupted job left is removed.
+    """Create an empty folder for the checkpoint of a step; what an interrupted job left is removed.
 
     Raises:
         ProblemError: The folder cannot be written.
     """
     try:
-        os.fspath(folder).encode()  # safetensors takes no other names
+        os.fspath(folder).encode()  # safetensors supports no other names
         folder.mkdir(parents=True, exist_ok=True)
         restore(folder)
         for entry in folder.iterdir():
@@ -102,7 +102,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def files_in(path: Path) -> list[str]:
-    """Names of the files of a checkpoint but for the manifest, sorted."""
+    """Names of the files of a checkpoint except the manifest, sorted."""
     return [name for name in _entries(path) if name != MANIFEST]
 
 
@@ -120,13 +120,13 @@ def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
 
 
 def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int) -> Path:
-    """Write the manifest, make the folder a checkpoint, and remove those that are too many.
+    """Write the manifest, rename the folder, and remove the oldest checkpoints.
 
     Args:
-        temporary: From `begin`, with everything written.
+        temporary: From `begin`, with all files written.
         step: Its step.
         facts: Of every file in it.
-        keep: How many checkpoints stay, this one included; those with the highest steps do.
+        keep: How many checkpoints stay, this one included: those of the highest steps.
 
     Returns:
         The checkpoint's folder.
@@ -157,7 +157,7 @@ def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int)
 
 
 def _flush(path: Path) -> None:
-    """Have what was written reach the disk, so that the rename does not come before its contents."""
+    """Flush a file or folder to the disk, so that a rename does not come before the contents."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -166,22 +166,22 @@ def _flush(path: Path) -> None:
 
 
 def _plain_file_bytes(path: Path) -> int:
-    """Size of a file; pipes and devices, which may have no end, are refused.
+    """Size of a regular file; pipes and devices, which may have no end, are refused.
 
     Raises:
         ProblemError: It is one of these, or missing.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as failure:  # ValueError: a null character
         raise ProblemError(f"cannot read {str(path)!r}: {reason_of(failure)}") from failure
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ProblemError(f"{str(path)!r} is no ordinary file, as those of a checkpoint are")
-    return found.st_size
+    return status.st_size
 
 
 def manifest_of(path: Path) -> dict[str, FileFact]:
-    """What a checkpoint must hold: file to size and hash.
+    """The files of a checkpoint by its manifest: name to size and hash.
 
     Raises:
         ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
@@ -196,9 +196,9 @@ def manifest_of(path: Path) -> dict[str, FileFact]:
         facts[name] = {"bytes": entry.integer("bytes"), "sha256": entry.text("sha256")}
         entry.finish()
     fields.finish()
-    there = set(files_in(path))
-    if there != facts.keys():
-        missing, unknown = sorted(facts.keys() - there), sorted(there - facts.keys())
+    present = set(files_in(path))
+    if present != facts.keys():
+        missing, unknown = sorted(facts.keys() - present), sorted(present - facts.keys())
         what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}, which its manifest does not name"
         raise ProblemError(f"the checkpoint {str(path)!r} {what}")
     return facts
@@ -208,7 +208,7 @@ def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str])
     """Compare files of a checkpoint with its manifest.
 
     Raises:
-        ProblemError: One of them is not what was written.
+        ProblemError: A file was changed after it was written.
     """
     for name in names:
         try:
@@ -218,8 +218,8 @@ def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str])
                     f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of "
                     f"{facts[name]['bytes']}"
                 )
-            found = file_facts(path, [name])[name]
+            now = file_facts(path, [name])[name]
         except OSError as failure:
             raise ProblemError(f"cannot read {str(path / name)!r}: {failure.strerror or failure}") from failure
-        if found["sha256"] != facts[name]["sha256"]:
+        if now["sha256"] != facts[name]["sha256"]:
             raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} was changed after it was written")

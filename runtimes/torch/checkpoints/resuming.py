@@ -1,42 +1,41 @@
-"""Which plan goes on when a job is resumed: the checkpoint's, or the one that was just made for another cluster?"""
+"""The plan in a checkpoint: its state on every rank, and which plan a resumed job continues under."""
 
 from __future__ import annotations
 
-import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
 import qsync_opt
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError
-from qsync_opt.io import Fields
+from qsync_opt.io import Fields, Json, decode, encode, freeze
 from qsync_opt.runtimes.torch.ddp import digest, gather_json, world
 from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES, AppliedPlan, ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import JobPlan
 from qsync_opt.training import Change, Plan
 
-_LOGGER = logging.getLogger(__name__)
 _SHOWN = 3
+_Any64 = Annotated[int, Json(minimum=-(2**63))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """How one rank computes, and where its rounding is.
+    """How one rank computes, and the position of its rounding in the random stream.
 
     ``device_type`` is None on a rank without a plan. ``precisions`` are of its adjustable operators, None if no plan
     is applied. ``seed`` and ``offset`` are those of the kernels, ``step`` is their counter on the device if they have
     one. ``autocast`` is as in `ApplyOptions`.
     """
 
-    device_type: str | None
+    device_type: Annotated[str | None, Json(empty=True)]
     precisions: Mapping[str, str] | None
-    seed: int
-    offset: int
+    seed: _Any64
+    offset: _Any64
     step: int | None
-    autocast: str | None = None
+    autocast: Annotated[str | None, Json(omitted=True)] = None
 
     @classmethod
     def of(cls, model: nn.Module, rank: int, plan: JobPlan | None) -> RankState:
@@ -57,40 +56,21 @@ class RankState:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
-        return {
-            "device_type": self.device_type,
-            "precisions": None if self.precisions is None else dict(self.precisions),
-            "seed": self.seed,
-            "offset": self.offset,
-            "step": self.step,
-            **({} if self.autocast is None else {"autocast": self.autocast}),
-        }
+        return encode(self)
 
     @classmethod
-    def from_fields(cls, data: Fields) -> RankState:
+    def from_json(cls, data: object, where: str) -> RankState:
         """Read what `to_json` wrote.
 
         Raises:
             ProblemError: It is something else.
         """
-        device_type, precisions, step = data.take("device_type"), data.take("precisions"), data.take("step")
-        if device_type is not None and not isinstance(device_type, str):
-            data.fail(f"device_type is {device_type!r}, but it must be a text or null")
-        if precisions is not None and not (
-            isinstance(precisions, dict) and all(isinstance(name, str) for name in precisions.values())
-        ):
-            data.fail("precisions must map operator to precision, or be null")
-        if step is not None:
-            data.integer("step")
-        smallest = -(2**63)
-        seed, offset = data.integer("seed", minimum=smallest), data.integer("offset", minimum=smallest)
-        autocast = data.take_or("autocast", None)
-        if autocast not in (None, *AUTOCAST_TYPES):
-            data.fail(f"autocast is {autocast!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null")
-        data.finish()
-        return cls(
-            device_type=device_type, precisions=precisions, seed=seed, offset=offset, step=step, autocast=autocast
-        )
+        state = decode(cls, data, where)
+        if state.autocast not in (None, *AUTOCAST_TYPES):
+            raise ProblemError(
+                f"{where}: autocast is {state.autocast!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null"
+            )
+        return state
 
 
 def plan_of_ranks(ranks: Sequence[RankState]) -> Plan | None:
@@ -101,8 +81,7 @@ def plan_of_ranks(ranks: Sequence[RankState]) -> Plan | None:
 
 def digest_of_ranks(ranks: Sequence[RankState]) -> str:
     """Fingerprint of what all ranks run under."""
-    told = [rank.to_json() for rank in ranks]
-    return digest([[data["device_type"], data["precisions"], *filter(None, [data.get("autocast")])] for data in told])
+    return digest([[r.device_type, r.precisions and dict(r.precisions), *filter(None, [r.autocast])] for r in ranks])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +90,8 @@ class Resumed:
 
     Attributes:
         step: Of the checkpoint.
-        plan: Under which the job goes on, of all ranks; None without one.
-        replanned: True if that is not the checkpoint's, because the cluster is another one (or it was asked for).
+        plan: Under which the job continues, of all ranks; None without one.
+        replanned: True if that is not the checkpoint's, because the cluster is another one or the caller wants it.
         changes: Device type to operator to precision before (None: not planned) and after; empty if nothing changed.
         reason: In words.
     """
@@ -124,16 +103,16 @@ class Resumed:
     changes: Mapping[str, Mapping[str, Change]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        nested = {device: MappingProxyType(dict(changes)) for device, changes in self.changes.items()}
-        object.__setattr__(self, "changes", MappingProxyType(nested))
+        freeze(self, "changes", depth=2)
 
     def describe(self) -> str:
         """A few lines for people."""
         rows = [f"resumed at step {self.step}: {self.reason}"]
         for device, changed in self.changes.items():
-            shown = [f"{name} {before or 'unplanned'} > {after}" for name, (before, after) in changed.items()]
-            more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-            rows.append(f"  {device}: {', '.join(shown[:_SHOWN])}{more}")
+            rows.append(
+                f"  {device}: "
+                + _first([f"{name} {before or 'unplanned'} > {after}" for name, (before, after) in changed.items()])
+            )
         return "\n".join(rows)
 
 
@@ -154,43 +133,41 @@ def require_same_operators(
         for names, where in ((before - after, "in the checkpoint only"), (after - before, "in this model only"))
         if names
     ]
-    mine = {"qsync_opt": qsync_opt.__version__}
-    other = {name: version for name, version in versions.items() if mine.get(name, version) != version}
-    by = f" (written by {', '.join(f'{name} {version}' for name, version in other.items())})" if other else ""
+    version = versions.get("qsync_opt", qsync_opt.__version__)
+    by = f" (written by qsync_opt {version})" if version != qsync_opt.__version__ else ""
     raise ModelError(
         f"the checkpoint is of another model{by}: planned operators differ, {'; '.join(parts)}; build the model that "
         "was trained, or load the weights alone with torch.distributed.checkpoint"
     )
 
 
-def as_now(saved: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
-    """The ranks of a checkpoint in the order of the present ones, where as many of each device type are there.
+def in_present_order(saved: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
+    """The ranks of a checkpoint in the order of the present ones, if there are as many of each device type.
 
-    A restart may number the workers anew; what a rank goes on from is then what another one of its type left.
+    A restart may number the workers anew; a rank then continues from what another one of its type left.
     """
     left: dict[str | None, list[RankState]] = {}
     for state in saved:
         left.setdefault(state.device_type, []).append(state)
-    found = [left[state.device_type].pop(0) for state in present if left.get(state.device_type)]
-    return found if len(found) == len(saved) == len(present) else list(saved)
+    ordered = [left[state.device_type].pop(0) for state in present if left.get(state.device_type)]
+    return ordered if len(ordered) == len(saved) == len(present) else list(saved)
 
 
 def decide(
     step: int, saved: Sequence[RankState], present: Sequence[RankState], tight: Sequence[str], wanted: str
 ) -> Resumed:
-    """Which plan goes on.
+    """Choose the plan that the job continues under.
 
     Args:
         step: Of the checkpoint.
-        saved: Its ranks, by `as_now`.
+        saved: Its ranks, from `in_present_order`.
         present: The ranks of this job, before anything is loaded.
         tight: Device types whose memory is now too small for the checkpoint's plan.
-        wanted: ``"checkpoint"``: its plan goes on if the cluster is the same. ``"present"``: the present one does.
+        wanted: ``"checkpoint"``: its plan continues if the cluster is the same. ``"present"``: the present one does.
     """
     before, after = plan_of_ranks(saved), plan_of_ranks(present)
     types = [[rank.device_type for rank in ranks] for ranks in (saved, present)]
-    same_plan = digest_of_ranks(saved) == digest_of_ranks(present)
-    if same_plan:
+    if digest_of_ranks(saved) == digest_of_ranks(present):
         return Resumed(step=step, plan=after, replanned=False, reason="the plan is the one of the checkpoint")
     if wanted == "checkpoint" and types[0] == types[1] and not tight:
         return Resumed(
@@ -206,9 +183,7 @@ def decide(
 
 
 def _ranks(types: Sequence[str | None]) -> str:
-    counts: dict[str, int] = {}
-    for name in types:
-        counts[name or "without a plan"] = counts.get(name or "without a plan", 0) + 1
+    counts = Counter(name or "without a plan" for name in types)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
@@ -225,7 +200,7 @@ def _changes(before: Plan | None, after: Plan | None) -> dict[str, dict[str, Cha
 
 
 def carry_out(model: nn.Module, rank: int, saved: Sequence[RankState], resumed: Resumed) -> None:
-    """Put the plan that goes on, and the checkpoint's place in the random stream, on one rank's model."""
+    """Apply the plan that the job continues under, at the checkpoint's position in the random stream, on one rank."""
     own = saved[rank] if rank < len(saved) else None
     applied = applied_plan(model)
     if own is not None and not resumed.replanned:
@@ -235,7 +210,7 @@ def carry_out(model: nn.Module, rank: int, saved: Sequence[RankState], resumed: 
     if own is not None and own.precisions is not None:
         applied.go_on_at(own.seed, own.offset, own.step)
         return
-    # A rank that the checkpoint does not know: no noise of before may come again, so it begins where the last one was.
+    # A rank that the checkpoint does not know: it starts behind all others, so that no noise is repeated.
     kernels = applied.options.kernels
     offset = max((state.offset for state in saved), default=0)
     counters = [state.step for state in saved if state.step is not None]
@@ -243,9 +218,9 @@ def carry_out(model: nn.Module, rank: int, saved: Sequence[RankState], resumed: 
 
 
 def _adopted(model: nn.Module, applied: AppliedPlan | None, own: RankState) -> AppliedPlan | None:
-    """The checkpoint's plan on the model, in place of another one or none."""
-    carried_out = (None, None) if applied is None else (applied.precisions, applied.options.autocast)
-    if carried_out == (own.precisions, own.autocast):
+    """Apply the checkpoint's plan to the model, in place of another one or none."""
+    present = (None, None) if applied is None else (applied.precisions, applied.options.autocast)
+    if present == (own.precisions, own.autocast):
         return applied
     options = replace(ApplyOptions() if applied is None else applied.options, autocast=own.autocast)
     graph = None if applied is None else applied.graph
@@ -265,19 +240,19 @@ PLAN_STATE_FORMAT, PLAN_STATES_FORMAT = "qsync-plan-state/1", "qsync-plan-states
 
 
 class PlanState:
-    """What a rank's model runs under and where its rounding is, with ``state_dict`` and ``load_state_dict``.
+    """A rank's plan and the position of its rounding, with ``state_dict`` and ``load_state_dict``.
 
-    It is plain JSON data: whatever keeps such objects can keep it, ``accelerator.register_for_checkpointing`` say.
-    Every rank has a state of its own. `Checkpoints` holds it already.
+    For other checkpointing, such as ``accelerator.register_for_checkpointing``: the state is plain JSON data. Every
+    rank has its own. `Checkpoints` contains it already.
     """
 
     def __init__(self, model: nn.Module, *, all_ranks: bool = False) -> None:
-        """Stand for the plan on a model, also inside ``DistributedDataParallel`` or ``torch.compile``.
+        """Take a model, also inside ``DistributedDataParallel`` or ``torch.compile``.
 
         Args:
             model: With its plan.
-            all_ranks: Hold the states of all ranks, where one file is kept for all, as Accelerate does. Every rank
-                must call `state_dict` then.
+            all_ranks: Include the states of all ranks, for one file of all ranks as Accelerate writes it. Every rank
+                must then call `state_dict`.
         """
         self._model = model
         self._all_ranks = all_ranks
@@ -293,7 +268,7 @@ class PlanState:
         return {"format": PLAN_STATE_FORMAT, "digest": _digest(state), **state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the rounding was.
+        """Continue the rounding where it was.
 
         Args:
             state_dict: From `state_dict`, perhaps through a file; of this rank or of all.
@@ -312,23 +287,21 @@ class PlanState:
             raise ProblemError(
                 f"the state of a plan must have the format {PLAN_STATE_FORMAT!r}; give what state_dict() gave"
             )
-        said = data.pop("digest", None)
-        state = RankState.from_fields(Fields(data, "state of a plan"))
-        if said != _digest(state.to_json()):
+        saved_digest = data.pop("digest", None)
+        state = RankState.from_json(data, "state of a plan")
+        if saved_digest != _digest(state.to_json()):
             raise ProblemError("the state of a plan was changed after it was written: its digest differs")
         applied = applied_plan(self._model)
         now = {} if applied is None else applied.precisions
         before = state.precisions or {}
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if names:
-            shown = ", ".join(
-                f"{name!r} was {before.get(name, 'unplanned')} and is {now.get(name, 'unplanned')}"
-                for name in names[:_SHOWN]
-            )
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            changed = [
+                f"{name!r} was {before.get(name, 'unplanned')} and is {now.get(name, 'unplanned')}" for name in names
+            ]
             raise ModelError(
-                f"the checkpoint was made under another plan: {shown}{more}; apply the plan it was made under, or go "
-                "on under this one without loading the old plan's state"
+                f"the checkpoint was made under another plan: {_first(changed)}; apply the plan it was made under, or "
+                "go on under this one without loading the old plan's state"
             )
         autocast = None if applied is None else applied.options.autocast
         if state.autocast != autocast:
@@ -338,6 +311,11 @@ class PlanState:
             )
         if applied is not None:
             applied.go_on_at(state.seed, state.offset, state.step)
+
+
+def _first(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return f"{', '.join(texts[:_SHOWN])}{more}"
 
 
 def _digest(state: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a training job must keep: tensors under the names of the plain model, everything else as JSON."""
+"""State of a training job: tensors under the names of the plain model, everything else as JSON."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from qsync_opt.runtimes.torch.support import plain_name
 _TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$items", "$counter", "$float"
 _MARKS = frozenset({_TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT})
 DEEPEST = 50
-"""Levels of lists and dictionaries in one another that are kept; deeper state comes from no optimizer."""
+"""Most levels of nested lists and dictionaries; no optimizer has deeper state."""
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def split_state(value: Any, place: str, tensors: dict[str, Tensor], levels: int = DEEPEST) -> Any:
-    """The JSON form of nested state; its tensors go to ``tensors`` under names that begin with ``place``.
+    """The JSON form of nested state; its tensors are added to ``tensors`` under names that begin with ``place``.
 
     Args:
         value: Dictionaries, lists and tuples of tensors, numbers, texts, truth values and None.
-        place: Where the value stands, with dots.
-        tensors: Gets the tensors, which are not copied.
+        place: Path to the value, with dots.
+        tensors: Receives the tensors, which are not copied.
         levels: How many levels are left.
 
     Raises:
@@ -60,7 +60,7 @@ def split_state(value: Any, place: str, tensors: dict[str, Tensor], levels: int 
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise ModelError(f"the state at {place!r} has the key {key!r}: texts and integers can be kept")
         entries = {key: split_state(part, f"{place}.{key}", tensors, levels - 1) for key, part in value.items()}
-        if isinstance(value, Counter):  # milestones of MultiStepLR, which asks for more than a dictionary can do
+        if isinstance(value, Counter):  # milestones of MultiStepLR, which needs the methods of a Counter
             return {_COUNTER: [[key, part] for key, part in entries.items()]}
         plain = all(isinstance(key, str) for key in entries) and not _MARKS & entries.keys()
         return entries if plain else {_ITEMS: [[key, part] for key, part in entries.items()]}
@@ -94,21 +94,21 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
         return {key: inner(part) for key, part in data.items()}
     if len(data) != 1:
         fail()
-    mark, held = next(iter(data.items()))
+    mark, content = next(iter(data.items()))
     if mark == _TENSOR:
-        if not isinstance(held, str) or held not in tensors:
-            raise ProblemError(f"{where}: the tensor {held!r} is missing; give a whole checkpoint")
-        return tensors[held]
+        if not isinstance(content, str) or content not in tensors:
+            raise ProblemError(f"{where}: the tensor {content!r} is missing; give a whole checkpoint")
+        return tensors[content]
     if mark == _FLOAT:
-        return _FLOATS[held] if isinstance(held, str) and held in _FLOATS else fail()
-    if not isinstance(held, list):
+        return _FLOATS[content] if isinstance(content, str) and content in _FLOATS else fail()
+    if not isinstance(content, list):
         fail()
     if mark == _TUPLE:
-        return tuple(inner(part) for part in held)
-    for pair in held:
+        return tuple(inner(part) for part in content)
+    for pair in content:
         if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str | int):
             fail()
-    entries = {key: inner(part) for key, part in held}
+    entries = {key: inner(part) for key, part in content}
     return Counter(entries) if mark == _COUNTER else entries
 
 
@@ -132,7 +132,7 @@ def tensors_named(data: Any, levels: int = 3 * DEEPEST + 4) -> list[str]:
 
 
 MODEL, OPTIMIZER, OTHER, RANDOM = "model", "optimizer", "other", "random"
-"""First parts of the tensors' names."""
+"""First parts of the names of tensors."""
 _SHOWN = 3
 
 
@@ -163,22 +163,22 @@ def buffer_names(model: nn.Module) -> set[str]:
 
 
 def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors holds them: contiguous, and tied weights as copies, because the plain model has both.
+    """Tensors as safetensors stores them: contiguous, and tied weights as copies.
 
     Raises:
-        ModelError: One is of a kind that safetensors has no form for.
+        ModelError: safetensors cannot store one of them.
     """
     seen: set[tuple[torch.device, int]] = set()
     result = {}
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if (kind := _unkeepable(local)) is not None:
+        if (kind := _unsupported(local)) is not None:
             raise ModelError(
                 f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
                 "out of state_dict() (a buffer with persistent=False)"
             )
         place = (local.device, local.untyped_storage().data_ptr())
-        if not local.is_contiguous():  # in the format channels_last, say
+        if not local.is_contiguous():  # for example in the format channels_last
             tensor = tensor.contiguous()
         elif place in seen and local.numel():
             tensor = tensor.clone()
@@ -187,8 +187,8 @@ def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _unkeepable(tensor: Tensor) -> str | None:
-    """What makes safetensors refuse a tensor, None for others."""
+def _unsupported(tensor: Tensor) -> str | None:
+    """Why safetensors cannot store a tensor, None if it can."""
     if tensor.layout is not torch.strided:
         return "sparse"
     if tensor.is_meta:
@@ -199,19 +199,19 @@ def _unkeepable(tensor: Tensor) -> str | None:
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:
-    """States of optimizers, keyed by the names of the parameters instead of their numbers.
+    """Tensors and JSON values of optimizers, by the names of the parameters instead of their numbers.
 
-    Parameters of theirs that are not the model's (of a loss, say) are kept with them.
+    Their parameters that are not the model's (such as those of a loss) are included.
     """
     tensors: dict[str, Tensor] = {}
-    told = []
+    saved = []
     for number, optimizer in enumerate(optimizers):
         names = _names(model, optimizer)
         state = optimizer.state_dict()
         place = f"{OPTIMIZER}.{number}"
         groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
         rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-        told.append(
+        saved.append(
             {
                 "state": {
                     names[index]: split_state(values, f"{place}.{names[index]}", tensors)
@@ -222,35 +222,35 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
                 "outside": split_state(_outside(model, optimizer), f"{place}.outside", tensors),
             }
         )
-    return tensors, told
+    return tensors, saved
 
 
 def require_same_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], told: Any, where: str
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Any, where: str
 ) -> None:
     """Refuse optimizers that are not those of the checkpoint.
 
     Raises:
         ModelError: Their number or their parameters are others.
-        ProblemError: ``told`` is not what `optimizer_state` makes.
+        ProblemError: ``saved`` is not what `optimizer_state` makes.
     """
-    if len(told) != len(optimizers):
-        raise ModelError(f"{where} has {len(told)} optimizers and this job {len(optimizers)}: give as many")
-    for number, (optimizer, entry) in enumerate(zip(optimizers, told, strict=True)):
+    if len(saved) != len(optimizers):
+        raise ModelError(f"{where} has {len(saved)} optimizers and this job {len(optimizers)}: give as many")
+    for number, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
         if not (
             isinstance(entry, dict) and isinstance(entry.get("state"), dict) and _is_groups(entry.get("param_groups"))
         ):
             raise ProblemError(f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint")
         groups = _grouped(model, optimizer)
         known = {name for group in groups for name in group}
-        saved = [group["params"] for group in entry["param_groups"]]
-        count = sum(map(len, saved))
-        unknown = [name for name in (*chain.from_iterable(saved), *entry["state"]) if name not in known]
+        before = [group["params"] for group in entry["param_groups"]]
+        count = sum(map(len, before))
+        unknown = [name for name in (*chain.from_iterable(before), *entry["state"]) if name not in known]
         what = None
         if unknown or count != len(known):
             what = f"it has {unknown[0]!r}" if unknown else f"it has {count} parameters and not {len(known)}"
-        elif sorted(map(sorted, saved)) != sorted(map(sorted, groups)):
-            what = f"its {len(saved)} groups hold others than the {len(groups)} here"
+        elif sorted(map(sorted, before)) != sorted(map(sorted, groups)):
+            what = f"its {len(before)} groups hold others than the {len(groups)} here"
         if what is not None:
             raise ModelError(
                 f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
@@ -258,25 +258,25 @@ def require_same_optimizers(
 
 
 def load_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], told: Any, tensors: Mapping[str, Tensor], where: str
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Any, tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """Give optimizers their states back, after `require_same_optimizers`.
+    """Load the states of optimizers, after `require_same_optimizers`.
 
     Raises:
-        ProblemError: ``told`` is not what `optimizer_state` makes.
-        ModelError: An optimizer does not take it.
+        ProblemError: ``saved`` is not what `optimizer_state` makes.
+        ModelError: An optimizer refuses it.
     """
-    for number, (optimizer, entry) in enumerate(zip(optimizers, told, strict=True)):
+    for number, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
         numbers = {name: index for index, name in _names(model, optimizer).items()}
         state, groups = (join_state(entry[key], tensors, where) for key in ("state", "param_groups"))
         rest = join_state(entry.get("rest", {}), tensors, where)
-        # torch goes by position: states would go to other parameters if these stood in another order before.
-        found = {tuple(sorted(group["params"])): group for group in groups}
+        # torch assigns by position: states would go to other parameters if these were in another order before.
+        by_names = {tuple(sorted(group["params"])): group for group in groups}
         present = []
         for own, names in zip(optimizer.param_groups, _grouped(model, optimizer), strict=True):
-            group = {**found[tuple(sorted(names))], "params": [numbers[name] for name in names]}
+            group = {**by_names[tuple(sorted(names))], "params": [numbers[name] for name in names]}
             present.append(group | ({"param_names": own["param_names"]} if "param_names" in own else {}))
-        with taking_back(f"optimizer {number}", where):
+        with loading_state(f"optimizer {number}", where):
             optimizer.load_state_dict(
                 {
                     **rest,
@@ -284,16 +284,16 @@ def load_optimizers(
                     "param_groups": present,
                 }
             )
-        kept = join_state(entry.get("outside", {}), tensors, where)
+        outside = join_state(entry.get("outside", {}), tensors, where)
         with torch.no_grad():
             for name, parameter in _outside(model, optimizer).items():
-                if name in kept:
-                    parameter.copy_(kept[name])
+                if name in outside:
+                    parameter.copy_(outside[name])
 
 
 @contextlib.contextmanager
-def taking_back(what: str, where: str) -> Iterator[None]:
-    """Say which part of a job does not take its state back; such parts raise whatever they meet.
+def loading_state(what: str, where: str) -> Iterator[None]:
+    """Name the part of a job that fails to load its state, whatever it raises.
 
     Raises:
         ModelError: In place of that.
@@ -324,7 +324,7 @@ def _grouped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[st
 
 
 def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters of an optimizer that the model does not have, by the name that `_names` gives them."""
+    """Parameters of an optimizer that are not the model's, by their name in `_names`."""
     own = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = _names(model, optimizer)
@@ -332,7 +332,7 @@ def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Name of each parameter of an optimizer by the number that its ``state_dict`` gives it."""
+    """Name of each parameter of an optimizer by its number in the ``state_dict``."""
     by_identity = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     names: dict[int, str] = {}
     for position, group in enumerate(optimizer.param_groups):
@@ -346,7 +346,7 @@ def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torc
 
     Args:
         path: The checkpoint's folder.
-        most_bytes: Of all its files: a tensor that is said to be larger is not in them.
+        most_bytes: Size of all its files, which no tensor can exceed.
 
     Raises:
         ProblemError: Its files are not as this package writes them.
@@ -356,7 +356,7 @@ def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torc
         known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         sizes = {n: (e.size, e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
         wrong = [n for n, (s, d) in sizes.items() if min(s, default=0) < 0 or s.numel() * d.itemsize > most_bytes]
-    except Exception as failure:  # safetensors and torch raise whatever a malformed file makes happen in them
+    except Exception as failure:  # malformed files raise all kinds of errors in safetensors and torch
         raise ProblemError(
             f"{where} has tensors that cannot be read ({type(failure).__name__}: {first_line(failure)[:200]}); "
             "nothing was loaded: give a checkpoint that this package wrote"
@@ -370,12 +370,12 @@ def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torc
 
 
 def blank_optimizer_tensors(
-    model: nn.Module, told: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]
+    model: nn.Module, saved: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Tensors to load optimizer states into: laid out as the parameters that they belong to, others on the CPU."""
+    """Tensors to load optimizer states into: like the parameters that they belong to, others on the CPU."""
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    blanks = {}
-    for number, entry in enumerate(told if isinstance(told, list) else []):
+    blanks: dict[str, Tensor] = {}
+    for number, entry in enumerate(saved if isinstance(saved, list) else []):
         owner = {
             key: name
             for name, values in (entry.get("state") or {}).items()
@@ -383,14 +383,12 @@ def blank_optimizer_tensors(
             if name in parameters
         }
         for key in tensors_named(entry):
-            if key not in sizes or not key.startswith(f"{OPTIMIZER}.{number}."):
+            if not key.startswith(f"{OPTIMIZER}.{number}."):
                 raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
-            size, dtype = sizes[key]
+            blanks |= blank_tensors({_TENSOR: key}, sizes)
             like = parameters.get(owner.get(key, ""))
-            if like is not None and like.shape == size and like.dim():
-                blanks[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-            else:
-                blanks[key] = torch.empty(size, dtype=dtype)
+            if like is not None and like.shape == blanks[key].shape and like.dim():
+                blanks[key] = torch.empty_like(like, dtype=blanks[key].dtype, requires_grad=False)
     return blanks
 
 
@@ -429,7 +427,7 @@ def require_same_tensors(
 
 
 def random_states(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """States of this rank's generators: of the CPU and, if the model lies on one, of the card."""
+    """States of this rank's random generators: of the CPU and, if the model is on one, of the card."""
     states = {f"{RANDOM}.{rank}.cpu": torch.get_rng_state()}
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
@@ -438,7 +436,7 @@ def random_states(model: nn.Module, rank: int) -> dict[str, Tensor]:
 
 
 def set_random_states(model: nn.Module, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Put this rank's generators where they were, as far as the checkpoint has them."""
+    """Restore this rank's random generators, as far as the checkpoint has their states."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if (state := tensors.get(f"{RANDOM}.{rank}.cpu")) is not None:
         torch.set_rng_state(state)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         never_falling,
     )
     from qsync_opt.runtimes.torch.ddp.workers import (
-        bucket_assignment,
         fit_all_reduce,
         free_port,
         measure_all_reduce,
@@ -40,7 +39,6 @@ __all__ = [
     "CollectiveCost",
     "at_most_all",
     "broadcast_json",
-    "bucket_assignment",
     "digest",
     "fail_together",
     "fit_all_reduce",

@@ -1,4 +1,4 @@
-"""Let all workers of a job hold the same data: JSON through the default process group, never pickled objects."""
+"""Agreement between the workers of a job: JSON messages through the default process group, never pickled objects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def world() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def others_needed() -> Iterator[None]:
-    """Say what to do where the other ranks do not answer.
+    """Raise an error that says what to do if the other ranks do not answer.
 
     Raises:
         NotReadyError: In place of what torch raises when a rank is gone, or after the process group's timeout.
@@ -41,7 +41,7 @@ def others_needed() -> Iterator[None]:
 
 
 def message_device() -> torch.device:
-    """Where messages must lie: NCCL moves only what is on the card."""
+    """Device of messages: NCCL moves only what is on a card."""
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -57,7 +57,7 @@ def _decoded(message: Tensor) -> Any:
 
 
 def broadcast_json(value: Any, source: int = 0) -> Any:
-    """What rank ``source`` holds, on every rank; what the others pass is ignored.
+    """The value of rank ``source``, on every rank; the values of the others are ignored.
 
     Args:
         value: Anything that JSON can hold; numbers must be finite.
@@ -80,7 +80,7 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """What every rank holds, in order of rank, on every rank.
+    """The values of all ranks in order, on every rank.
 
     Args:
         value: Anything that JSON can hold; numbers must be finite.
@@ -108,22 +108,22 @@ def digest(value: Any) -> str:
 
 
 def require_agreement(what: str, value: Any, advice: str) -> None:
-    """Stop all ranks together if they do not hold the same value.
+    """Raise on all ranks if their values differ.
 
     Args:
-        what: Of what, for the error's text.
+        what: Names the value in the error's text.
         value: JSON data that must be equal on all ranks.
-        advice: What to do about it, for the error's text.
+        advice: What to do about a difference, for the error's text.
 
     Raises:
         ModelError: Raised on every rank; the text names the ranks that differ from rank 0, with both values if short.
     """
-    held = gather_json({"digest": digest(value), "shown": value if len(json.dumps(value)) <= 80 else None})
-    different = [rank for rank, other in enumerate(held) if other["digest"] != held[0]["digest"]]
+    values = gather_json({"digest": digest(value), "shown": value if len(json.dumps(value)) <= 80 else None})
+    different = [rank for rank, other in enumerate(values) if other["digest"] != values[0]["digest"]]
     if different:
         ranks = ", ".join(map(str, different[:8])) + (", ..." if len(different) > 8 else "")
-        values = [held[0]["shown"], held[different[0]]["shown"]]
-        shown = "" if None in values else f" ({values[0]!r} on rank 0, {values[1]!r} on rank {different[0]})"
+        first, other = (values[rank]["shown"] for rank in (0, different[0]))
+        shown = "" if None in (first, other) else f" ({first!r} on rank 0, {other!r} on rank {different[0]})"
         raise ModelError(f"{what} differs between ranks: ranks {ranks} are not as rank 0{shown}; {advice}")
 
 
@@ -135,23 +135,23 @@ def fail_together(error: Exception | None) -> None:
 
     Raises:
         Exception: ``error`` itself on the rank that failed.
-        NotReadyError: On the others; the text names the first rank that failed and repeats what it said.
+        NotReadyError: On the others; the text names the first rank that failed and repeats its error.
     """
-    told = gather_json(None if error is None else f"{type(error).__name__}: {error}")
+    failures = gather_json(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(failures):
         if text is not None:
             raise NotReadyError(f"rank {rank} failed: {text}")
 
 
 def together(work: Callable[[], T]) -> T:
-    """Run a stage on this rank; if it fails on any, it fails on all."""
+    """Run ``work`` on this rank; if it fails on any rank, raise on all (see `fail_together`)."""
     result: T | None = None
     error: Exception | None = None
     try:
         result = work()
-    except Exception as failure:  # raised again below, on this rank as it is
+    except Exception as failure:  # raised again by fail_together
         error = failure
     fail_together(error)
     return result  # type: ignore[return-value]

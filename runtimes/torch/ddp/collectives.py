@@ -1,6 +1,7 @@
-"""What does an all-reduce cost on the group at hand, by size? Measured back to back, as buckets follow one another.
+"""What all-reduces cost by size, measured back to back as buckets follow one another.
 
-And by how much does it slow down what a worker computes beside it: its kernels take multiprocessors and bandwidth.
+Also by how much they slow down what a worker computes at the same time: their kernels take multiprocessors and
+bandwidth.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from qsync_opt.runtimes.torch.ddp.workers import fit_all_reduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """Time of an all-reduce by size: a start-up time and a rate between each two measured sizes.
+    """Time of an all-reduce by size, interpolated between the measured sizes.
 
     ``latency_s`` and ``bandwidth_bytes_per_s`` are one fit over all sizes, with its relative residual (root mean
     square); `ns` follows the measurements themselves, because libraries change algorithm with size. Where a larger
-    all-reduce was measured to be faster than a smaller one, that is chance, and both count with their mean.
+    all-reduce was measured to be faster than a smaller one, both count with their mean.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -56,7 +57,7 @@ class CollectiveCost:
         if num_bytes > sizes[-1]:
             known = k
             if rate == 0.0:
-                rate = 1e9 / self.bandwidth_bytes_per_s  # the two largest do not tell what a byte more takes
+                rate = 1e9 / self.bandwidth_bytes_per_s  # the two largest sizes took the same time
         return max(round(times[0]), round(times[known] + rate * (num_bytes - sizes[known])))
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class CollectiveCost:
 
 
 def never_falling(times: Sequence[float]) -> list[float]:
-    """The times nearest to these, by least squares, that do not fall: neighbours that do are set to their mean.
+    """The least-squares approximation of the times that never falls: neighbors that do are set to their mean.
 
     Source: pool adjacent violators (Ayer et al., 1955).
     """
@@ -118,14 +119,8 @@ def measure_collectives(
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
         measured.append(float(own))
         del payload
-    fit = fit_all_reduce(list(sizes_bytes), [t / 1e9 for t in measured], dist.get_world_size(group))
-    return CollectiveCost(
-        sizes_bytes=tuple(sizes_bytes),
-        measured_ns=tuple(measured),
-        latency_s=fit.latency_s,
-        bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
-        relative_residual=fit.relative_residual,
-    )
+    fit = fit_all_reduce(sizes_bytes, [t / 1e9 for t in measured])
+    return CollectiveCost(sizes_bytes=tuple(sizes_bytes), measured_ns=tuple(measured), **fit._asdict())
 
 
 def measure_slowdown(
@@ -136,12 +131,12 @@ def measure_slowdown(
     device: torch.device | str = "cpu",
     group: Any = None,
 ) -> float:
-    """By what share of an all-reduce's time does computation beside it take longer on this worker?
+    """Share of an all-reduce's time by which computation beside it takes longer on this worker.
 
     0 where both run as if alone, 1 where computation stands still meanwhile. Every worker of the group must call it, on
-    the stream that it trains on. They compute matrix products and an element-wise function one after the other, while
-    those whose turn it is not wait in the all-reduces: whoever sets the pace of training is never waited for by an
-    all-reduce, and one that waits takes multiprocessors for longer than it lasts.
+    the stream that it trains on. Workers take turns in computing matrix products and an element-wise function while the
+    others wait in the all-reduces: the worker that sets the pace of training never waits in an all-reduce, and one that
+    waits occupies multiprocessors for longer than the all-reduce lasts.
 
     Args:
         cost: Of an all-reduce alone, from `measure_collectives` on this group.
@@ -180,11 +175,11 @@ def measure_slowdown(
                 if mine:
                     work(times)
 
-        dist.all_reduce(here, group=group)  # all workers are here
-        taken = _timed(run, device)
+        dist.all_reduce(here, group=group)  # a barrier
+        spent_ns = _timed(run, device)
         for handle in pending:
             handle.wait()
-        return taken
+        return spent_ns
 
     share = 0.0
     for turn in range(dist.get_world_size(group)):
@@ -197,7 +192,7 @@ def measure_slowdown(
 
 
 def at_most_all(share: float) -> float:
-    """A share from 0 to 1: computation stands still for as long as an all-reduce lasts at most."""
+    """The share limited to 0 to 1: computation stands still at most for as long as an all-reduce lasts."""
     return min(max(0.0, share), 1.0)
 
 
@@ -206,7 +201,7 @@ _BESIDE = 8
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:
-    """Nanoseconds that the present stream takes for some work."""
+    """Nanoseconds that the current stream takes for some work."""
     if device.type != "cuda":
         start = time.perf_counter_ns()
         run()
@@ -230,7 +225,7 @@ def _block(payload: torch.Tensor, runs: int, group: Any) -> float:
         return (time.perf_counter_ns() - start) / runs
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(payload.device)
-    dist.all_reduce(payload, group=group)  # both workers are here
+    dist.all_reduce(payload, group=group)  # a barrier
     first.record()
     for _ in range(runs):
         dist.all_reduce(payload, group=group)

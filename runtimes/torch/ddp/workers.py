@@ -1,7 +1,4 @@
-"""Hybrid data parallelism on one host: process groups, gradient buckets, and what an all-reduce costs.
-
-Workers of one group may run under different plans: gradients are FP32 on all of them, so that their buckets agree.
-"""
+"""Workers on one host that train together: their process group, and what an all-reduce costs in it."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,69 +17,16 @@ from torch import Tensor
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.runtimes.host import free_port as free_port
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_CAP_BYTES = 25 << 20
 _RELEASE_S = 0.2
-"""Seconds that threads of a process group get to finish before it is left."""
+"""Seconds for threads of a process group to finish before it is left."""
 _MEASURING_ROUNDS = 4
-
-
-def bucket_assignment(
-    parameters: Sequence[Tensor], first_bucket_bytes: int = FIRST_BUCKET_BYTES, cap_bytes: int = BUCKET_CAP_BYTES
-) -> list[int]:
-    """Index of the all-reduce bucket of each parameter, as ``DistributedDataParallel`` builds them.
-
-    Gradients become ready in about the reverse of the registration order, so buckets are filled from the last
-    parameter to the first: bucket 0 closes when it holds at least ``first_bucket_bytes``, every later one when it
-    holds at least ``cap_bytes``. Parameters of different element types or devices fill separate buckets. This is the
-    layout that DDP settles on after its first backward pass, if gradients became ready in reverse registration order;
-    for the first pass it fills buckets from the other end.
-
-    Args:
-        parameters: In registration order, without duplicates; those that need no gradient are in no bucket.
-        first_bucket_bytes: Size at which bucket 0 closes; ``cap_bytes`` where DDP was given a ``bucket_cap_mb``.
-        cap_bytes: Size at which later buckets close (``bucket_cap_mb`` of DDP times 2**20).
-
-    Returns:
-        One index per parameter, in order of reduction; -1 for a parameter without gradient.
-
-    Raises:
-        UnsupportedError: A limit that is not positive.
-
-    Source: The algorithm of ``torch.distributed._compute_bucket_assignment_by_size``, written anew so that it also
-        serves where torch's distributed package is not built.
-    """
-    if first_bucket_bytes <= 0 or cap_bytes <= 0:
-        raise UnsupportedError(f"bucket limits {first_bucket_bytes} and {cap_bytes} bytes: both must be above 0")
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    closed: dict[tuple[torch.dtype, torch.device], int] = {}
-    buckets: list[list[int]] = []
-    positions = [i for i in range(len(parameters) - 1, -1, -1) if parameters[i].requires_grad]
-    rank_in_order = {position: rank for rank, position in enumerate(positions)}
-    for position in positions:
-        parameter = parameters[position]
-        key = (parameter.dtype, parameter.device)
-        members, size = open_buckets.get(key, ([], 0))
-        members, size = [*members, position], size + parameter.numel() * parameter.element_size()
-        open_buckets[key] = (members, size)
-        if size >= (cap_bytes if closed.get(key) else first_bucket_bytes):
-            buckets.append(members)
-            closed[key] = closed.get(key, 0) + 1
-            del open_buckets[key]
-    buckets.extend(members for members, _ in open_buckets.values())
-    buckets.sort(key=lambda members: min(rank_in_order[position] for position in members))
-    result = [-1] * len(parameters)
-    for index, members in enumerate(buckets):
-        for position in members:
-            result[position] = index
-    return result
 
 
 @contextlib.contextmanager
 def process_group(
     rank: int, world_size: int, port: int, *, backend: str = "gloo", timeout_s: float = 120.0
 ) -> Iterator[None]:
-    """Join a process group on this host for the time of the block, and leave it also after an error.
+    """Join a process group on this host within the block, and leave it also after an error.
 
     Args:
         rank: Number of this worker.
@@ -97,8 +41,8 @@ def process_group(
     """
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     if backend not in available or not available[backend]():
-        there = ", ".join(name for name, check in available.items() if check()) or "none"
-        raise UnsupportedError(f"process group backend {backend!r} is not there: this torch has {there}")
+        present = ", ".join(name for name, check in available.items() if check()) or "none"
+        raise UnsupportedError(f"process group backend {backend!r} is not there: this torch has {present}")
     if dist.is_initialized():
         raise NotReadyError("a default process group exists already: leave it before joining another")
     dist.init_process_group(
@@ -111,36 +55,28 @@ def process_group(
     try:
         yield
     finally:
-        # A thread of gloo frees the tensors of the last collective after everybody has its result, for which it wants
-        # the interpreter. Whoever lets go of the group's last reference meanwhile (DistributedDataParallel holds one)
-        # waits for that thread without giving the interpreter up: both wait for ever. So it is given up here first.
+        # A thread of gloo frees the tensors of the last collective after all have its result, and needs the GIL for it.
+        # Whoever drops the group's last reference meanwhile (DistributedDataParallel holds one) waits for that thread
+        # without releasing the GIL: a deadlock. So it is released here first.
         time.sleep(_RELEASE_S)
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduceModel:
-    """Time of an all-reduce as ``latency_s + bytes / bandwidth_bytes_per_s``, with how well that fits.
+class AllReduceFit(NamedTuple):
+    """Time of an all-reduce as ``latency_s + bytes / bandwidth_bytes_per_s``.
 
-    ``relative_residual`` is the root mean square of (measured - fitted) / measured over the sizes tried.
+    ``relative_residual`` is the root mean square of (measured - fitted) / measured.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     relative_residual: float
-    world_size: int
-    sizes_bytes: tuple[int, ...]
-    measured_s: tuple[float, ...]
-
-    def predict_s(self, num_bytes: int) -> float:
-        """Predicted time of an all-reduce of ``num_bytes`` per worker, in seconds."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
-def fit_all_reduce(sizes_bytes: Sequence[int], measured_s: Sequence[float], world_size: int) -> AllReduceModel:
+def fit_all_reduce(sizes_bytes: Sequence[int], measured_s: Sequence[float]) -> AllReduceFit:
     """Fit latency and bandwidth to measured times by least squares of the relative error.
 
-    Relative, because sizes span decades and a plain fit would see the largest alone.
+    Relative, because sizes span decades and the largest would decide a plain fit.
 
     Raises:
         ProblemError: Fewer than two different sizes, a size below zero, or a time that is not positive or not finite.
@@ -155,19 +91,12 @@ def fit_all_reduce(sizes_bytes: Sequence[int], measured_s: Sequence[float], worl
     times = torch.tensor(measured_s, dtype=torch.float64)
     columns = torch.tensor([[1.0, float(size)] for size in sizes_bytes], dtype=torch.float64) / times[:, None]
     latency, inverse = torch.linalg.lstsq(columns, torch.ones_like(times)[:, None]).solution.flatten().tolist()
-    if latency < 0:  # noise at the small sizes: the best line through the origin is the honest model
+    if latency < 0:  # noise at the small sizes: fit a line through the origin
         latency, inverse = 0.0, float(columns[:, 1].sum() / columns[:, 1].square().sum())
     if inverse <= 0:
         raise ProblemError("all-reduce times do not grow with size: measure larger sizes or more repetitions")
     residual = (columns @ torch.tensor([latency, inverse], dtype=torch.float64) - 1).square().mean().sqrt()
-    return AllReduceModel(
-        latency_s=latency,
-        bandwidth_bytes_per_s=1 / inverse,
-        relative_residual=float(residual),
-        world_size=world_size,
-        sizes_bytes=tuple(sizes_bytes),
-        measured_s=tuple(measured_s),
-    )
+    return AllReduceFit(latency, 1 / inverse, float(residual))
 
 
 def measure_all_reduce(
@@ -175,8 +104,8 @@ def measure_all_reduce(
     *,
     repetitions: int = 5,
     device: torch.device | str = "cpu",
-) -> AllReduceModel:
-    """Time FP32 all-reduces of some sizes in the default process group and fit the model; every worker must call it.
+) -> AllReduceFit:
+    """Time FP32 all-reduces of some sizes in the default process group and fit them; every worker must call it.
 
     A repetition counts with the slowest worker's time, a size with the median of its repetitions. On a busy host the
     times may not grow with size; then repetitions are added, up to four times as many.
@@ -198,7 +127,7 @@ def measure_all_reduce(
         medians = [statistics.median(repeated) for repeated in times]
         if medians[-1] > medians[0] or not rounds_left:
             break
-    return fit_all_reduce(sizes_bytes, medians, dist.get_world_size())
+    return fit_all_reduce(sizes_bytes, medians)
 
 
 def _timed_all_reduce(payload: Tensor) -> float:

@@ -1,6 +1,6 @@
 """``qsync-opt demo``: a small model trained by two workers under a plan, every step shown.
 
-`run` is what the command calls.
+`run_demo` is what the command calls.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
+    from qsync_opt.runtimes.torch.demo.model import Batches, Gpt, standard_library_text
     from qsync_opt.runtimes.torch.demo.report import others_words, result_json
     from qsync_opt.runtimes.torch.demo.run import run_demo
     from qsync_opt.runtimes.torch.demo.settings import (
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
         SPEC_FORMAT,
         TRAINER,
         DemoOptions,
+        GptConfig,
         WorkerSpec,
         load_spec,
     )
-    from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
 else:
     __getattr__, __dir__ = lazy(__name__)
 

@@ -1,14 +1,13 @@
-"""What the demo does, in one place, as a checked JSON file that its workers read."""
+"""Settings of the demo and the JSON file that hands them to its workers; importing this does not load torch."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from qsync_opt.io import Fields, read_json, write_json
-from qsync_opt.runtimes.torch.demo.sizes import GptConfig
+from qsync_opt.io import Fields, Json, decode, encode, read_json, write_json
 
 SPEC_FORMAT = "qsync-demo-worker/2"
 TRAINER = "trainer"
@@ -17,6 +16,22 @@ WORKERS = (TRAINER, INFERENCE)
 """Device type of each rank."""
 PHASES = ("capture", "measure", "train")
 """What workers do, in this order; training any number of times."""
+_OWN_KEYS = ("format", "phase", "folder", "label", "plan")
+"""Keys of a worker's file that stand beside those of `DemoOptions`."""
+_Positive = Annotated[int, Json(minimum=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptConfig:
+    """Sizes of the model: entries of the vocabulary, tokens of a sequence, width, attention heads, blocks."""
+
+    vocabulary: _Positive = 256
+    context: _Positive = 128
+    width: _Positive = 256
+    heads: _Positive = 4
+    layers: _Positive = 4
+
+
 DEMO_MODEL = GptConfig(context=64, width=128, heads=2)
 
 
@@ -28,8 +43,8 @@ class DemoOptions:
     frugal plan needs (0) and what FP32 needs (1).
     """
 
-    steps: int = 80
-    batch: int = 8
+    steps: _Positive = 80
+    batch: _Positive = 8
     learning_rate: float = 1e-3
     seed: int = 0
     memory_share: float = 0.2
@@ -48,15 +63,14 @@ class WorkerSpec:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file that the workers read."""
-        data: dict[str, Any] = {
+        data = {
             "format": SPEC_FORMAT,
             "phase": self.phase,
             "folder": str(self.folder),
             "label": self.label,
             "plan": None if self.plan is None else str(self.plan),
-            **asdict(self.options),
         }
-        write_json(path, data)
+        write_json(path, data | encode(self.options))
 
 
 def load_spec(path: str | os.PathLike[str]) -> WorkerSpec:
@@ -65,28 +79,12 @@ def load_spec(path: str | os.PathLike[str]) -> WorkerSpec:
     Raises:
         ProblemError: The file is missing or holds anything but a worker's settings.
     """
-    fields = Fields(read_json(path, (SPEC_FORMAT,)), "demo worker")
+    data = read_json(path, (SPEC_FORMAT,))
+    fields = Fields({name: data.pop(name) for name in _OWN_KEYS if name in data}, "demo worker")
     fields.text("format")
     phase, folder, label = fields.text("phase"), fields.text("folder"), fields.text("label")
     if phase not in PHASES:
         fields.fail(f"phase is {phase!r}, but allowed are {', '.join(PHASES)}")
-    plan = None if fields.take_or("plan", None) is None else fields.text("plan")
-    model = Fields(fields.mapping("model"), "demo worker: model")
-    sizes = GptConfig(**{name: model.integer(name, minimum=1) for name in GptConfig.__dataclass_fields__})
-    model.finish()
-    options = DemoOptions(
-        steps=fields.integer("steps", minimum=1),
-        batch=fields.integer("batch", minimum=1),
-        learning_rate=fields.number("learning_rate"),
-        seed=fields.integer("seed"),
-        memory_share=fields.number("memory_share"),
-        model=sizes,
-    )
-    fields.finish()
-    return WorkerSpec(
-        phase=phase,
-        folder=Path(folder),
-        label=label,
-        options=options,
-        plan=None if plan is None else Path(plan),
-    )
+    plan = None if fields.take_or("plan", None) is None else Path(fields.text("plan"))
+    options = decode(DemoOptions, data, "demo worker")
+    return WorkerSpec(phase=phase, folder=Path(folder), label=label, options=options, plan=plan)

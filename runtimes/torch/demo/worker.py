@@ -23,9 +23,8 @@ from qsync_opt.model import save_graph
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.launch import emit
-from qsync_opt.runtimes.torch.demo.model import Gpt
+from qsync_opt.runtimes.torch.demo.model import Batches, Gpt, standard_library_text
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec, load_spec
-from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
 from qsync_opt.runtimes.torch.execution import apply
 from qsync_opt.runtimes.torch.profiling import profile
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics

@@ -1,4 +1,4 @@
-"""Follow a cluster that changes while the job runs: another plan for all ranks at the same step, without measuring."""
+"""Keep the plan of a running job current: by new statistics of the model, or by memory and speed of the devices."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from qsync_opt.runtimes.torch.support import bare_model, memory_budget
 from qsync_opt.sensitivity import ModelStatistics
 from qsync_opt.training import Plan, Problem, Replanning, plan_from_json, replan
 
+_LOGGER = logging.getLogger(__name__)
 MakeProblem = Callable[[ModelStatistics], Problem]
 """Builds the problem from new statistics, with the profiles and limits that the caller keeps."""
 
@@ -44,9 +45,9 @@ class PlanRefresher:
     """Keeps a plan up to date while the model trains under it.
 
     Every worker calls :meth:`step` once per training step, after the optimizer's. In every ``every``-th call rank 0
-    takes the plan off its model, collects statistics on the last batches it was given, solves the problem anew and
-    decides by `replan`; all ranks then put the plan that was decided for on their models. The random streams of the
-    rounding go on where they were, so that no rounding error is repeated.
+    takes the plan off its model, collects statistics on the last batches, solves the problem anew and decides by
+    `replan`; all ranks then apply the plan that was decided for. The random streams of the rounding continue where they
+    were, so that no rounding error is repeated.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class PlanRefresher:
         curvature_probes: int = 0,
         batches: int = 1,
     ) -> None:
-        """Begin to count steps.
+        """Start counting steps.
 
         Args:
             model: With the plan applied (also inside ``DistributedDataParallel``); on workers of a type with a fixed
@@ -74,7 +75,7 @@ class PlanRefresher:
             plan: The whole plan, all device types.
             device_type: Of this worker; None if its type is not planned.
             make_problem: Called on rank 0 alone.
-            every: Steps between two looks.
+            every: Steps between two checks.
             graph: The captured graph.
             improvement: As in `replan`.
             method: As in `solve`.
@@ -82,9 +83,9 @@ class PlanRefresher:
             probes: As in `collect_statistics`.
             adaptive_probes: As in `collect_statistics`, for the indicator ``progress``.
             curvature_probes: As in `collect_statistics`, for the indicator ``hessian``.
-            batches: How many of the last batches are looked at. Of two or more the statistics know how much the
-                gradient scatters anyway, which a problem in shares of that noise needs
-                (`SensitivityTable.relative_to`). At most ``every``.
+            batches: How many of the last batches statistics are collected on, at most ``every``. Two or more also tell
+                how noisy the gradient is anyway, which a problem in shares of that noise needs
+                (`SensitivityTable.relative_to`).
 
         Raises:
             NotReadyError: ``device_type`` is given but no plan is applied.
@@ -110,14 +111,17 @@ class PlanRefresher:
         self._graph = graph
         self._improvement = improvement
         self._method = method
-        self._loss_step = loss_step
-        self._probes = probes
-        self._adaptive_probes = adaptive_probes
-        self._curvature_probes = curvature_probes
+        self._statistics: dict[str, Any] = {
+            "step": loss_step,
+            "graph": graph,
+            "probes": probes,
+            "adaptive_probes": adaptive_probes,
+            "curvature_probes": curvature_probes,
+        }
         self._recent: deque[Any] = deque(maxlen=batches)
 
     def step(self, batch: Any) -> bool:
-        """Count one training step; look at the model again if it is time.
+        """Count one training step; check the model if it is time.
 
         Args:
             batch: What the last step was trained on; rank 0's is used.
@@ -138,21 +142,13 @@ class PlanRefresher:
         decision = together(lambda: self._decide() if rank == 0 else None)
         replaced = bool(broadcast_json(decision is not None and decision.replaced))
         if replaced:
-            told = broadcast_json(None if decision is None else decision.plan.to_json())
-            together(lambda: self._move(decision.plan if decision is not None else plan_from_json(told)))
+            sent = broadcast_json(None if decision is None else decision.plan.to_json())
+            together(lambda: self._move(decision.plan if decision is not None else plan_from_json(sent)))
         return replaced
 
     def _decide(self) -> Replanning:
         with self._bare() as model:
-            statistics = collect_statistics(
-                model,
-                list(self._recent),
-                step=self._loss_step,
-                graph=self._graph,
-                probes=self._probes,
-                adaptive_probes=self._adaptive_probes,
-                curvature_probes=self._curvature_probes,
-            )
+            statistics = collect_statistics(model, list(self._recent), **self._statistics)
         decision = replan(self._make_problem(statistics), self.plan, improvement=self._improvement, method=self._method)
         self.decisions.append(decision)
         return decision
@@ -189,16 +185,13 @@ class PlanRefresher:
         self.plan = plan
 
 
-_LOGGER = logging.getLogger(__name__)
-
-
 class PlanAdapter:
     """Moves all ranks to another plan when a device's memory or speed has changed.
 
-    Every rank calls :meth:`step` once per training step, after the optimizer's. Every ``every`` steps the ranks tell
-    each other, in one small all-reduce, whether anything changed; only then rank 0 solves the job again, from what was
-    measured at its start. The plan stays where it still fits and nothing is faster by 3 % or less sensitive by 10 %.
-    The noise of the rounding goes on where it was.
+    Every rank calls :meth:`step` once per training step, after the optimizer's. Every ``every`` steps one small
+    all-reduce tells whether anything changed on any rank; only then rank 0 solves the job again, from what was measured
+    at its start. The plan stays where it still fits and nothing is faster by 3 % or less sensitive by 10 %. The random
+    streams of the rounding continue where they were.
     """
 
     def __init__(
@@ -212,14 +205,14 @@ class PlanAdapter:
         speed: Callable[[], float] | None = None,
         tolerance: float = 0.1,
     ) -> None:
-        """Begin to watch.
+        """Start watching.
 
         Args:
             model: As it was given to `apply`.
             plan: As `auto_plan` gave it on this rank.
             options: As for `auto_plan`.
-            every: Steps between two looks.
-            memory: Bytes that the job may use on this rank's device now; None: as `auto_plan` finds them out.
+            every: Steps between two checks.
+            memory: Bytes that the job may use on this rank's device now; None: as `auto_plan` determines them.
             speed: How many times longer this rank's device takes now than when it was measured; None: as long.
             tolerance: Relative change of memory or time from which on the job is planned again. Less memory than the
                 plan needs is a change always.
@@ -239,11 +232,11 @@ class PlanAdapter:
         self._tolerance = tolerance
         self._device = next((p.device for p in bare_model(model).parameters()), torch.device("cpu"))
         self._apply_options = ApplyOptions(kernels=self._options.kernels)
-        self._facts = self._now()
+        self._before = self._now()
         self._planned_for: dict[str, Any] | None = None  # the present plan may be for other limits than these
 
     def step(self) -> JobPlan | None:
-        """Count one training step; look at the cluster if it is time.
+        """Count one training step; check the cluster if it is time.
 
         Returns:
             The new plan, if the model runs under another one from now on; on every rank or on none.
@@ -255,39 +248,39 @@ class PlanAdapter:
         self.steps += 1
         if self.steps % self._every:
             return None
-        now, error = self._facts, None
+        now, error = self._before, None
         try:
             now = self._now()
-        except Exception as failure:  # told to all ranks below, so that none waits for this one
+        except Exception as failure:  # sent to all ranks below, so that none waits for this one
             error = failure
         if not self._anywhere(error is not None or self._changed(now)):
             return None
         fail_together(error)
         began = time.perf_counter()
-        found = self._solved(now)
-        moved = self._move(found)
+        plan = self._solved(now)
+        moved = self._move(plan)
         rank, _ = world()
         if rank == 0:
             _LOGGER.warning(
-                "the cluster changed: planned again in %.2f s, %s", time.perf_counter() - began, found.reason
+                "the cluster changed: planned again in %.2f s, %s", time.perf_counter() - began, plan.reason
             )
-        self.plan, self._facts, self._planned_for = found, now, now
-        return found if moved else None
+        self.plan, self._before, self._planned_for = plan, now, now
+        return plan if moved else None
 
     def _now(self) -> dict[str, Any]:
         memory = memory_budget(self._device, self._options.memory) if self._memory is None else self._memory()
         speed = 1.0 if self._speed is None else self._speed()
-        facts = {"memory": _number(memory), "speed": _number(speed)}
-        for name, value in facts.items():
+        values = {"memory": _number(memory), "speed": _number(speed)}
+        for name, value in values.items():
             check_number(value, f"{name} of this rank's device")
-        if not facts["speed"]:
+        if not values["speed"]:
             raise ProblemError("speed of this rank's device is 0: it says how many times longer work takes, 2.0 say")
-        return {**facts, "memory": int(memory)}
+        return {**values, "memory": int(memory)}
 
     def _changed(self, now: dict[str, Any]) -> bool:
         if now["memory"] < self.plan.memory_bytes.get(self.plan.device_type, 0) and now != self._planned_for:
             return True
-        return any(abs(now[name] - self._facts[name]) > self._tolerance * self._facts[name] for name in now)
+        return any(abs(now[name] - self._before[name]) > self._tolerance * self._before[name] for name in now)
 
     def _anywhere(self, changed: bool) -> bool:
         if world()[1] == 1:
@@ -299,72 +292,75 @@ class PlanAdapter:
 
     def _solved(self, now: dict[str, Any]) -> JobPlan:
         """A plan for the smallest memory and the slowest worker of each type."""
-        told = gather_json({**now, "type": self.plan.device_type, "before": self._facts["memory"]})
-        made = self.plan.model
-        kept = together(lambda: None if made is None else _with_limits(made, told))
-        changed = together(lambda: None if kept is None else with_speed(kept, _slowest(told)))
-        found = shared_plan(changed, self.plan.device_type, self._options, self.plan)
-        # Speeds are told relative to the first measurement, which is therefore what must be kept.
-        return found if kept is None else replace(found, model=kept)
+        ranks = gather_json({**now, "type": self.plan.device_type, "before": self._before["memory"]})
+        job = self.plan.model
+        kept = together(lambda: None if job is None else _with_limits(job, ranks))
+        changed = together(lambda: None if kept is None else with_speed(kept, _slowest(ranks)))
+        plan = shared_plan(changed, self.plan.device_type, self._options, self.plan)
+        # Speeds are relative to the first measurement, which is therefore what must be kept.
+        return plan if kept is None else replace(plan, model=kept)
 
-    def _move(self, found: JobPlan) -> bool:
-        """Put the plan on the model if it is another one than is applied now; True if any rank changed anything."""
+    def _move(self, plan: JobPlan) -> bool:
+        """Apply the plan if it is another one than is applied now; True if any rank changed anything."""
         applied = applied_plan(self._model)
-        before = _carried_out(applied)
-        if not self._anywhere(before != _wanted(found, applied)):
+        before = _running(applied)
+        if not self._anywhere(before != _wanted(plan, applied)):
             return False
-        fresh = together(lambda: self._put(found, applied))
+        fresh = together(lambda: self._replace(plan, applied))
         if fresh is not None:
             self._apply_options = fresh.options
-        return self._anywhere(before != _carried_out(fresh))
+        return self._anywhere(before != _running(fresh))
 
-    def _put(self, found: JobPlan, applied: AppliedPlan | None) -> AppliedPlan | None:
-        """The plan on this rank's model, in place of the one that is applied."""
+    def _replace(self, plan: JobPlan, applied: AppliedPlan | None) -> AppliedPlan | None:
+        """Apply the plan on this rank's model, in place of the one that is applied."""
         options, graph = self._apply_options, None
         if applied is not None:
             options, graph = applied.options, applied.graph
             undo(self._model)
-        apply(self._model, found, graph=graph, options=options)
+        apply(self._model, plan, graph=graph, options=options)
         return applied_plan(self._model)
 
 
-def _number(told: Any) -> Any:
+def _number(value: Any) -> Any:
     """What the user's function returned as a float, if it is a number of some library."""
     try:
-        return told if isinstance(told, str) else float(told)
+        return value if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
-        return told
+        return value
 
 
-def _with_limits(made: JobModel, told: Sequence[Mapping[str, Any]]) -> JobModel:
+def _with_limits(job: JobModel, ranks: Sequence[Mapping[str, Any]]) -> JobModel:
     """The job with the smallest memory that any worker of each type has now."""
     limits: dict[str, int] = {}
-    for fact in told:
-        name = fact["type"]
+    for rank in ranks:
+        name = rank["type"]
         # Trials may have shown that less of the memory can be planned with than is there.
-        usable = min(1.0, made.cluster.device(name).memory_limit_bytes / max(1, fact["before"]))
-        limit = int(usable * fact["memory"])
+        usable = min(1.0, job.limits_bytes[name] / max(1, rank["before"]))
+        limit = int(usable * rank["memory"])
         limits[name] = min(limit, limits.get(name, limit))
-    return made.with_memory(limits)
+    return job.with_memory(limits)
 
 
-def _slowest(told: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """How many times longer the slowest worker of each type takes now."""
     factors: dict[str, float] = {}
-    for fact in told:
-        factors[fact["type"]] = max(fact["speed"], factors.get(fact["type"], 0.0))
+    for rank in ranks:
+        factors[rank["type"]] = max(rank["speed"], factors.get(rank["type"], 0.0))
     return factors
 
 
-def _wanted(found: JobPlan, applied: AppliedPlan | None) -> tuple[dict[str, str], str | None, bool] | None:
-    """What the model will run under; of the operators only those that are told apart now."""
-    if not found.worthwhile:
+_Running = tuple[dict[str, str], str | None, bool]
+"""Precisions that a model runs under, format of autocast, and whether passes are captured."""
+
+
+def _wanted(plan: JobPlan, applied: AppliedPlan | None) -> _Running | None:
+    """What the model will run under; only the operators that the applied plan distinguishes."""
+    if not plan.worthwhile:
         return None
-    mine, name = found.devices[found.device_type], found.device_type
-    known = mine if applied is None else applied.precisions
-    return {operator: mine[operator] for operator in known}, found.autocast.get(name), name in found.captured
+    own, name = plan.devices[plan.device_type], plan.device_type
+    known = own if applied is None else applied.precisions
+    return {operator: own[operator] for operator in known}, plan.autocast.get(name), name in plan.captured
 
 
-def _carried_out(applied: AppliedPlan | None) -> tuple[dict[str, str], str | None, bool] | None:
-    """What a model runs under, and how."""
+def _running(applied: AppliedPlan | None) -> _Running | None:
     return None if applied is None else (dict(applied.precisions), applied.options.autocast, applied.options.captured)

@@ -1,219 +1,52 @@
-"""Which way of computing does each device type take? From times of the real model, not from predictions.
+"""What a job can compute in: execution modes of each device type, and candidates, which take one mode for every type.
 
-A way is one that a user could have chosen without a solver (FP32, BF16 or FP16 autocast, one precision everywhere), or
-one that a solver found: the plan of the job, or the fastest of a device type by itself. With equal batches the slowest
-device type decides how long a step takes; the others have time left, which they spend on precision.
+A mode is one that a user could choose without a solver (FP32, BF16 or FP16 autocast, one precision everywhere) or one
+that a solver proposes: the plan of the job, or the fastest plan of a device type by itself.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from qsync_opt.errors import SolverError
-from qsync_opt.io import Fields
+from qsync_opt.errors import ProblemError, SolverError
+from qsync_opt.io import Json, decode, encode, freeze
 from qsync_opt.model import Role
 from qsync_opt.numerics import number_format
-from qsync_opt.training import Communication, Problem, ProblemDevice, fastest, solve
+from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES
+from qsync_opt.training import (
+    BYTES_PER_KIB,
+    Communication,
+    Problem,
+    ProblemDevice,
+    evaluate_device,
+    fastest,
+    propagate,
+    solve,
+    uniform_plan,
+)
 
-Rounds = Sequence[Mapping[int, float]]
-"""By round: candidate to time."""
-LEVEL = 0.07
-"""A way is shown to be slower, or as fast, if chance alone says so no more often: 4 rounds of 4, 7 of 8, 11 of 14."""
-_ALIKE = 0.995
-"""What takes at least such a share of another one's time is not faster."""
-
-
-def paired_medians(rounds: Rounds) -> dict[int, float]:
-    """Median time of some candidates that took turns, without what slowed all of a round.
-
-    Args:
-        rounds: Candidate to time. Those that are in all rounds are compared within each of them.
-    """
-    if not rounds:
-        return {}
-    steady = [index for index in rounds[0] if all(index in entry for entry in rounds)]
-    found = {
-        index: statistics.median(entry[index] for entry in rounds if index in entry)
-        for index in {i for entry in rounds for i in entry}
-    }
-    if len(steady) < 2:
-        return found
-    pace = [statistics.geometric_mean(entry[index] for index in steady) for entry in rounds]
-    usual = statistics.median(pace)
-    for index in steady:
-        found[index] = usual * statistics.median(entry[index] / own for entry, own in zip(rounds, pace, strict=True))
-    return found
-
-
-def paired_times(rounds: Rounds) -> dict[int, float]:
-    """The same where some took more turns than others: all beside the one that took most, within common rounds.
-
-    Args:
-        rounds: Candidate to time.
-    """
-    turns = {index: [entry[index] for entry in rounds if index in entry] for entry in rounds for index in entry}
-    if not turns:
-        return {}
-    steady = max(turns, key=lambda index: (len(turns[index]), -index))
-    usual = statistics.median(turns[steady])
-    found = {}
-    for index, times in turns.items():
-        ratios = _ratios(rounds, index, steady)
-        found[index] = usual * statistics.median(ratios) if ratios else statistics.median(times)
-    return found
-
-
-def times_of_race(rounds: Rounds, captured: Collection[int] = ()) -> dict[int, float]:
-    """The same for a race: what took only the first turn was slower then, and is as much slower still.
-
-    Without this a host that is busier in later rounds would have what left the race seem the fastest.
-
-    Args:
-        rounds: Candidate to time, the first of all candidates.
-        captured: Candidates that take no further turn however fast they are; theirs is the time of the first.
-
-    Returns:
-        Of candidates without further turns, as many times the time of the first round's fastest that has some as it
-        was in that round; the times of the first round if there is no other.
-    """
-    later = {index for entry in rounds[1:] for index in entry}
-    if not later:
-        return dict(rounds[0]) if rounds else {}
-    found = paired_times([{i: ns for i, ns in entry.items() if i in later} for entry in rounds])
-    first = rounds[0]
-    quickest = min(later & first.keys(), key=lambda i: first[i])
-    pace = found[quickest] / first[quickest]
-    return {i: found[i] if i in later else ns if i in captured else pace * ns for i, ns in first.items()}
-
-
-def shown(ratios: Sequence[float], most: float) -> bool | None:
-    """Whether one way is shown to be slower than another by more than it may be; None: neither that nor the contrary.
-
-    Args:
-        ratios: Its time over the other's, by round.
-        most: What the ratio may be.
-
-    Source:
-        The sign test (Dixon and Mood, JASA 41, 1946), one-sided at `LEVEL` for either answer.
-    """
-    over = sum(ratio > most for ratio in ratios)
-    if _by_chance(len(ratios), over) <= LEVEL:
-        return True
-    return False if _by_chance(len(ratios), len(ratios) - over) <= LEVEL else None
-
-
-def least_sensitive_as_fast(
-    times: Mapping[int, float], sensitivities: Mapping[int, float], rounds: Rounds, most: float
-) -> int:
-    """The least sensitive candidate of those that take at most so many times as long as the fastest.
-
-    What rounds show counts; where they leave it open, the median of the ratios within rounds; without common rounds,
-    the times.
-
-    Args:
-        times: Of every candidate, at least one.
-        sensitivities: Of the same; of equals the faster is taken.
-        rounds: Turns, as far as they took some.
-        most: At least 1.
-    """
-    slower: list[int] = []
-    for index, quickest in _in_order(times, sensitivities):
-        if index == quickest:
-            return index
-        if _is_like(index, slower, rounds):
-            continue
-        ratios = _ratios(rounds, index, quickest)
-        found = shown(ratios, most)
-        if found is None:
-            found = (statistics.median(ratios) if ratios else times[index] / times[quickest]) > most
-        if not found:
-            return index
-        slower.append(index)
-    return min(times, key=lambda index: times[index])
-
-
-def undecided(rounds: Rounds, sensitivities: Mapping[int, float], most: float) -> list[int]:
-    """Who should take another turn: the fastest, and the least sensitive that may be as fast; none if that is known.
-
-    Others, which are more sensitive, would not be taken in either case. Where the least sensitive is the fastest itself
-    as far as one can see, the next fastest takes turns with it.
-
-    Args:
-        rounds: Turns until now; candidates without any are left out.
-        sensitivities: By candidate; the least sensitive of those as fast as any is wanted, of equals the faster.
-        most: As in `least_sensitive_as_fast`.
-    """
-    times = paired_times(rounds)
-    slower: list[int] = []
-    in_order = _in_order(times, sensitivities)
-    for place, (index, quickest) in enumerate(in_order):
-        if index == quickest:
-            others = [other for other, _ in in_order[place + 1 :]]
-            rival = min(others, key=lambda other: times[other], default=index)
-        elif _is_like(index, slower, rounds):
-            continue
-        else:
-            rival = quickest
-        found = rival != index and shown(_ratios(rounds, index, rival), most)
-        if found is None:
-            return sorted((index, rival))
-        if not found or index == quickest:
-            break
-        slower.append(index)
-    return []
-
-
-def _in_order(times: Mapping[int, float], sensitivities: Mapping[int, float]) -> list[tuple[int, int]]:
-    """From the least sensitive on, each with the fastest of all."""
-    quickest = min(times, key=lambda index: times[index], default=0)
-    return [(index, quickest) for index in sorted(times, key=lambda i: (sensitivities[i], times[i]))]
-
-
-def _is_like(index: int, slower: Sequence[int], rounds: Rounds) -> bool:
-    """Whether it is no faster than one that is too slow: another trial of the same would only be another chance."""
-    return any((ratios := _ratios(rounds, index, other)) and statistics.median(ratios) > _ALIKE for other in slower)
-
-
-def _ratios(rounds: Rounds, index: int, other: int) -> list[float]:
-    return [entry[index] / entry[other] for entry in rounds if index in entry and other in entry]
-
-
-def _by_chance(rounds: int, count: int) -> float:
-    """How often a fair coin shows as many heads, or more."""
-    return math.fsum(math.comb(rounds, heads) for heads in range(count, rounds + 1)) / 2.0**rounds
-
-
+FULL = "FP32"
 PLANNED = "plan"
 OWN, OWN_UNSCALED = "own plan", "own plan without FP16"
 """The fastest plan of a device type by itself, among all formats and among those without loss scaling."""
-FULL = "FP32"
 CAPTURED = ", captured"
-WORTH_CAPTURING = 0.02
-_NOISE = 0.02
-"""Relative difference of two times of passes that says nothing."""
-_STEP_NOISE, SIZED_NOISE = 0.018, 0.003
-"""The same for whole steps, which are timed in turn; with sized batches the fastest is wanted, and precision last."""
-Together = Mapping[str, "Way"]
-"""A way for every device type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way for the workers of a device type to compute.
+class ExecutionMode:
+    """How the workers of one device type compute, and what that was measured to cost.
 
     Attributes:
         name: ``"FP32"``, ``"BF16 autocast"``, ``"INT8"``, ``"plan"``, ``"own plan"`` and such.
         precisions: Of every adjustable operator.
-        autocast: Format of ``torch.autocast`` where that carries it out, else None.
+        autocast: Format of ``torch.autocast`` where that carries the mode out, else None.
         sensitivity: Total over the operators, for this device type.
         pass_ns: Forward and backward pass on the slowest of the workers.
-        needed_bytes: At the peak of a step on the worker that needs most; None if one of them ran out of memory,
-            could not capture its passes, or did not try because they are slow as it is.
+        needed_bytes: Peak memory of a step on the worker that needs most; None if a worker ran out of memory, could
+            not run or capture the mode, or left capturing out because the launched mode is slow.
         captured: Whether passes are replayed as CUDA graphs.
     """
 
@@ -223,10 +56,10 @@ class Way:
     sensitivity: float = 0.0
     pass_ns: int = 0
     needed_bytes: int | None = 0
-    captured: bool = False
+    captured: Annotated[bool, Json(omitted=True)] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
+        freeze(self, "precisions")
 
     @property
     def label(self) -> str:
@@ -235,7 +68,7 @@ class Way:
 
     @property
     def is_solved(self) -> bool:
-        """Whether a solver found it, for this device type alone or with the others; its name then says little."""
+        """Whether a solver proposed it; modes of one name then differ between device types."""
         return self.name in (PLANNED, OWN, OWN_UNSCALED)
 
     @property
@@ -252,77 +85,58 @@ class Way:
         """Whether it keeps a memory limit."""
         return self.needed_bytes is not None and self.needed_bytes <= limit_bytes
 
-    def slowed(self, factor: float) -> Way:
-        """The same on a device that takes so many times longer."""
+    def slowed(self, factor: float) -> ExecutionMode:
+        """The same mode on a device that takes ``factor`` times as long."""
         return replace(self, pass_ns=round(factor * self.pass_ns))
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
-        return {
-            "name": self.name,
-            "precisions": dict(self.precisions),
-            "autocast": self.autocast,
-            "sensitivity": self.sensitivity,
-            "pass_ns": self.pass_ns,
-            "needed_bytes": self.needed_bytes,
-            **({"captured": True} if self.captured else {}),
-        }
+        return encode(self)
 
     @classmethod
-    def from_json(cls, data: object, where: str) -> Way:
+    def from_json(cls, data: object, where: str) -> ExecutionMode:
         """Read what `to_json` wrote.
 
         Raises:
             ProblemError: It is something else.
             UnsupportedError: No such precision.
         """
-        fields = Fields(data, where)
-        precisions, autocast = fields.mapping("precisions"), fields.take("autocast")
-        for precision in precisions.values():
-            if not isinstance(precision, str):
-                fields.fail(f"precisions holds {precision!r}, but it must map operators to names of precisions")
+        mode = decode(cls, data, where)
+        for precision in mode.precisions.values():
             number_format(precision)
-        if autocast is not None and autocast not in ("BF16", "FP16"):
-            fields.fail(f"autocast is {autocast!r}, but allowed are BF16, FP16 and null")
-        ran_out = fields.take("needed_bytes") is None
-        found = cls(
-            name=fields.text("name"),
-            precisions=precisions,
-            autocast=autocast,
-            sensitivity=fields.number("sensitivity"),
-            pass_ns=fields.integer("pass_ns"),
-            needed_bytes=None if ran_out else fields.integer("needed_bytes"),
-            captured=fields.flag("captured"),
-        )
-        fields.finish()
-        return found
+        if mode.autocast not in (None, "BF16", "FP16"):
+            raise ProblemError(f"{where}: autocast is {mode.autocast!r}, but allowed are BF16, FP16 and null")
+        return mode
+
+
+Modes = Mapping[str, Sequence[ExecutionMode]]
+"""Execution modes of every device type."""
+Candidate = Mapping[str, ExecutionMode]
+"""One execution mode for every device type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """How long a whole training step of the job takes: passes, loss scaling, all-reduces and the optimizer.
+    """Time of a whole training step under a candidate: passes, loss scaling, all-reduces and the optimizer.
 
     Attributes:
-        taken: Device type to the label of the way that it goes.
-        step_ns: On the slowest worker; with sized batches for as many samples in all as with equal ones.
-        batches: Device type to the samples of one of its workers, where batches were sized; empty: all as planned with.
-        rounds_ns: Its time in each round in which candidates took turns, 0 where it took none; empty: it never did.
+        taken: Device type to the label of its mode.
+        step_ns: On the slowest worker; with sized batches for as many samples in total as with equal ones.
+        batches: Device type to the samples of one of its workers, where batches were sized; empty: equal batches.
+        rounds_ns: Its time in each round of the benchmark, 0 where it was not timed; empty: it was timed only once.
     """
 
     taken: Mapping[str, str]
-    step_ns: int
-    batches: Mapping[str, int] = field(default_factory=dict)
-    rounds_ns: tuple[int, ...] = ()
+    step_ns: Annotated[int, Json(minimum=1)]
+    batches: Annotated[Mapping[str, Annotated[int, Json(minimum=1)]], Json(omitted=True)] = field(default_factory=dict)
+    rounds_ns: Annotated[tuple[int, ...], Json(omitted=True)] = ()
 
     def __post_init__(self) -> None:
-        for name in ("taken", "batches"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        freeze(self, "taken", "batches")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
-        sized = {"batches": dict(self.batches)} if self.batches else {}
-        turns = {"rounds_ns": list(self.rounds_ns)} if self.rounds_ns else {}
-        return {"taken": dict(self.taken), "step_ns": self.step_ns, **sized, **turns}
+        return encode(self)
 
     @classmethod
     def from_json(cls, data: object, where: str) -> StepTime:
@@ -331,180 +145,90 @@ class StepTime:
         Raises:
             ProblemError: It is something else.
         """
-        fields = Fields(data, where)
-        told = Fields(fields.mapping("taken"), f"{where}: taken")
-        taken = {name: told.text(name) for name in [*told]}
-        sized = Fields(fields.mapping("batches") if "batches" in fields else {}, f"{where}: batches")
-        batches = {name: sized.integer(name, minimum=1) for name in [*sized]}
-        if batches and batches.keys() != taken.keys():
-            fields.fail("batches and taken are of different device types")
-        turns = fields.sequence("rounds_ns") if "rounds_ns" in fields else ()
-        for turn in turns:
-            if not isinstance(turn, int) or isinstance(turn, bool) or turn < 0:
-                fields.fail(f"rounds_ns holds {turn!r}, but allowed are whole nanoseconds from 0 on")
-        found = cls(taken=taken, step_ns=fields.integer("step_ns", minimum=1), batches=batches, rounds_ns=tuple(turns))
-        told.finish()
-        sized.finish()
-        fields.finish()
-        return found
+        step = decode(cls, data, where)
+        if step.batches and step.batches.keys() != step.taken.keys():
+            raise ProblemError(f"{where}: batches and taken are of different device types")
+        return step
 
 
-def choose(
-    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], *, slack: float = 0.0, balanced: bool = False
-) -> dict[str, Way] | None:
-    """The way of every device type: as fast as can be together, then with the least sensitivity.
+def possible_modes(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> dict[str, list[ExecutionMode]]:
+    """The modes of every device type, not timed: one precision everywhere, from the finest, and the plan if it differs.
 
     Args:
-        ways: Of every device type.
-        limits_bytes: Memory limit of every device type.
-        slack: How much longer than the fastest choice a step may take (0.1: 10 %), beyond what noise leaves open.
-        balanced: Whether local batches will be sized by speed, so that no device type waits for another and each
-            takes as little time as it can.
-
-    Returns:
-        One way per device type, all captured or none; None if one of them has none that fits into its memory. An
-        all-reduce that one worker begins while it computes and the other at its end would keep the first one's
-        multiprocessors busy with waiting. Captured passes ask more of a model, and are taken only if they are
-        faster by 2 %.
-
-    Source:
-        Ours; the objective is QSync's (IPDPS 2024): the least sensitivity among the fastest.
+        problem: Gives sensitivities, and which precisions an operator has on a device.
+        plan: Device type to operator to precision.
     """
-    eager, captured = (
-        as_fast(fitting(ways, limits_bytes, captured=kind), slack=slack, balanced=balanced) for kind in (False, True)
+    modes: dict[str, list[ExecutionMode]] = {}
+    for device in problem.devices:
+        available = {precision for table in device.operators.values() for precision in table}
+        modes[device.name] = []
+        for precision in reversed([name for name in problem.formats if name in available]):
+            mode = _predicted_mode(problem, device, precision, uniform_plan(problem, precision).devices[device.name])
+            if precision in AUTOCAST_TYPES and set(mode.precisions.values()) <= {precision, FULL}:
+                mode = replace(mode, name=f"{precision} autocast", autocast=precision)
+            modes[device.name].append(mode)
+        planned = _predicted_mode(problem, device, PLANNED, plan[device.name])
+        if not planned.is_plain:
+            modes[device.name].append(planned)
+    return modes
+
+
+def fastest_modes(problem: Problem, known: Modes, *, slack: float) -> dict[str, list[ExecutionMode]]:
+    """The modes of `fastest_plans`, not timed, as far as no known mode is the same."""
+    modes = {}
+    for name, plans in fastest_plans(problem, slack=slack).items():
+        proposed = [_predicted_mode(problem, problem.device(name), label, plan) for label, plan in plans.items()]
+        modes[name] = [mode for mode in proposed if mode.precisions not in [other.precisions for other in known[name]]]
+    return modes
+
+
+def _predicted_mode(problem: Problem, device: ProblemDevice, name: str, entry: Mapping[str, str]) -> ExecutionMode:
+    precisions = {o.name: entry[o.name] for o in problem.operators if o.role is Role.ADJUSTABLE}
+    evaluation = evaluate_device(problem, device, propagate(problem, device, precisions))
+    return ExecutionMode(
+        name=name,
+        precisions=precisions,
+        sensitivity=evaluation.sensitivity,
+        needed_bytes=evaluation.memory_kib * BYTES_PER_KIB,
     )
-    if eager is None or captured is None:
-        return eager or captured
-    return captured if worth_capturing(together_ns(captured, balanced), together_ns(eager, balanced)) else eager
 
 
-def fitting(
-    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], *, captured: bool
-) -> dict[str, list[Way]]:
-    """The ways of one kind that keep the memory limits."""
-    return {
-        name: [way for way in found if way.captured is captured and way.fits(limits_bytes[name])]
-        for name, found in ways.items()
-    }
-
-
-def is_captured(together: Together) -> bool:
-    """Whether any device type goes its way with captured passes."""
-    return any(way.captured for way in together.values())
-
-
-def worth_capturing(captured_ns: float, eager_ns: float, *, least: float = WORTH_CAPTURING) -> bool:
-    """Whether captured passes are faster by such a share that what they ask of a model is worth it."""
-    return captured_ns < (1 - least) * eager_ns
-
-
-def most_of(slack: float, *, balanced: bool = False) -> float:
-    """How many times as long as the fastest a step may take that counts as fast as it."""
-    return (1 + slack) * (1 + (SIZED_NOISE if balanced else _STEP_NOISE))
-
-
-def least_sensitive(timed: Sequence[tuple[Together, float]], slack: float, *, balanced: bool = False) -> int:
-    """Which of some ways to go together is the least sensitive among those as fast as any.
-
-    Args:
-        timed: With the times of their steps.
-        slack: As in `choose`.
-        balanced: As in `choose`.
-    """
-    times = {place: time for place, (_, time) in enumerate(timed)}
-    sensitivities = {place: total_sensitivity(together) for place, (together, _) in enumerate(timed)}
-    return least_sensitive_as_fast(times, sensitivities, (), most_of(slack, balanced=balanced))
-
-
-def total_sensitivity(together: Together) -> float:
-    """Over all device types."""
-    return math.fsum(way.sensitivity for way in together.values())
-
-
-def as_fast(
-    fitting: Mapping[str, Sequence[Way]], *, slack: float = 0.0, balanced: bool = False
-) -> dict[str, Way] | None:
-    """The least sensitive way of every device type with which a step is as fast as it can be; arguments of `choose`."""
-    if not all(fitting.values()):
-        return None
-    fastest = {name: min(way.pass_ns for way in found) for name, found in fitting.items()}
-    slowest = max(fastest.values())
-    chosen = {}
-    for name, found in fitting.items():
-        limit = (1 + slack) * (1 + _NOISE) * (fastest[name] if balanced else slowest)
-        allowed = [way for way in found if way.pass_ns <= limit]
-        chosen[name] = min(allowed, key=lambda way: (way.sensitivity, way.pass_ns))
-    return chosen
-
-
-def together_ns(chosen: Mapping[str, Way], balanced: bool) -> float:
-    """A pass of all, of the slowest or with batches for which each takes as long."""
-    if not balanced:
-        return step_ns(chosen)
-    return len(chosen) / sum(1 / max(1, way.pass_ns) for way in chosen.values())
-
-
-def step_ns(chosen: Mapping[str, Way]) -> int:
-    """Forward and backward pass of the slowest device type."""
-    return max(way.pass_ns for way in chosen.values())
-
-
-def everywhere(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Time of every way that all device types have and have room for, the same on all of them; name to nanoseconds."""
-    found: dict[str, list[int]] = {}
-    for name, mine in ways.items():
-        for way in mine:
-            if not way.is_solved and way.fits(limits_bytes[name]):
-                found.setdefault(way.label, []).append(way.pass_ns)
-    return {name: max(times) for name, times in found.items() if len(times) == len(ways)}
-
-
-def words(chosen: Mapping[str, Way], uniform: Mapping[str, int], *, compiled: bool = False) -> str:
-    """What was measured and taken, for the reason of a plan."""
-    taken = ", ".join(f"{way.label} on {name}" for name, way in chosen.items())
-    compared = ", ".join(f"{name} {time / 1e6:.2f} ms" for name, time in sorted(uniform.items(), key=lambda e: e[1]))
-    what = "compiled passes" if compiled else "passes"
-    return f"measured {what}: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"
-
-
-_SCALED = "FP16"
 _SEARCH_S = 2.0
+SIZED_TOLERANCE = 0.003
+"""Relative difference of times that counts as none where local batches are sized: there the fastest is wanted."""
 
 
-def own_plans(problem: Problem, *, slack: float = 0.0) -> dict[str, dict[str, dict[str, str]]]:
-    """The least sensitive plan of every device type among the fastest of its passes, whatever the others do.
+def fastest_plans(problem: Problem, *, slack: float = 0.0) -> dict[str, dict[str, dict[str, str]]]:
+    """The least sensitive of each device type's fastest plans, whatever the other types do.
 
     Args:
-        problem: Of the job. All-reduces and the optimizer are left out: they take as long under every plan, and those
-            that hide behind the passes of one would hide what another one gains.
+        problem: Of the job. All-reduces and the optimizer are left out: they take as long under every plan, and an
+            all-reduce that one plan hides would conceal what another one gains.
         slack: As in `build_problem`.
 
     Returns:
-        Device type to the name of the way to operator to precision: among all formats and, where that one has FP16,
-        among those whose losses need no scaling. A device type without a plan that fits has none.
+        Device type to the name of the mode to operator to precision: among all formats and, where that plan has FP16,
+        among those without it. A device type without a plan that fits has none.
 
     Source:
         Ours.
     """
-    return {device.name: _of_device(problem, device, slack) for device in problem.devices}
+    plans: dict[str, dict[str, dict[str, str]]] = {}
+    for device in problem.devices:
+        plan = _fastest_passes(problem, device, slack)
+        plans[device.name] = {} if plan is None else {OWN: plan}
+        if plan is not None and "FP16" in plan.values():
+            unscaled = _fastest_passes(problem, _without_fp16(problem, device), slack)
+            if unscaled is not None and "FP16" not in unscaled.values():
+                plans[device.name][OWN_UNSCALED] = unscaled
+    return plans
 
 
-def _of_device(problem: Problem, device: ProblemDevice, slack: float) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for name, mine in ((OWN, device), (OWN_UNSCALED, _without(problem, device, _SCALED))):
-        plan = _fastest_passes(problem, mine, slack)
-        scaled = plan is not None and _SCALED in plan.values()
-        if plan is None or plan in found.values() or (scaled and mine is not device):
-            continue
-        found[name] = plan
-    return found
-
-
-def _without(problem: Problem, device: ProblemDevice, precision: str) -> ProblemDevice:
-    """The same, but with a precision only where an adjustable operator has no other."""
+def _without_fp16(problem: Problem, device: ProblemDevice) -> ProblemDevice:
+    """The device with FP16 only where an adjustable operator has nothing else."""
     tables = dict(device.operators)
     for operator in problem.operators:
-        others = {name: cost for name, cost in tables[operator.name].items() if name != precision}
+        others = {name: cost for name, cost in tables[operator.name].items() if name != "FP16"}
         if operator.role is Role.ADJUSTABLE and others:
             tables[operator.name] = others
     return replace(device, operators=tables)
@@ -523,8 +247,165 @@ def _fastest_passes(problem: Problem, device: ProblemDevice, slack: float) -> di
         quickest = fastest(alone, time_limit_s=_SEARCH_S)
         if quickest is None:
             return None
-        limit_ns = round((1 + slack) * (1 + SIZED_NOISE) * quickest.evaluation.iteration_ns)
+        limit_ns = round((1 + slack) * (1 + SIZED_TOLERANCE) * quickest.evaluation.iteration_ns)
         best = solve(replace(alone, latency_limit_ns=limit_ns), "greedy").plan or quickest.plan
     except SolverError:
         return None
     return {o.name: best.devices[device.name][o.name] for o in problem.operators if o.role is Role.ADJUSTABLE}
+
+
+def labels(candidate: Candidate) -> dict[str, str]:
+    """Device type to the label of its mode."""
+    return {name: mode.label for name, mode in candidate.items()}
+
+
+def total_sensitivity(candidate: Candidate) -> float:
+    """Over all device types."""
+    return math.fsum(mode.sensitivity for mode in candidate.values())
+
+
+def is_captured(candidate: Candidate) -> bool:
+    """Whether any device type replays captured passes."""
+    return any(mode.captured for mode in candidate.values())
+
+
+def passes_ns(candidate: Candidate, workers: Mapping[str, int] | None = None) -> float:
+    """Forward and backward pass of a step, as passes alone predict it.
+
+    Args:
+        candidate: With measured passes.
+        workers: Number of workers of each type, if batches are sized so that none waits: the time is for as many
+            samples in total as with equal batches. None: equal batches, for which the slowest type decides.
+    """
+    if workers is None:
+        return max(mode.pass_ns for mode in candidate.values())
+    return sum(workers.values()) / sum(workers[name] / max(1, mode.pass_ns) for name, mode in candidate.items())
+
+
+def fitting(modes: Modes, limits_bytes: Mapping[str, int], *, captured: bool) -> dict[str, list[ExecutionMode]]:
+    """The captured modes, or the others, that keep the memory limits."""
+    return {
+        name: [mode for mode in own if mode.captured is captured and mode.fits(limits_bytes[name])]
+        for name, own in modes.items()
+    }
+
+
+def uniform_candidates(modes: Modes) -> dict[str, dict[str, ExecutionMode]]:
+    """The candidates in which all device types run the same mode that no solver proposed, by its label."""
+    by_label = {name: {mode.label: mode for mode in own if not mode.is_solved} for name, own in modes.items()}
+    shared = dict.fromkeys(label for own in by_label.values() for label in own)
+    return {
+        label: {name: own[label] for name, own in by_label.items()}
+        for label in shared
+        if all(label in own for own in by_label.values())
+    }
+
+
+def uniform_times(modes: Modes, limits_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Nanoseconds of a pass for each of the `uniform_candidates` that fits, launched and captured, by label."""
+    kinds = (fitting(modes, limits_bytes, captured=captured) for captured in (False, True))
+    return {
+        label: round(passes_ns(candidate)) for fits in kinds for label, candidate in uniform_candidates(fits).items()
+    }
+
+
+_PASS_TOLERANCE = 0.02
+"""Relative difference of two times of passes that is noise."""
+
+
+def least_sensitive_candidate(
+    fits: Modes, *, slack: float = 0.0, workers: Mapping[str, int] | None = None
+) -> dict[str, ExecutionMode] | None:
+    """The least sensitive mode of every device type with which passes are as fast as they can be.
+
+    Args:
+        fits: Modes that may be taken; the result is None if a device type has none.
+        slack: How much longer than the fastest candidate a step may take (0.1: 10 %), beyond what noise leaves open.
+        workers: As in `passes_ns`. With equal batches every type has the time that the slowest one needs.
+    """
+    if not all(fits.values()):
+        return None
+    fastest_ns = {name: min(mode.pass_ns for mode in own) for name, own in fits.items()}
+    margin = (1 + slack) * (1 + (_PASS_TOLERANCE if workers is None else SIZED_TOLERANCE))
+    candidate = {}
+    for name, own in fits.items():
+        limit_ns = margin * (max(fastest_ns.values()) if workers is None else fastest_ns[name])
+        allowed = [mode for mode in own if mode.pass_ns <= limit_ns]
+        candidate[name] = min(allowed, key=lambda mode: (mode.sensitivity, mode.pass_ns))
+    return candidate
+
+
+_MOST, _UNIFORM = 5, 3
+"""Shortlisted candidates with launched and with captured passes each, and how many of them are uniform."""
+_NEAR, _SIZED_NEAR = 0.08, 0.25
+"""How much longer than the fastest of its kind a candidate's passes may take, with equal and with sized batches."""
+_LEAN_FAR, _LEAN_NEAR = 2.5, 1.25
+"""The candidate that needs the least memory is timed if its passes take at most so many times as long as the fastest
+ones, and with more precision beside it if they take at most so many times: in whole steps such a candidate was 3 %
+faster than one whose passes, timed alone, took 9 % less."""
+_SCALING = 1.05
+"""By how much loss scaling is expected to lengthen a step, which passes do not show: it was 10 % for ResNet-50."""
+
+
+def shortlist(
+    modes: Modes, limits_bytes: Mapping[str, int], *, slack: float = 0.0, workers: Mapping[str, int] | None = None
+) -> list[dict[str, ExecutionMode]]:
+    """A few candidates whose whole steps are worth timing, launched and captured.
+
+    Args:
+        modes: With times of passes.
+        limits_bytes: Memory limit of every device type.
+        slack: As in `least_sensitive_candidate`.
+        workers: As in `passes_ns`.
+
+    Returns:
+        The least sensitive of the fastest candidates and the fastest uniform ones. With equal batches, these also with
+        more precision on the device types that wait, and the candidate that needs the least memory, to which a job
+        moves when memory is taken from it. With sized batches, also the fastest without FP16. Launched candidates are
+        not compared with captured ones by passes: captured passes may hinder other workers, and a larger batch may no
+        longer wait for its host.
+
+    Source:
+        Ours.
+    """
+
+    def expected_ns(candidate: Candidate) -> float:
+        scaled = workers is not None and any(mode.needs_scaling for mode in candidate.values())
+        return (_SCALING if scaled else 1.0) * passes_ns(candidate, workers)
+
+    chosen: dict[tuple[str, ...], dict[str, ExecutionMode]] = {}
+
+    def add(proposed: Iterable[dict[str, ExecutionMode] | None], margin: float) -> None:
+        distinct = {tuple(labels(candidate).values()): candidate for candidate in proposed if candidate is not None}
+        limit_ns = (1 + slack) * (1 + margin) * min(map(expected_ns, distinct.values()), default=0.0)
+        near = [label for label, candidate in distinct.items() if expected_ns(candidate) <= limit_ns]
+        chosen.update({label: distinct[label] for label in near[:_MOST]})
+
+    for captured in (False, True):
+        fits = fitting(modes, limits_bytes, captured=captured)
+        uniform = sorted(uniform_candidates(fits).values(), key=expected_ns)[:_UNIFORM]
+        best = least_sensitive_candidate(fits, slack=slack, workers=workers)
+        if workers is None:
+            add([best, *uniform, *(_refined(candidate, fits, slack) for candidate in uniform)], _NEAR)
+        else:
+            unscaled = {name: [mode for mode in own if not mode.needs_scaling] for name, own in fits.items()}
+            add([best, least_sensitive_candidate(unscaled, slack=slack, workers=workers), *uniform], _SIZED_NEAR)
+    launched = fitting(modes, limits_bytes, captured=False)
+    if workers is None and all(launched.values()):
+        lean = {n: min(own, key=lambda mode: (mode.needed_bytes or 0, mode.pass_ns)) for n, own in launched.items()}
+        ratio = passes_ns(lean) / max(1.0, min(map(passes_ns, chosen.values())))
+        extra = [lean] if ratio <= _LEAN_FAR else []
+        extra += [_refined(lean, launched, slack)] if ratio <= (1 + slack) * _LEAN_NEAR else []
+        chosen.update({tuple(labels(candidate).values()): candidate for candidate in extra})
+    return [*chosen.values()]
+
+
+def _refined(candidate: Candidate, fits: Modes, slack: float) -> dict[str, ExecutionMode]:
+    """The slowest device type keeps its mode; the others spend the time that it needs on precision.
+
+    Where it needs no loss scaling, they take no mode that does: all would have to agree on overflows in every step.
+    """
+    slowest = max(candidate, key=lambda name: candidate[name].pass_ns)
+    scaled = candidate[slowest].needs_scaling
+    others = {name: [mode for mode in own if scaled or not mode.needs_scaling] for name, own in fits.items()}
+    return least_sensitive_candidate({**others, slowest: [candidate[slowest]]}, slack=slack) or dict(candidate)

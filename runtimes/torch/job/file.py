@@ -6,8 +6,8 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,10 +16,10 @@ import qsync_opt
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.io import Fields, check_number, read_json, write_json
-from qsync_opt.model import Role, graph_to_json, parse_graph
+from qsync_opt.io import Fields, Json, check_number, decode, encode, read_json, write_json
+from qsync_opt.model import OpGraph, Role, graph_to_json, parse_graph
 from qsync_opt.runtimes.torch.ddp import together
-from qsync_opt.runtimes.torch.job.candidates import StepTime, Way
+from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, Modes, StepTime
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job, job_indicator
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
@@ -29,36 +29,70 @@ JOB_FORMAT = "qsync-job/1"
 _ANEW = "remove the file, and the next start of auto_plan measures the job and writes it anew"
 
 
-def save_job(made: JobModel, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceEntry:
+    name: str
+    count: Annotated[int, Json(minimum=1)]
+    memory_bytes: Annotated[int, Json(minimum=1)]
+    precisions: tuple[str, ...]
+
+
+def _read_device(data: Any, where: str) -> DeviceType:
+    entry = decode(_DeviceEntry, data, where)
+    memory_bytes, precisions = entry.memory_bytes, entry.precisions
+    return DeviceType(name=entry.name, count=entry.count, memory_limit_bytes=memory_bytes, precisions=precisions)
+
+
+def _write_device(device: DeviceType) -> dict[str, Any]:
+    memory_bytes, precisions = device.memory_limit_bytes, device.precisions
+    return encode(_DeviceEntry(name=device.name, count=device.count, memory_bytes=memory_bytes, precisions=precisions))
+
+
+def _read_graph(data: Any, where: str) -> OpGraph:
+    return parse_graph(json.dumps(data), where=where)
+
+
+_Profile = Annotated[DeviceProfile, Json(read=DeviceProfile.from_json, write=DeviceProfile.to_json)]
+_Values = Annotated[SensitivityValues, Json(read=SensitivityValues.from_json, write=SensitivityValues.to_json)]
+_Mode = Annotated[ExecutionMode, Json(read=ExecutionMode.from_json, write=ExecutionMode.to_json)]
+_Step = Annotated[StepTime, Json(read=StepTime.from_json, write=StepTime.to_json)]
+_Device = Annotated[DeviceType, Json(read=_read_device, write=_write_device)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobFile:
+    """The keys of a job file."""
+
+    facts: Mapping[str, Any]
+    graph: Annotated[OpGraph, Json(read=_read_graph, write=graph_to_json)]
+    profiles: Mapping[str, _Profile]
+    sensitivities: Mapping[str, _Values]
+    ways: Annotated[Mapping[str, tuple[_Mode, ...]], Json(optional=True)] = field(default_factory=dict)
+    steps: Annotated[tuple[_Step, ...], Json(optional=True)] = ()
+    network: Network
+    devices: tuple[_Device, ...]
+
+
+def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
     """Write a measured job, whole or not at all.
 
     Args:
-        made: Rank 0's ``plan.model``.
+        job: Rank 0's ``plan.model``.
         path: The file.
         facts: What a later start must have in common with this one to use it, as plain JSON data; and
             ``memory_bytes``, what the devices had before any trial.
     """
-    write_json(
-        path,
-        {
-            "format": JOB_FORMAT,
-            "facts": dict(facts),
-            "graph": graph_to_json(made.graph),
-            "profiles": {name: profile.to_json() for name, profile in made.profiles.items()},
-            "sensitivities": {name: values.to_json() for name, values in made.sensitivities.items()},
-            "ways": {name: [way.to_json() for way in ways] for name, ways in made.ways.items()},
-            "steps": [step.to_json() for step in made.steps],
-            "network": {
-                "latency_s": made.cluster.network.latency_s,
-                "bandwidth_bytes_per_s": made.cluster.network.bandwidth_bytes_per_s,
-                "source": made.cluster.network.source,
-            },
-            "devices": [
-                {"name": d.name, "count": d.count, "memory_bytes": d.memory_limit_bytes, "precisions": [*d.precisions]}
-                for d in made.cluster.devices
-            ],
-        },
+    content = _JobFile(
+        facts=facts,
+        graph=job.graph,
+        profiles=job.profiles,
+        sensitivities=job.sensitivities,
+        ways=job.modes,
+        steps=job.steps,
+        network=job.cluster.network,
+        devices=job.cluster.devices,
     )
+    write_json(path, encode(content, version=JOB_FORMAT))
 
 
 def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
@@ -68,92 +102,46 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
         QSyncError: Missing or truncated file, another format version, an unknown, missing or unusable entry.
     """
     data = read_json(path, (JOB_FORMAT,), again=_ANEW)
+    where = os.fspath(path)
     try:
-        return _job_of(data, os.fspath(path))
+        content = decode(_JobFile, data, where, version=JOB_FORMAT)
+        job = _job_of(content, where)
+        memory = Fields(content.facts.get("memory_bytes"), f"{where}: facts: memory_bytes")
+        for name in job.workers:
+            memory.integer(name, minimum=1)
     except QSyncError as failure:
         raise type(failure)(f"{failure}; {_ANEW}") from failure
+    return job, dict(content.facts)
 
 
-def _job_of(data: Any, where: str) -> tuple[JobModel, dict[str, Any]]:
-    fields = Fields(data, where)
-    fields.version(JOB_FORMAT)
-    facts = fields.mapping("facts")
-    memory = Fields(facts.get("memory_bytes"), f"{where}: facts: memory_bytes")
-    told = Fields(fields.take("network"), f"{where}: network")
-    network = Network(
-        latency_s=told.number("latency_s"),
-        bandwidth_bytes_per_s=told.number("bandwidth_bytes_per_s"),
-        source=told.text("source"),
+def _job_of(content: _JobFile, where: str) -> JobModel:
+    job = JobModel(
+        graph=content.graph,
+        profiles=content.profiles,
+        sensitivities=content.sensitivities,
+        cluster=Cluster(name="job", devices=content.devices, network=content.network),
+        modes=content.ways,
+        steps=content.steps,
     )
-    told.finish()
-    devices = []
-    for position, entry in enumerate(fields.sequence("devices")):
-        device = Fields(entry, f"{where}: devices[{position}]")
-        devices.append(
-            DeviceType(
-                name=device.text("name"),
-                count=device.integer("count", minimum=1),
-                memory_limit_bytes=device.integer("memory_bytes", minimum=1),
-                precisions=device.texts("precisions"),
-            )
-        )
-        device.finish()
-    names = {device.name for device in devices}
-    profiles = {
-        name: DeviceProfile.from_json(entry, f"{where}: profile of {name!r}")
-        for name, entry in fields.mapping("profiles").items()
-    }
-    sensitivities = {
-        name: SensitivityValues.from_json(entry, f"{where}: sensitivities of {name!r}")
-        for name, entry in fields.mapping("sensitivities").items()
-    }
-    ways = _ways(fields, where)
-    steps = [
-        StepTime.from_json(entry, f"{where}: steps[{position}]")
-        for position, entry in enumerate(fields.sequence("steps") if "steps" in fields else ())
-    ]
-    graph = parse_graph(json.dumps(fields.take("graph")), where=where)
-    fields.finish()
-    for name in names:
-        memory.integer(name, minimum=1)
-    if not names == profiles.keys() == sensitivities.keys():
+    names = job.workers.keys()
+    if not names == job.profiles.keys() == job.sensitivities.keys():
         raise ProblemError(f"{where}: devices, profiles and sensitivities are of different types")
-    if ways and ways.keys() != names:
+    if job.modes and job.modes.keys() != names:
         raise ProblemError(f"{where}: devices and ways are of different types")
-    operators = {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
-    for name, mine in ways.items():
-        if not mine or any(way.precisions.keys() != operators for way in mine):
+    operators = {operator.name for operator in job.graph.by_role(Role.ADJUSTABLE)}
+    for name, own in job.modes.items():
+        if not own or any(mode.precisions.keys() != operators for mode in own):
             raise ProblemError(f"{where}: ways of {name!r} are none, or for other operators than the graph's")
-    for step in steps:
-        labels = {name: {way.label for way in mine} for name, mine in ways.items()}
-        if any(label not in labels.get(name, ()) for name, label in step.taken.items()):
+    known = {name: {mode.label for mode in own} for name, own in job.modes.items()}
+    for step in job.steps:
+        if any(label not in known.get(name, ()) for name, label in step.taken.items()):
             raise ProblemError(f"{where}: a step was timed in a way that was not: {dict(step.taken)}")
-    for profile in profiles.values():
-        profile.check_graph(graph)
-    cluster = Cluster(name="job", devices=tuple(devices), network=network)
-    made = JobModel(
-        graph=graph,
-        profiles=profiles,
-        sensitivities=sensitivities,
-        cluster=cluster,
-        ways=ways,
-        steps=tuple(steps),
-    )
-    return made, facts
+    for profile in job.profiles.values():
+        profile.check_graph(job.graph)
+    return job
 
 
-def _ways(fields: Fields, where: str) -> dict[str, tuple[Way, ...]]:
-    """Times of the whole model, where they were taken."""
-    if "ways" not in fields:
-        return {}
-    told = Fields(fields.take("ways"), f"{where}: ways")
-    return {
-        name: tuple(Way.from_json(entry, f"{where}: ways of {name!r}") for entry in told.sequence(name))
-        for name in told
-    }
-
-
-def with_workers(made: JobModel, counts: Mapping[str, int]) -> JobModel:
+def with_workers(job: JobModel, counts: Mapping[str, int]) -> JobModel:
     """The same job on other numbers of workers; types that are not named have left.
 
     The network's figures are per message, so that they hold for any number of workers over the same links.
@@ -161,44 +149,43 @@ def with_workers(made: JobModel, counts: Mapping[str, int]) -> JobModel:
     Raises:
         ProblemError: A type that was not measured.
     """
-    devices = tuple(replace(made.cluster.device(name), count=count) for name, count in counts.items())
+    devices = tuple(replace(job.cluster.device(name), count=count) for name, count in counts.items())
     return replace(
-        made,
-        profiles={name: made.profiles[name] for name in counts},
-        sensitivities={name: made.sensitivities[name] for name in counts},
-        ways={name: made.ways[name] for name in counts} if made.ways else {},
-        # All-reduces of other workers take another time.
-        steps=made.steps if dict(counts) == {d.name: d.count for d in made.cluster.devices} else (),
-        cluster=replace(made.cluster, devices=devices),
+        job,
+        profiles={name: job.profiles[name] for name in counts},
+        sensitivities={name: job.sensitivities[name] for name in counts},
+        modes={name: job.modes[name] for name in counts} if job.modes else {},
+        steps=job.steps if dict(counts) == job.workers else (),  # all-reduces of other workers take another time
+        cluster=replace(job.cluster, devices=devices),
     )
 
 
-def with_speed(made: JobModel, factors: Mapping[str, float]) -> JobModel:
+def with_speed(job: JobModel, factors: Mapping[str, float]) -> JobModel:
     """The same job with all times of some device types multiplied: 2.0 is half as fast as it was measured.
 
     Raises:
         ProblemError: A type that was not measured, or a factor that is not above 0.
     """
     for name, factor in factors.items():
-        made.cluster.device(name)
+        job.cluster.device(name)
         check_number(factor, f"speed factor of {name!r}")
         if not factor:
             raise ProblemError(f"speed factor of {name!r} is 0: times are multiplied by it, so it must be above 0")
-    changed = {name: _slowed(made.profiles[name], factor) for name, factor in factors.items() if factor != 1.0}
-    slower = {name: tuple(way.slowed(factors.get(name, 1.0)) for way in ways) for name, ways in made.ways.items()}
+    changed = {name: _slowed(job.profiles[name], factor) for name, factor in factors.items() if factor != 1.0}
+    modes = {name: tuple(mode.slowed(factors.get(name, 1.0)) for mode in own) for name, own in job.modes.items()}
     # Batches that were sized for other speeds say nothing.
-    steps = tuple(_step_slowed(step, made.ways, slower) for step in made.steps if not (changed and step.batches))
-    return replace(made, profiles={**made.profiles, **changed}, ways=slower, steps=steps)
+    steps = tuple(_with_passes(step, job.modes, modes) for step in job.steps if not (changed and step.batches))
+    return replace(job, profiles={**job.profiles, **changed}, modes=modes, steps=steps)
 
 
-def _step_slowed(step: StepTime, before: Mapping[str, Sequence[Way]], after: Mapping[str, Sequence[Way]]) -> StepTime:
-    """The step with its passes as they are now; what it takes beside them stays."""
+def _with_passes(step: StepTime, before: Modes, after: Modes) -> StepTime:
+    """The step with the time of its passes as it is now; what it takes beside them stays."""
     then, now = (
-        max(way.pass_ns for name, mine in ways.items() for way in mine if way.label == step.taken.get(name))
-        for ways in (before, after)
+        max(mode.pass_ns for name, own in modes.items() for mode in own if mode.label == step.taken.get(name))
+        for modes in (before, after)
     )
-    turns = tuple(turn and max(1, turn + now - then) for turn in step.rounds_ns)
-    return replace(step, step_ns=max(1, step.step_ns + now - then), rounds_ns=turns)
+    rounds_ns = tuple(time and max(1, time + now - then) for time in step.rounds_ns)
+    return replace(step, step_ns=max(1, step.step_ns + now - then), rounds_ns=rounds_ns)
 
 
 def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
@@ -223,7 +210,7 @@ def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
 
 
 def steering(options: PlanningOptions) -> dict[str, Any]:
-    """Options by which ranks wait for each other: all must go the same way."""
+    """Options that decide for which stages ranks wait for each other: they must be equal on all."""
     names = ("compare", "compiled", "capture", "local_batches", "trial")
     return {**{name: getattr(options, name) for name in names}, "job_file": options.job_file is not None}
 
@@ -247,8 +234,8 @@ def job_facts(job: Job) -> dict[str, Any]:
 
 def keep_job(job: Job, plan: JobPlan, types: DeviceTypes) -> None:
     """Write the job file, with what the trials left of the memory and what it was before them."""
-    path, made = job.options.job_file, plan.model
+    path, measured = job.options.job_file, plan.model
     if path is None:
         return
     facts = {**job_facts(job), "memory_bytes": dict(types.memory_bytes)}
-    together(lambda: None if made is None else save_job(made, path, facts))
+    together(lambda: None if measured is None else save_job(measured, path, facts))

@@ -1,4 +1,4 @@
-"""The measuring stages of planning a job: each runs on all ranks, and fails on all if it fails on one."""
+"""The stages that measure a job; each runs on all ranks, and fails on all if it fails on one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from qsync_opt.sensitivity import (
 
 
 def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps are divided by the root of the gradient's recent squares: Adam and those like it."""
+    """Whether an optimizer divides its steps by the root of the mean squared gradient, as Adam does."""
     return all("betas" in group for group in optimizer.param_groups)
 
 
@@ -53,9 +53,9 @@ def noise_horizon(
 
     Args:
         optimizer: Adam or one like it (with ``betas``), or SGD (with ``momentum``).
-        steps: To come.
-        statistics: For SGD, whose steps grow with the gradient: of two batches or more.
-        learning_rate: Root mean square over the steps; by default that of the optimizer's first group, as it is now.
+        steps: Number of coming steps.
+        statistics: Of two batches or more, for SGD, whose steps grow with the gradient.
+        learning_rate: Root mean square over the steps; by default the present rate of the optimizer's first group.
 
     Returns:
         The factor by which the gradient's variance counts.
@@ -95,7 +95,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned, on this rank. ``optimizer`` is never stepped itself; None: AdamW."""
+    """What is planned, on this rank. ``optimizer`` itself takes no step; None: AdamW."""
 
     model: nn.Module
     example: TrainingExample
@@ -103,7 +103,7 @@ class Job:
     optimizer: torch.optim.Optimizer | None = None
 
     def check(self) -> None:
-        """Refuse a model that a plan is applied to, or that no rank can run by itself.
+        """Refuse a model that has a plan applied, or that no rank can run by itself.
 
         Raises:
             NotReadyError: A plan is applied.
@@ -130,7 +130,7 @@ class DeviceTypes:
 
 
 def example_of(model: nn.Module, batch: Any, loss: Loss | None) -> TrainingExample:
-    """A batch as users pass it: a mapping of keyword arguments, a tuple or list of positional ones, or the only one."""
+    """An example from a batch as users pass it: a mapping, a tuple or list of arguments, or a single argument."""
     if isinstance(batch, Mapping):
         return TrainingExample(model=model, kwargs=batch, loss=loss)
     args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
@@ -143,7 +143,7 @@ def require_one_model(captured: CapturedModel) -> None:
     if len(set(prints)) == 1:
         return
     names = gather_json([f"{operator.name} {operator.signature}" for operator in captured.graph])
-    other = next(rank for rank, found in enumerate(prints) if found != prints[0])
+    other = next(rank for rank, value in enumerate(prints) if value != prints[0])
     pairs = [(a, b) for a, b in zip(names[0], names[other], strict=False) if a != b]
     shown = "; ".join(f"{a!r} on rank 0, {b!r} on rank {other}" for a, b in pairs[:3])
     lengths = f"{len(names[0])} operators on rank 0, {len(names[other])} on rank {other}"
@@ -155,32 +155,32 @@ def find_device_types(device: torch.device, options: PlanningOptions) -> DeviceT
 
     Args:
         device: This rank's.
-        options: Name and memory of it, where they are given.
+        options: May give its name and memory.
 
     Returns:
-        The types. The memory limit of one is the smallest of its ranks.
+        The types; the memory limit of each is the smallest of its ranks.
 
     Raises:
-        UnsupportedError: The memory limit that was asked for cannot be.
+        UnsupportedError: The device has less memory than the requested limit.
     """
     rank, size = world()
 
-    def facts() -> dict[str, Any]:
+    def describe() -> dict[str, Any]:
         identity = identify(device, options.device_type)
         return {"identity": encode(identity), "memory": memory_budget(device, options.memory)}
 
-    told = gather_json(together(facts))
+    devices = gather_json(together(describe))
     ranks: dict[str, list[int]] = {}
     seen: dict[str, Any] = {}
-    for number, fact in enumerate(told):
-        identity = fact["identity"]
-        base = identity["name"]
-        name, suffix = base, 2
+    for number, entry in enumerate(devices):
+        identity = entry["identity"]
+        base = name = identity["name"]
+        suffix = 2
         while name in seen and seen[name] != identity:  # the same name for other hardware or threads
             name, suffix = f"{base} #{suffix}", suffix + 1
         seen[name] = identity
         ranks.setdefault(name, []).append(number)
-    memory = {name: min(told[number]["memory"] for number in members) for name, members in ranks.items()}
+    memory = {name: min(devices[number]["memory"] for number in members) for name, members in ranks.items()}
     mine = next(name for name, members in ranks.items() if rank in members)
     if rank == 0:
         _LOGGER.info("%d workers of %d device types: %s", size, len(ranks), ", ".join(ranks))
@@ -199,17 +199,17 @@ def measure_profiles(
     def measure() -> Any:
         if rank != types.ranks[types.mine][0]:
             return None
-        return (
-            _by_steps(job, captured, optimizer, group) if steps else _by_operator(job, captured, optimizer)
-        ).to_json()
+        if steps:
+            return _by_steps(job, captured, optimizer, group).to_json()
+        return _by_operator(job, captured, optimizer).to_json()
 
     try:
-        told = gather_json(together(measure))
+        profiles = gather_json(together(measure))
     finally:
         if group is not None:
             dist.destroy_process_group(group)
     return {
-        name: DeviceProfile.from_json(told[ranks[0]], f"profile of {name!r}") for name, ranks in types.ranks.items()
+        name: DeviceProfile.from_json(profiles[ranks[0]], f"profile of {name!r}") for name, ranks in types.ranks.items()
     }
 
 
@@ -235,27 +235,15 @@ def _by_operator(job: Job, captured: CapturedModel, optimizer: torch.optim.Optim
 
 
 def _by_steps(job: Job, captured: CapturedModel, optimizer: torch.optim.Optimizer | None, group: Any) -> DeviceProfile:
-    """From recorded steps; operator by operator where those cannot be had, which the profile then says."""
+    """From recorded steps, or operator by operator if none can be recorded, as the profile then says."""
     try:
-        return profile_job_steps(
-            job.example,
-            captured.graph,
-            optimizer,
-            precisions=job.options.precisions,
-            kernels=job.options.kernels,
-            cache_dir=cache_folder(job.options.cache_dir),
-            group=group,
-            budget_s=job.options.profile_seconds,
-            progress=job.options.progress,
-            name=job.options.device_type,
-            compiled=job.options.compiled,
-        )
+        return profile_job_steps(job.example, captured.graph, optimizer, job.options, group=group)
     except (QSyncError, RuntimeError) as failure:
         reason = first_line(failure)
     _LOGGER.warning("operators are measured one by one, because no training steps were recorded: %s", reason)
-    found = _by_operator(job, captured, optimizer)
+    profile = _by_operator(job, captured, optimizer)
     text = f"operator by operator, because no training steps could be recorded: {reason}"
-    return replace(found, options={**found.options, MEASURED_OPTION: text})
+    return replace(profile, options={**profile.options, MEASURED_OPTION: text})
 
 
 def measure_network(device: torch.device) -> Network:
@@ -263,18 +251,18 @@ def measure_network(device: torch.device) -> Network:
     _, size = world()
     if size == 1:
         return Network(latency_s=0.0, bandwidth_bytes_per_s=1e12, source="a single worker communicates with nobody")
-    found = together(lambda: measure_all_reduce(device=device))
+    fit = together(lambda: measure_all_reduce(device=device))
     # The fit is of whole all-reduces; a ring sends 2 (N - 1) messages of 1 / N of the bytes each.
     messages = 2 * (size - 1)
     return Network(
-        latency_s=found.latency_s / messages,
-        bandwidth_bytes_per_s=found.bandwidth_bytes_per_s * messages / size,
-        source=f"measured on {size} workers, relative residual {found.relative_residual:.2f}",
+        latency_s=fit.latency_s / messages,
+        bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s * messages / size,
+        source=f"measured on {size} workers, relative residual {fit.relative_residual:.2f}",
     )
 
 
 def job_cluster(types: DeviceTypes, profiles: Mapping[str, DeviceProfile], network: Network) -> Cluster:
-    """The job's workers as a cluster; every type is planned."""
+    """The job's workers as a cluster of planned device types."""
     return Cluster(
         name="job",
         devices=tuple(
@@ -291,15 +279,14 @@ def job_cluster(types: DeviceTypes, profiles: Mapping[str, DeviceProfile], netwo
 
 
 def job_indicator(job: Job) -> IndicatorKind:
-    """The indicator of a job: the one that was asked for, or by the optimizer that will train it.
+    """The indicator of a job: the requested one, else by the optimizer that will train it.
 
     Source:
         Ours; what the two are and how they compare: ``docs/background/indicator.md`` and ``quality.md``.
     """
-    asked, probes = job.options.indicator, job.options.probes
-    if asked != "auto":
-        return IndicatorKind(asked)
-    if not probes:
+    if job.options.indicator != "auto":
+        return IndicatorKind(job.options.indicator)
+    if not job.options.probes:
         return IndicatorKind.PROPAGATED
     # Without an optimizer the job is planned for AdamW, as its step is timed.
     adaptive = job.optimizer is None or divides_by_squares(job.optimizer)
@@ -307,7 +294,7 @@ def job_indicator(job: Job) -> IndicatorKind:
 
 
 def noise_of(kernels: KernelOptions) -> NoiseOptions:
-    """How kernels of these options round, as the indicator wants to know it."""
+    """How kernels with these options round, for the indicator."""
     return NoiseOptions(
         rounding=Rounding(kernels.rounding),
         activation_granularity=Granularity(kernels.activation_granularity),
@@ -323,7 +310,7 @@ def measure_sensitivities(
     profiles: Mapping[str, DeviceProfile],
     batches: Iterable[Any] | None,
 ) -> dict[str, SensitivityValues]:
-    """Sensitivities for the formats of every type, from statistics of one rank: that with the most memory."""
+    """Sensitivities for the formats of every type, from statistics of the rank with the most memory."""
     rank, _ = world()
     source = max(types.ranks, key=lambda name: (types.memory_bytes[name], -types.ranks[name][0]))
     collector = types.ranks[source][0]
@@ -331,30 +318,30 @@ def measure_sensitivities(
     def collect() -> Any:
         if rank != collector:
             return None
-        found, kind = _statistics(job, captured, batches)
+        statistics, kind = _statistics(job, captured, batches)
         noise = noise_of(job.options.kernels)
-        tables = {
-            name: sensitivities(captured.graph, found, measured.formats, options=noise, kind=kind)
-            for name, measured in profiles.items()
+        return {
+            name: sensitivities(captured.graph, statistics, profile.formats, options=noise, kind=kind)
+            .values_only()
+            .to_json()
+            for name, profile in profiles.items()
         }
-        return {name: table.values_only().to_json() for name, table in tables.items()}
 
-    told = broadcast_json(together(collect), collector)
-    return {name: SensitivityValues.from_json(told[name], f"sensitivities of {name!r}") for name in profiles}
+    tables = broadcast_json(together(collect), collector)
+    return {name: SensitivityValues.from_json(tables[name], f"sensitivities of {name!r}") for name in profiles}
 
 
 def _statistics(
     job: Job, captured: CapturedModel, batches: Iterable[Any] | None
 ) -> tuple[ModelStatistics, IndicatorKind]:
-    """Statistics of what the indicator needs, and the indicator; another one where the model cannot be probed."""
+    """The statistics that the job's indicator needs, and the indicator; by formula if the model cannot be probed."""
 
     def step(model: nn.Module, batch: Any) -> Tensor:
         example = example_of(model, batch, job.example.loss)
         output = model(*example.args, **example.kwargs)
         return (job.example.loss or default_loss)(output)
 
-    own = [job.example.kwargs or job.example.args]
-    seen = own if batches is None else list(batches)
+    seen = [job.example.kwargs or job.example.args] if batches is None else list(batches)
     kind = job_indicator(job)
 
     def collect(**probes: int) -> ModelStatistics:
@@ -367,9 +354,8 @@ def _statistics(
     except (ModelError, torch.cuda.OutOfMemoryError) as failure:
         if kind is IndicatorKind.PROPAGATED:
             raise
-        # Without gains the noise is swept through the graph by formula instead: coarser, and the log says so.
         _LOGGER.warning("sensitivities are propagated by formula and not probed: %s", first_line(failure)[:400])
-    # Outside of the handler: the exception's frames would keep all that the probes had computed.
+    # Outside of the handler: the exception's frames would keep all tensors of the probes.
     gc.collect()
     if job.example.device.type == "cuda":
         torch.cuda.empty_cache()

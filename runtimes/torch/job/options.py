@@ -1,4 +1,4 @@
-"""How a job is planned from inside its script: every choice that a user can make, with its default."""
+"""Options of planning a job from inside its script, with their defaults."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qsync_opt.io import Report, check_number, default_cache_folder
 from qsync_opt.kernels import KernelOptions
 
 COSTS = ("auto", "steps", "operators")
-"""Ways to measure what operators cost."""
+"""How costs of operators may be measured."""
 INDICATORS = ("auto", "progress", "probed", "propagated")
-"""What sensitivities may be measured by."""
+"""Indicators that a job may be planned with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,41 +29,38 @@ class PlanningOptions:
         least_gain: Least share of FP32's iteration time that a plan must save to be worth applying.
         precisions: Allowed on this rank's device; None: all that it has.
         memory: Limit of this rank's device, such as ``"12 GiB"`` or bytes; None: what is free.
-        device_type: Name of this rank's device type, where the hardware's own does not tell it from others.
+        device_type: Name of this rank's device type, where that of the hardware does not distinguish it from others.
         cache_dir: Folder of measurements; None: ``QSYNC_CACHE``, else beside this package's other caches.
-        job_file: Where rank 0 keeps everything that was measured. A later start whose model, batch shapes, versions and
-            device types are those of the file plans from it, whatever the number of workers and their memory, and
-            measures nothing; any other start measures and writes it anew. None: only single measurements are kept.
+        job_file: Where rank 0 writes everything that was measured. A later start with the same model, batch shapes,
+            versions and device types plans from it, whatever the number of workers and their memory, and measures
+            nothing; any other start measures and overwrites it. None: only single measurements are cached.
         kernels: Rounding and granularity of 8-bit operators.
         costs: ``"steps"`` records whole training steps of the model under a few plans (`profile_steps`) and
             ``"operators"`` measures operator by operator (`profile`); ``"auto"`` does the first on CUDA and the second
             on a CPU. Where steps cannot be recorded, operators are measured, and the plan says why.
-        profile_seconds: With recorded steps, after how long no plan beyond the uniform ones is begun.
+        profile_seconds: With recorded steps, the time after which no plan beyond the uniform ones is started.
         indicator: What sensitivities are measured by, as in `sensitivities`: ``"progress"``, the share of every step's
             progress that noise costs Adam and those like it; ``"probed"``, the variance that it adds to the gradient;
             or ``"propagated"``, the same by formula. ``"auto"`` takes the first if the optimizer has ``betas`` (or none
             is given), and the second for others.
         probes: Random vectors of `collect_statistics`, of the kind that the indicator needs; 0: ``"propagated"``.
-        trial: Run the plan once on every rank before it is handed out.
+        trial: Run the plan once on every rank before it is returned.
         compare: Time whole passes of the model in FP32, under autocast, in one precision everywhere and under the
-            plan, then whole training steps of the best candidates on all workers together, and hand out what is fastest
-            by these times, with the least sensitivity among equally fast ones. ``"passes"`` leaves out the steps, False
-            both.
-        race_seconds: With ``compare``, after how long no further round of whole steps begins. The first one times every
-            candidate; later ones those of which it is not known yet whether one as fast as the fastest is less
-            sensitive, until rounds show it.
-        capture: With ``compare``, time the passes of every way on a card also as CUDA graphs (`graphed`), and let the
-            plan take those where nothing else is as fast. The first training pass after `apply` is then captured, and
+            plan, then whole training steps of the best candidates on all workers together, and return the least
+            sensitive of those that are as fast as any by these times. ``"passes"`` leaves out the steps, False both.
+        race_seconds: With ``compare``, the time after which no further round of whole steps starts. The first round
+            times every candidate; rounds are added while noise leaves open which one to take.
+        capture: With ``compare``, time the passes of every execution mode on a card also as CUDA graphs (`graphed`),
+            and take those where nothing else is as fast. The first training pass after `apply` is then captured, and
             what holds for `graphed` holds for the model.
-        compiled: The model will be compiled after `apply`, as one graph for each pass: steps are recorded and ways
-            timed compiled, and nothing else is compared. Every plan that is recorded or timed is compiled once, which
-            takes minutes for large models; what this process has compiled before is compiled again.
+        compiled: The model will be compiled after `apply`, as one graph for each pass: steps are recorded and passes
+            timed compiled, and whole steps are not compared. Every plan that is recorded or timed is compiled once,
+            which takes minutes for large models; what this process has compiled before is compiled again.
         local_batches: ``"equal"`` on all workers, so that the slowest decides; ``"by speed"``: they will be sized so
-            that no worker waits, as the plan's ``shares`` say, and the fastest ways are taken, among them the plan of
-            every device type that is fastest by itself. The batch for planning is the same on all ranks in either case;
-            where all its tensors share their first dimension, it is cut or repeated to train for a few steps with sized
-            batches in the most promising ways, plain ones among them.
-            Only ``compare`` looks at it.
+            that no worker waits, as the plan's ``shares`` say, and the fastest execution modes are taken, among them
+            the plan of every device type that is fastest by itself. The batch for planning is the same on all ranks in
+            either case; where all its tensors share their first dimension, it is cut or repeated to train for a few
+            steps with sized batches. Only ``compare`` uses it.
         progress: As in `profile`.
     """
 
@@ -120,7 +117,7 @@ class PlanningOptions:
         return self.local_batches == "by speed"
 
 
-def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
-    """Where measurements are kept: ``given``, else ``QSYNC_CACHE``, else beside the other caches of this package."""
-    chosen = given or os.environ.get("QSYNC_CACHE")
-    return Path(chosen) if chosen else default_cache_folder() / "measurements"
+def cache_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+    """Folder of measurements: ``folder``, else ``QSYNC_CACHE``, else beside the other caches of this package."""
+    folder = folder or os.environ.get("QSYNC_CACHE")
+    return Path(folder) if folder else default_cache_folder() / "measurements"

@@ -1,7 +1,8 @@
-"""What was planned for a running job: the plan, how it compares, and everything needed to plan it again."""
+"""What was measured and planned for a running job: `JobModel`, from which it is planned again, and `JobPlan`."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -10,31 +11,41 @@ from typing import Any
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
+from qsync_opt.io import freeze
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplySettings
-from qsync_opt.runtimes.torch.job.candidates import StepTime, Way
+from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
 from qsync_opt.sensitivity import SensitivityValues
-from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, uniform_plan
+from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, plan_from_json, uniform_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobModel:
     """Everything that was measured about a job; from it a problem is built without measuring again.
 
-    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``ways`` are the times of
-    the whole model by device type, empty if they were not taken, and ``steps`` those of whole training steps.
+    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``modes`` have the times of
+    the whole model's passes by device type, empty if none were taken, and ``steps`` those of whole training steps.
     """
 
     graph: OpGraph
     profiles: Mapping[str, DeviceProfile]
     sensitivities: Mapping[str, SensitivityValues]
     cluster: Cluster
-    ways: Mapping[str, tuple[Way, ...]] = field(default_factory=dict)
+    modes: Mapping[str, tuple[ExecutionMode, ...]] = field(default_factory=dict)
     steps: tuple[StepTime, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("profiles", "sensitivities", "ways"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        freeze(self, "profiles", "sensitivities", "modes")
+
+    @property
+    def limits_bytes(self) -> dict[str, int]:
+        """Memory limit of every device type."""
+        return {device.name: device.memory_limit_bytes for device in self.cluster.devices}
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """Number of workers of every device type."""
+        return {device.name: device.count for device in self.cluster.devices}
 
     def problem(self, *, slack: float = 0.0) -> Problem:
         """The problem as things are now.
@@ -65,7 +76,7 @@ class JobModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that needs no solver, beside the one that was found: one precision everywhere.
+    """A plan that needs no solver, to compare with: one precision everywhere.
 
     Iteration time in nanoseconds, total sensitivity, and whether it keeps the memory limits.
     """
@@ -75,37 +86,34 @@ class Alternative:
     sensitivity: float
     fits: bool
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Alternative:
-        """Read what `dataclasses.asdict` wrote."""
-        return cls(**data)
-
 
 def alternatives(problem: Problem, *, fp32_share: float = 1.0) -> tuple[Alternative, ...]:
     """Every uniform plan of a problem, from the finest precision to the coarsest.
 
     Args:
-        problem: Prices every plan as one that is carried out.
-        fp32_share: How much of that remains of the iteration time of FP32 alone, under which a plan stands aside.
+        problem: Its costs are those of a model that a plan is applied to.
+        fp32_share: Share of such an iteration in FP32 that remains where no plan is applied.
 
     Source:
         The baselines of QSync (IPDPS 2024).
     """
-    found = []
-    for precision in reversed(list(problem.formats)):
-        if not any(precision in table for device in problem.devices for table in device.operators.values()):
-            continue
+    available = {precision for device in problem.devices for table in device.operators.values() for precision in table}
+    plans = []
+    for precision in reversed([name for name in problem.formats if name in available]):
         evaluation = evaluate(problem, uniform_plan(problem, precision))
-        fits = all(d.memory_kib <= d.memory_limit_kib for d in evaluation.devices.values())
-        found.append(
+        plans.append(
             Alternative(
                 name=precision,
                 iteration_ns=round((fp32_share if precision == "FP32" else 1.0) * evaluation.iteration_ns),
                 sensitivity=evaluation.objective,
-                fits=fits,
+                fits=all(d.memory_kib <= d.memory_limit_kib for d in evaluation.devices.values()),
             )
         )
-    return tuple(found)
+    return tuple(plans)
+
+
+_LOCAL: Mapping[str, bool] = {"local": True}
+"""Metadata of the fields of a `JobPlan` that are this rank's own; all others are the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +123,16 @@ class JobPlan:
     ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is as good; `apply` then leaves the
     model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
     predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
-    ``taken`` names the way of every device type where such times decided, ``autocast`` has the format of those that
-    run under ``torch.autocast``, ``captured`` names those whose passes are replayed as CUDA graphs, and ``shares`` the
-    share of the global batch for one worker of each type. ``measured`` says per device type how its costs were
-    measured, and what of them was not; ``sensitivity_unit`` what sensitivities are in. ``problem``, ``solution`` and
-    ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` are the captured graph's (`OpGraph.lifted_kinds`).
+    ``taken`` names the execution mode of every device type where such times decided, ``autocast`` has the format of
+    those that run under ``torch.autocast``, ``captured`` names those whose passes are replayed as CUDA graphs, and
+    ``shares`` the share of the global batch for one worker of each type. ``measured`` says per device type how its
+    costs were measured, and what of them was not; ``sensitivity_unit`` is the unit of sensitivities. ``problem``,
+    ``solution`` and ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` are the captured graph's
+    (`OpGraph.lifted_kinds`).
     """
 
     plan: Plan
-    device_type: str
+    device_type: str = field(metadata=_LOCAL)
     iteration_ns: int
     memory_bytes: Mapping[str, int]
     sensitivity: float
@@ -138,14 +147,14 @@ class JobPlan:
     captured: tuple[str, ...] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
-    problem: Problem | None = None
-    solution: Solution | None = None
-    model: JobModel | None = None
+    problem: Problem | None = field(default=None, metadata=_LOCAL)
+    solution: Solution | None = field(default=None, metadata=_LOCAL)
+    model: JobModel | None = field(default=None, metadata=_LOCAL)
     host_shares: Mapping[str, float] = field(default_factory=dict)
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
     sensitivity_unit: str = "squared gradient"
     lifted_kinds: tuple[str, ...] = ()
-    stages_s: Mapping[str, float] = field(default_factory=dict)
+    stages_s: Mapping[str, float] = field(default_factory=dict, metadata=_LOCAL)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
     def __post_init__(self) -> None:
@@ -155,8 +164,21 @@ class JobPlan:
             )
         object.__setattr__(self, "captured", tuple(self.captured))
         object.__setattr__(self, "lifted_kinds", tuple(self.lifted_kinds))
-        for name in ("memory_bytes", "taken", "autocast", "shares", "measured", "stages_s"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        freeze(self, "memory_bytes", "taken", "autocast", "shares", "measured", "host_shares", "stages_s")
+
+    def shared(self) -> dict[str, Any]:
+        """What all ranks have in common, as plain JSON data: every field but this rank's own."""
+        names = [entry.name for entry in dataclasses.fields(self) if not entry.metadata]
+        values = {name: dict(v) if isinstance(v := getattr(self, name), Mapping) else v for name in names}
+        others = [dataclasses.asdict(other) for other in self.alternatives]
+        return {**values, "plan": self.plan.to_json(), "alternatives": others}
+
+    @classmethod
+    def from_shared(cls, data: Mapping[str, Any], device_type: str) -> JobPlan:
+        """The plan of another rank, which sent `shared`, on a worker of this device type."""
+        others = tuple(Alternative(**entry) for entry in data["alternatives"])
+        plan = plan_from_json(data["plan"])
+        return cls(**{**data, "plan": plan, "alternatives": others, "device_type": device_type})
 
     @property
     def devices(self) -> Mapping[str, Mapping[str, str]]:
@@ -189,13 +211,12 @@ class JobPlan:
             f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g} ({self.sensitivity_unit})"
         )
         rows += [f"  costs on {name}: {text}" for name, text in self.measured.items()]
-        for name, way in self.taken.items():
-            rows.append(f"  {name}: {way}")
+        rows += [f"  {name}: {mode}" for name, mode in self.taken.items()]
         if self.expected_ns is not None:
             rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
         if self.stages_s:
-            told = ", ".join(f"{name} {spent:.1f}" for name, spent in self.stages_s.items() if spent >= 0.05)
-            rows.append(f"  planned in {sum(self.stages_s.values()):.1f} s{f': {told}' if told else ''}")
+            stages = ", ".join(f"{name} {spent:.1f}" for name, spent in self.stages_s.items() if spent >= 0.05)
+            rows.append(f"  planned in {sum(self.stages_s.values()):.1f} s{f': {stages}' if stages else ''}")
         return "\n".join(rows)
 
 
@@ -211,7 +232,7 @@ HOST_BOUND = 0.9
 
 
 def host_bound_words(shares: Mapping[str, float]) -> list[str]:
-    """A line for each device type that waits for its host, with what takes that away.
+    """A line for each device type that waits for its host, with what avoids that.
 
     Args:
         shares: Per device type, as `JobPlan` has them.
@@ -228,7 +249,7 @@ def host_bound_words(shares: Mapping[str, float]) -> list[str]:
 def verdict(
     iteration_ns: int, sensitivity: float, others: tuple[Alternative, ...], least_gain: float
 ) -> tuple[bool, str]:
-    """Whether a plan is worth applying, and why.
+    """Whether a plan is worth applying, by predictions, and why.
 
     FP32 is left alone if it fits and the plan is not faster by ``least_gain`` (a share of FP32's iteration time):
     predictions are no better than a few percent, and a plan that runs nothing differently costs its interception.

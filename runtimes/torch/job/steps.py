@@ -1,4 +1,4 @@
-"""Profile a job by its own training steps, and leave the model as it was."""
+"""Profile a job by its own training steps; the model is left as it was."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.costs import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION, DeviceProfile
 from qsync_opt.errors import first_line
-from qsync_opt.io import MeasurementCache, Report, encode
+from qsync_opt.io import MeasurementCache, encode
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.profiling import option_values, wanted_formats
 from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, record_steps
 from qsync_opt.runtimes.torch.support import TrainingExample, identify, kind_of, model_unchanged, rebuilt, state_bytes
 from qsync_opt.steps import StepCosts, StepFlow, StepPredictor, profile_from_steps, scaled_operators
 
 METHOD = 2
-"""Version of the way of recording; steps recorded in another way are not taken from the cache."""
+"""Version of the recording; steps that were recorded by another version are not taken from the cache."""
 _LOGGER = logging.getLogger(__name__)
 _BLOCK_NS = 0.4e9
 """About how long the steps of one plan may take that are timed in a row."""
@@ -40,15 +41,10 @@ def profile_job_steps(
     example: TrainingExample,
     graph: OpGraph,
     optimizer: torch.optim.Optimizer | None,
+    options: PlanningOptions,
     *,
-    precisions: tuple[str, ...] | None = None,
-    kernels: KernelOptions | None = None,
-    cache_dir: Any = None,
     group: Any = None,
-    budget_s: float | None = None,
-    progress: Report | bool | None = None,
-    name: str | None = None,
-    compiled: bool = False,
+    precisions: tuple[str, ...] | None = None,
 ) -> DeviceProfile:
     """A profile from recorded training steps; parameters, buffers, gradients and random state are put back.
 
@@ -56,14 +52,9 @@ def profile_job_steps(
         example: The bare model with a batch. While steps are recorded a copy of its parameters is in the host's memory.
         graph: Of the model.
         optimizer: One of its kind and settings, without state, steps the model; it is left alone itself. None: AdamW.
-        precisions: As in `profile_steps`.
-        kernels: As in `profile_steps`.
-        cache_dir: Folder of measurements; None keeps none.
+        options: Precisions, kernels, cache, name of the device, and for how long steps are recorded.
         group: Process group of this worker alone for ``DistributedDataParallel`` around the model; None: without.
-        budget_s: As in `profile_steps`.
-        progress: As in `profile`.
-        name: Of the device.
-        compiled: As in `profile_steps`.
+        precisions: Instead of those in ``options``.
 
     Returns:
         The profile. Its options say how it was measured, and what was scaled for lack of memory.
@@ -72,43 +63,30 @@ def profile_job_steps(
         QSyncError: As in `profile_steps` and `profile_from_steps`.
     """
     device = example.device
-    kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
-    formats = wanted_formats(device, precisions)
+    kernels = dataclasses.replace(options.kernels, half_format=backend.half_format(device))
+    formats = wanted_formats(device, precisions or options.precisions)
     environment = {
-        "device": encode(identify(device, name)),
+        "device": encode(identify(device, options.device_type)),
         "options": option_values(kernels),
         "method": f"steps {METHOD}",
         "distributed": group is not None,
     }
-    cache = MeasurementCache(cache_dir, environment)
-    key = f"{'compiled ' * compiled}steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
+    cache = MeasurementCache(cache_folder(options.cache_dir), environment)
+    prefix = "compiled " * options.compiled
+    key = f"{prefix}steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
     known = cache.get(key)
     if known is None:
         try:
-            with _memory_given_back(device):
-                costs, state = _recorded(
-                    example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name, compiled
-                )
+            with _memory_freed(device):
+                costs, state = _recorded(example, graph, optimizer, tuple(formats), kernels, options, group)
         except RuntimeError as failure:
             running = precisions_that_run(example, graph, tuple(formats), kernels)
-            # 8 bits ask for a 16-bit format at their borders, with or without the asking.
+            # 8 bits ask for a 16-bit format at their borders, whether or not it was asked for.
             if "FP32" not in running or len(wanted_formats(device, running)) == len(formats):
                 raise
             lost = ", ".join(precision for precision in formats if precision not in running)
             _LOGGER.warning("%s does not run on this device and is left out: %s", lost, first_line(failure))
-            return profile_job_steps(
-                example,
-                graph,
-                optimizer,
-                precisions=running,
-                kernels=kernels,
-                cache_dir=cache_dir,
-                group=group,
-                budget_s=budget_s,
-                progress=progress,
-                name=name,
-                compiled=compiled,
-            )
+            return profile_job_steps(example, graph, optimizer, options, group=group, precisions=running)
         known = {"costs": costs.to_json(), "state_bytes": state, "signatures": _signatures(graph, costs)}
         cache.put(key, known)
     costs = _of_this_batch(graph, StepCosts.from_json(known["costs"], "recorded steps"), known["signatures"])
@@ -118,10 +96,10 @@ def profile_job_steps(
 def precisions_that_run(
     example: TrainingExample, graph: OpGraph, precisions: tuple[str, ...], kernels: KernelOptions
 ) -> tuple[str, ...]:
-    """Those of some precisions in which a pass of the model runs, each tried in every operator that has it.
+    """The precisions in which a pass of the model runs, each tried in every operator that has it.
 
-    A library may choose a kernel that the device refuses: parts of a card cannot hold every one that the whole can. A
-    precision for which memory does not suffice is not refused.
+    A library may choose a kernel that the device refuses: a partition of a card cannot hold every kernel that the whole
+    card can. A precision for which memory does not suffice is kept.
     """
     running = []
     with model_unchanged(example.model):
@@ -135,12 +113,11 @@ def precisions_that_run(
                 example.forward().backward()  # type: ignore[no-untyped-call]
                 if example.device.type == "cuda":
                     torch.cuda.synchronize(example.device)
+                running.append(precision)
             except torch.cuda.OutOfMemoryError:
                 running.append(precision)
             except RuntimeError as failure:
                 _LOGGER.warning("%s does not run: %s", precision, first_line(failure))
-            else:
-                running.append(precision)
             finally:
                 undo(example.model)
                 example.model.zero_grad()
@@ -153,7 +130,7 @@ def _signatures(graph: OpGraph, costs: StepCosts) -> list[str]:
 
 
 def _of_this_batch(graph: OpGraph, costs: StepCosts, recorded: list[str]) -> StepCosts:
-    """Costs recorded with another batch of the same shapes: signatures of inputs differ with their values."""
+    """The costs for this batch: signatures of inputs differ with their values, even if shapes are the same."""
     now: dict[str, set[str]] = {}
     for before, after in zip(recorded, _signatures(graph, costs), strict=True):
         now.setdefault(before, set()).add(after)
@@ -175,28 +152,14 @@ def _settings(optimizer: torch.optim.Optimizer | None) -> str:
     return f"{kind_of(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
-@contextlib.contextmanager
-def _memory_given_back(device: torch.device) -> Iterator[None]:
-    """What was around the model refers to itself in circles; its buckets shall be gone before the job goes on."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
 def _recorded(
     example: TrainingExample,
     graph: OpGraph,
     optimizer: torch.optim.Optimizer | None,
     formats: tuple[str, ...],
     kernels: KernelOptions,
+    options: PlanningOptions,
     group: Any,
-    budget_s: float | None,
-    progress: Report | bool | None,
-    name: str | None,
-    compiled: bool,
 ) -> tuple[StepCosts, int]:
     """Costs, and the bytes of the optimizer's state."""
     own = own_optimizer(optimizer, example.model)
@@ -212,12 +175,23 @@ def _recorded(
                 precisions=formats,
                 options=_options(Stepper(stepped, own)),
                 kernels=kernels,
-                progress=progress,
-                name=name,
-                budget_s=budget_s,
-                compiled=compiled,
+                progress=options.progress,
+                name=options.device_type,
+                budget_s=options.profile_seconds,
+                compiled=options.compiled,
             )
         return records.fit(graph), state_bytes(own)
+
+
+@contextlib.contextmanager
+def _memory_freed(device: torch.device) -> Iterator[None]:
+    """Free the buckets of DistributedDataParallel after the block: it is part of reference cycles."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _options(stepper: Stepper) -> RecordingOptions:
@@ -232,7 +206,7 @@ def _options(stepper: Stepper) -> RecordingOptions:
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
-    """One without state over the model's parameters."""
+    """An optimizer of the same kind without state, over the model's parameters; None: AdamW."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
         return torch.optim.AdamW(parameters)
@@ -244,11 +218,11 @@ def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> 
 
 @contextlib.contextmanager
 def parameters_put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Give parameters back the values they had, bit for bit; meanwhile those are in the host's memory.
+    """Restore the values of parameters after the block, bit for bit, from a copy in the host's memory.
 
     Args:
         model: Whose parameters.
-        optimizer: That will step them, and perhaps others (of a loss, say).
+        optimizer: Its parameters too: it may have others, such as those of a loss.
     """
     stepped = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
     parameters = list({id(p): p for p in (*model.parameters(), *stepped)}.values())
@@ -280,7 +254,7 @@ def _described(graph: OpGraph, costs: StepCosts, formats: dict[str, PrecisionFor
 
 
 def _fp32_share(graph: OpGraph, costs: StepCosts) -> float:
-    """Time of a step under a plan of FP32 alone, which stands aside, as a share of one that is carried out."""
+    """Time of a step in FP32 without interception, as a share of one under a plan of FP32 alone."""
     fine = dict.fromkeys((operator.name for operator in graph.by_role(Role.ADJUSTABLE)), "FP32")
     aside, carried_out = (
         predictor.steady_ns(predictor.plan(fine))

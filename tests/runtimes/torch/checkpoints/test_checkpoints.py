@@ -15,7 +15,7 @@ from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.kernels import KernelOptions
-from qsync_opt.runtimes.torch.checkpoints import Checkpoints, RankState, as_now, decide, plan_of_ranks
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints, RankState, decide, in_present_order, plan_of_ranks
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
 
 PLAN = {"embed/embedding": "BF16", "a/linear": "INT8", "b/linear": "BF16", "head/linear": "INT8"}
@@ -204,18 +204,18 @@ def test_workers_that_are_numbered_anew_go_on_as_others_of_their_type_did():
         RankState(device_type=name, precisions=PLAN, seed=seed, offset=seed, step=None)
         for name, seed in (("A", 1), ("A", 2), ("B", 3))
     )
-    assert as_now([first, second, other], [_rank("B", PLAN), _rank("A", PLAN), _rank("A", PLAN)]) == [
+    assert in_present_order([first, second, other], [_rank("B", PLAN), _rank("A", PLAN), _rank("A", PLAN)]) == [
         other,
         first,
         second,
     ]
     saved = [_rank("A", PLAN), _rank("B", FP32)]
     present = [_rank("B", PLAN), _rank("A", PLAN)]
-    kept = decide(1, as_now(saved, present), present, [], "checkpoint")
+    kept = decide(1, in_present_order(saved, present), present, [], "checkpoint")
     assert not kept.replanned
     assert kept.plan.devices == {"A": PLAN, "B": FP32}
     for fewer in ([_rank("A", PLAN)], [_rank("A", PLAN), _rank("A", PLAN)], [_rank("A", PLAN), *present]):
-        assert as_now(saved, fewer) == saved
+        assert in_present_order(saved, fewer) == saved
 
 
 def test_a_tight_budget_is_seen(folder, monkeypatch):
@@ -431,10 +431,8 @@ def test_killed_while_writing_every_checkpoint_is_whole_or_not_there(folder):
 
 
 def test_rank_states_are_checked():
-    from qsync_opt.io import Fields
-
     state = replace(_rank("A", PLAN), step=3)
-    assert RankState.from_fields(Fields(state.to_json(), "rank")) == state
+    assert RankState.from_json(state.to_json(), "rank") == state
     for name, value in (
         ("device_type", 3),
         ("precisions", [1]),
@@ -443,4 +441,4 @@ def test_rank_states_are_checked():
         ("seed", None),
     ):
         with pytest.raises(ProblemError, match=name):
-            RankState.from_fields(Fields({**state.to_json(), name: value}, "rank"))
+            RankState.from_json({**state.to_json(), name: value}, "rank")

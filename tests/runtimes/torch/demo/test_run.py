@@ -6,8 +6,15 @@ import pytest
 from rich.console import Console
 
 from qsync_opt.cli.app import main
-from qsync_opt.runtimes.torch.demo import INFERENCE, TRAINER, DemoOptions, others_words, result_json, run_demo
-from qsync_opt.runtimes.torch.demo.sizes import GptConfig
+from qsync_opt.runtimes.torch.demo import (
+    INFERENCE,
+    TRAINER,
+    DemoOptions,
+    GptConfig,
+    others_words,
+    result_json,
+    run_demo,
+)
 from qsync_opt.training import evaluate, load_plan, load_problem
 
 
@@ -50,13 +57,13 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path):
         runs = {label: dataclasses.replace(run, others_share=share) for label, run in result.measured.items()}
         assert ("for up to 50 % of the time" in others_words(dataclasses.replace(result, measured=runs))) is said
 
-    told = json.loads(json.dumps(result_json(result), allow_nan=False))
-    assert told["plan"]["devices"] == {INFERENCE: dict(plan.devices[INFERENCE])}
-    assert [solution["method"] for solution in told["solved"]] == ["greedy", "exact"]
+    written = json.loads(json.dumps(result_json(result), allow_nan=False))
+    assert written["plan"]["devices"] == {INFERENCE: dict(plan.devices[INFERENCE])}
+    assert [solution["method"] for solution in written["solved"]] == ["greedy", "exact"]
     for label, run in result.measured.items():
-        assert told["runs"][label]["measured_ns"] == pytest.approx(1e9 * run.pair_s)
-        assert told["runs"][label]["workers"][INFERENCE]["measured_bytes"] == run.peak_bytes[INFERENCE]
-        assert told["runs"][label]["predicted_ns"] > 0
+        assert written["runs"][label]["measured_ns"] == pytest.approx(1e9 * run.pair_s)
+        assert written["runs"][label]["workers"][INFERENCE]["measured_bytes"] == run.peak_bytes[INFERENCE]
+        assert written["runs"][label]["predicted_ns"] > 0
 
 
 @pytest.mark.parametrize(("arguments", "stream"), [(["--json"], "err"), (["--json", "--quiet"], None), ([], "out")])

@@ -15,7 +15,7 @@ from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.runtimes.torch.ddp import free_port, process_group
 from qsync_opt.runtimes.torch.execution import applied_plan
-from qsync_opt.runtimes.torch.job import Job, Way, check_training, example_of, parameters_put_back, time_ways
+from qsync_opt.runtimes.torch.job import ExecutionMode, Job, check_training, example_of, parameters_put_back, time_modes
 from qsync_opt.runtimes.torch.profiling import like, try_plan
 from qsync_opt.runtimes.torch.support import (
     TrainingExample,
@@ -177,11 +177,11 @@ class Mixing(nn.Module):
 def test_a_way_that_an_operation_of_the_model_refuses_is_left_out(caplog):
     model = Mixing(nn.Bilinear(8, 8, 2))
     example = TrainingExample(model=model, args=(torch.randn(4, 8),), loss=mean_square)
-    ways = [
-        Way(name="FP32", precisions={"first/linear": "FP32"}),
-        Way(name="BF16 autocast", precisions={"first/linear": "BF16"}, autocast="BF16"),
+    modes = [
+        ExecutionMode(name="FP32", precisions={"first/linear": "FP32"}),
+        ExecutionMode(name="BF16 autocast", precisions={"first/linear": "BF16"}, autocast="BF16"),
     ]
-    fine, autocast = time_ways(model, example, ways, None, KernelOptions())
+    fine, autocast = time_modes(model, example, modes, None, KernelOptions())
     assert fine.pass_ns > 0
     assert fine.needed_bytes is not None
     assert autocast.needed_bytes is None

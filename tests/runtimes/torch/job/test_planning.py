@@ -20,7 +20,6 @@ from qsync_opt.runtimes.torch.job import (
     verdict,
 )
 from qsync_opt.runtimes.torch.job import measuring as job_measuring
-from qsync_opt.runtimes.torch.job import measuring as job_sensitivities
 from qsync_opt.runtimes.torch.job import steps as job_steps
 from qsync_opt.runtimes.torch.profiling import Trial
 from qsync_opt.runtimes.torch.steps import profile as step_profile
@@ -96,15 +95,16 @@ def test_recorded_steps_change_nothing_and_are_recorded_once(options, tmp_path, 
     assert again.measured == plan.measured
 
 
-def test_where_steps_cannot_be_recorded_operators_are_measured_and_the_plan_says_so(options, monkeypatch, caplog):
+def test_where_steps_cannot_be_recorded_operators_are_measured_and_the_plan_says_so(
+    options, monkeypatch, caplog, tmp_path
+):
     def fail(*_, **__):
         raise RuntimeError("a made-up fault")
 
     monkeypatch.setattr(job_steps, "record_steps", fail)
     model = Net()
     before = [parameter.clone() for parameter in model.parameters()]
-    wanted = options(costs="steps", cache_dir=None, precisions=("FP32",), trial=False)
-    monkeypatch.setattr(job_measuring, "cache_folder", lambda _: None)
+    wanted = options(costs="steps", cache_dir=tmp_path, precisions=("FP32",), trial=False)
     plan = auto_plan(model, torch.randn(4, 64), loss=cross_entropy, options=wanted)
     reason = "because no training steps could be recorded: a made-up fault"
     assert reason in plan.describe()
@@ -249,7 +249,7 @@ def test_a_model_without_second_derivatives_is_planned_all_the_same(options, cap
 
 
 def test_what_probes_computed_is_gone_when_the_formula_takes_over(options, monkeypatch):
-    real, kept, alive = job_sensitivities.collect_statistics, [], []
+    real, kept, alive = job_measuring.collect_statistics, [], []
 
     def without_room(*args, adaptive_probes=0, **settings):
         if adaptive_probes:
@@ -259,7 +259,7 @@ def test_what_probes_computed_is_gone_when_the_formula_takes_over(options, monke
         alive.append(kept[0]() is not None)
         return real(*args, **settings)
 
-    monkeypatch.setattr(job_sensitivities, "collect_statistics", without_room)
+    monkeypatch.setattr(job_measuring, "collect_statistics", without_room)
     auto_plan(Net(), torch.randn(4, 64), loss=cross_entropy, options=options(trial=False))
     assert alive == [False]
 

@@ -16,9 +16,9 @@ from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
-from qsync_opt.runtimes.torch.job import PlanningOptions, Way, auto_plan
+from qsync_opt.runtimes.torch.job import ExecutionMode, PlanningOptions, auto_plan, time_modes
+from qsync_opt.runtimes.torch.job import passes as job_passes
 from qsync_opt.runtimes.torch.job import steps as job_steps
-from qsync_opt.runtimes.torch.job import timing as job_timing
 from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, StepRecords, record_plan
 from qsync_opt.runtimes.torch.steps.compiled import (
     annotated_operators,
@@ -354,32 +354,31 @@ def test_gradients_of_one_graph_are_ready_at_its_end(block, sample):
     assert at_the_end - early == step.device_ns[1]
 
 
-def _way(name, precision):
-    return Way(name=name, precisions=dict.fromkeys(PLAN, precision))
+def _mode(precision):
+    return ExecutionMode(name=precision, precisions=dict.fromkeys(PLAN, precision))
 
 
-def test_ways_are_timed_compiled(block, monkeypatch):
+def test_modes_are_timed_compiled(block, monkeypatch):
     seen = []
 
     def noted(model):
         seen.append(dict(applied_plan(model).precisions) if applied_plan(model) else {})
         return compiled_inside(model, backend="aot_eager")
 
-    monkeypatch.setattr(job_timing, "compiled_inside", noted)
-    monkeypatch.setattr(job_timing, "_ROUNDS", 1)
-    ways = [_way("FP32", "FP32"), _way("BF16", "BF16")]
+    monkeypatch.setattr(job_passes, "compiled_inside", noted)
+    monkeypatch.setattr(job_passes, "_ROUNDS", 1)
+    modes = [_mode("FP32"), _mode("BF16")]
     kernels = ApplyOptions().kernels
-    timed = job_timing.time_ways(block.model, block.example, ways, block.graph, kernels, compiled=True)
-    assert all(way.pass_ns > 0 and way.needed_bytes == 0 for way in timed)
+    timed = time_modes(block.model, block.example, modes, block.graph, kernels, compiled=True)
+    assert all(mode.pass_ns > 0 and mode.needed_bytes == 0 for mode in timed)
     assert seen == [{}, dict.fromkeys(PLAN, "BF16")]
     assert block.model._compiled_call_impl is None
 
 
-def test_a_way_that_cannot_be_compiled_is_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr(job_timing, "compiled_inside", functools.partial(compiled_inside, backend="aot_eager"))
+def test_a_mode_that_cannot_be_compiled_is_not_taken(monkeypatch, caplog):
+    monkeypatch.setattr(job_passes, "compiled_inside", functools.partial(compiled_inside, backend="aot_eager"))
     example = TrainingExample(model=Breaking(), args=(torch.randn(16, 32),))
-    ways = [_way("FP32", "FP32")]
-    (timed,) = job_timing.time_ways(example.model, example, ways, None, ApplyOptions().kernels, compiled=True)
+    (timed,) = time_modes(example.model, example, [_mode("FP32")], None, ApplyOptions().kernels, compiled=True)
     assert timed.needed_bytes is None
     assert "FP32 is not timed compiled" in caplog.text
 

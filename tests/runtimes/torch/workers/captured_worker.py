@@ -144,7 +144,7 @@ def planned(folder):
         scaler.step(optimizer)
         scaler.update()
     timed = (
-        [] if plan.model is None else [way.label for mine in plan.model.ways.values() for way in mine if way.pass_ns]
+        [] if plan.model is None else [mode.label for own in plan.model.modes.values() for mode in own if mode.pass_ns]
     )
     applied = applied_plan(model)
     return {

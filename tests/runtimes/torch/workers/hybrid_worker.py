@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.runtimes.torch.ddp import bucket_assignment, measure_all_reduce, process_group
+from qsync_opt.runtimes.torch.ddp import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.execution import apply, undo
 
 
@@ -57,14 +57,10 @@ def train(rank, world_size, port):
         if rank == 1:
             undo(parallel)
         measured = measure_all_reduce((1 << 12, 1 << 23), repetitions=3)
-    sizes = {}
-    for parameter, bucket in zip(model.parameters(), bucket_assignment(list(model.parameters())), strict=True):
-        sizes[bucket] = sizes.get(bucket, 0) + parameter.numel() * 4
     return {
         "equal": torch.equal(both[0], both[1]),
         "losses": losses,
         "built": built,
-        "predicted": [sizes[index] for index in sorted(sizes)],
         "bandwidth": measured.bandwidth_bytes_per_s,
     }
 

@@ -1,35 +1,29 @@
-"""Which way a job takes: from times of the whole model, never slower than what a user could have chosen without it."""
+"""Passes of every execution mode are timed on the real model, and decide where whole steps were not timed."""
 
 import json
-import statistics
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, QSyncError, UnsupportedError
 from qsync_opt.runtimes.torch.checkpoints import RankState, carry_out, decide
 from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import (
+    ExecutionMode,
     PlanAdapter,
     PlanningOptions,
-    Way,
     auto_plan,
-    choose,
-    everywhere,
     load_job,
     plan_job,
-    step_ns,
+    time_modes,
     with_speed,
 )
-from qsync_opt.runtimes.torch.job import timing as job_timing
+from qsync_opt.runtimes.torch.job import passes as job_passes
 from qsync_opt.runtimes.torch.support import TrainingExample
 from qsync_opt.training import Plan, evaluate
 
-HUGE = 1 << 60
 NAMES = ("a/linear", "b/linear", "c/linear")
 
 
@@ -46,85 +40,8 @@ def loss_of(output):
     return nn.functional.cross_entropy(output.float(), torch.zeros(len(output), dtype=torch.int64))
 
 
-def way(name, pass_ns, sensitivity, needed_bytes=0, precision=None, autocast=None):
-    precision = precision or ("BF16" if name == "plan" else name.split()[0])
-    return Way(
-        name=name,
-        precisions=dict.fromkeys(NAMES, precision),
-        autocast=autocast,
-        sensitivity=sensitivity,
-        pass_ns=pass_ns,
-        needed_bytes=needed_bytes,
-    )
-
-
-FAST = (way("FP32", 60, 0.0), way("BF16 autocast", 30, 1.0), way("INT8", 50, 9.0), way("plan", 45, 0.5))
-SLOW = (way("FP32", 280, 0.0), way("BF16 autocast", 80, 1.0), way("INT8", 75, 9.0), way("plan", 74, 3.0))
-
-
-def taken(ways, limits=None, **how):
-    limits = limits or dict.fromkeys(ways, HUGE)
-    return {name: found.name for name, found in choose(ways, limits, **how).items()}
-
-
-def test_who_waits_anyway_computes_in_full_precision():
-    assert taken({"fast": FAST, "slow": SLOW}) == {"fast": "FP32", "slow": "plan"}
-
-
-def test_by_speed_nobody_waits():
-    assert taken({"fast": FAST, "slow": SLOW}, balanced=True) == {"fast": "BF16 autocast", "slow": "plan"}
-
-
-def test_slack_buys_precision():
-    assert taken({"fast": FAST, "slow": SLOW}, slack=0.1) == {"fast": "FP32", "slow": "BF16 autocast"}
-
-
-def test_memory_counts_and_what_ran_out_is_not_taken():
-    tight = (way("FP32", 60, 0.0, None), way("BF16 autocast", 70, 1.0, 90), way("plan", 65, 2.0, 110))
-    assert taken({"one": tight}, {"one": 120}) == {"one": "plan"}
-    assert taken({"one": tight}, {"one": 100}) == {"one": "BF16 autocast"}
-    assert choose({"one": tight}, {"one": 80}) is None
-    assert everywhere({"one": tight}, {"one": 120}) == {"BF16 autocast": 70}
-
-
-@st.composite
-def clusters(draw):
-    times = st.integers(1, 1000)
-    names = ["FP32", "BF16 autocast", "INT8", "plan"]
-    return {
-        device: tuple(way(name, draw(times), draw(st.integers(0, 9)) * 1.0) for name in names)
-        for device in ("one", "two", "three")[: draw(st.integers(1, 3))]
-    }
-
-
-@given(clusters(), st.booleans())
-def test_never_slower_than_one_way_everywhere_nor_worse_than_one_as_fast(ways, balanced):
-    limits = dict.fromkeys(ways, HUGE)
-    chosen = choose(ways, limits, balanced=balanced)
-    uniform = everywhere(ways, limits)
-    assert step_ns(chosen) <= 1.02 * min(uniform.values())
-    if not balanced:
-        for name, time in uniform.items():
-            if time <= min(uniform.values()) and time <= step_ns(chosen):
-                there = sum(w.sensitivity for mine in ways.values() for w in mine if w.name == name)
-                assert sum(w.sensitivity for w in chosen.values()) <= there
-
-
-def test_a_way_is_plain_data():
-    for found in (*FAST, way("FP32", 1, 0.0, None), way("BF16 autocast", 1, 0.0, autocast="BF16")):
-        assert Way.from_json(json.loads(json.dumps(found.to_json())), "a way") == found
-    whole = FAST[0].to_json()
-    for change, error in (
-        ({"autocast": "INT8"}, ProblemError),
-        ({"precisions": {"a": "FP7"}}, UnsupportedError),
-        ({"precisions": {"a": ["FP32"]}}, ProblemError),
-        ({"autocast": ["BF16"]}, ProblemError),
-        ({"pass_ns": -1}, ProblemError),
-        ({"needed_bytes": 0.5}, ProblemError),
-        ({"more": 1}, ProblemError),
-    ):
-        with pytest.raises(error):
-            Way.from_json({**whole, **change}, "a way")
+def mode(precision, **more):
+    return ExecutionMode(name=precision, precisions=dict.fromkeys(NAMES, precision), **more)
 
 
 @pytest.fixture(scope="module")
@@ -142,38 +59,28 @@ def planned(tmp_path_factory):
     return model, x, plan, options
 
 
-def test_whole_passes_are_timed_and_decide(planned):
+def test_whole_passes_are_timed_and_one_of_the_modes_is_taken(planned):
     _, _, plan, _ = planned
-    ways = plan.model.ways[plan.device_type]
-    assert [found.name for found in ways][:3] == ["FP32", "BF16 autocast", "INT8"]
-    assert all(found.name == "plan" and not found.is_plain for found in ways[3:])
-    assert all(found.pass_ns > 0 and found.needed_bytes > 0 for found in ways)
-    assert ways[0].sensitivity == 0 < ways[1].sensitivity < ways[2].sensitivity
-    picked = next(found for found in ways if found.name == plan.taken[plan.device_type])
-    assert plan.worthwhile == (not picked.is_plain)
-    steps = {step.taken[plan.device_type]: step for step in plan.model.steps}
-    if steps:  # FP32 also where it is slower by less than the least gain
-        fastest = min(steps.values(), key=lambda step: step.step_ns)
-        mine = steps.get(picked.label)
-        turns = () if mine is None else zip(mine.rounds_ns, fastest.rounds_ns, strict=False)
-        ratios = [own / other for own, other in turns if own and other]
-        slower = statistics.median(ratios) if ratios else plan.expected_ns / fastest.step_ns
-        assert slower <= 1.02 / (0.98 if picked.is_plain else 1.0)
-        assert mine is None or plan.expected_ns == mine.step_ns
-    else:
-        assert picked.is_plain  # so far ahead that nothing else was trained with
-        assert picked.pass_ns == min(found.pass_ns for found in ways)
+    modes = plan.model.modes[plan.device_type]
+    assert [mode.name for mode in modes][:3] == ["FP32", "BF16 autocast", "INT8"]
+    assert all(mode.name == "plan" and not mode.is_plain for mode in modes[3:])
+    assert all(mode.pass_ns > 0 and mode.needed_bytes > 0 for mode in modes)
+    assert modes[0].sensitivity == 0 < modes[1].sensitivity < modes[2].sensitivity
+    taken = next(mode for mode in modes if mode.name == plan.taken[plan.device_type])
+    assert plan.worthwhile == (not taken.is_plain)
+    timed = {step.taken[plan.device_type]: step.step_ns for step in plan.model.steps}
+    assert plan.expected_ns == timed.get(taken.label, plan.expected_ns)
     assert "measured passes" in plan.reason
     assert plan.shares == {plan.device_type: 1.0}
 
 
 def test_a_start_from_the_file_times_nothing_again(planned, monkeypatch):
     model, x, plan, options = planned
-    monkeypatch.setattr(job_timing, "time_ways", None)
+    monkeypatch.setattr(job_passes, "time_modes", None)
     again = auto_plan(model, x, loss=loss_of, options=options)
     assert (again.digest, dict(again.taken), again.expected_ns) == (plan.digest, dict(plan.taken), plan.expected_ns)
     made, _ = load_job(options.job_file)
-    assert (made.ways, made.steps) == (plan.model.ways, plan.model.steps)
+    assert (made.modes, made.steps) == (plan.model.modes, plan.model.steps)
 
 
 def had_it_measured(plan, times):
@@ -182,17 +89,17 @@ def had_it_measured(plan, times):
     What is not named takes a second.
     """
     made, name = plan.model, plan.device_type
-    full = next(way for way in made.ways[name] if way.name == "FP32")
+    full = next(mode for mode in made.modes[name] if mode.name == "FP32")
     whole = evaluate(plan.problem, Plan(problem=plan.problem.name, devices={name: full.precisions}))
     made = made.with_memory({name: whole.memory_bytes[name] - 1024})
-    planned = plan_job(replace(made, ways={}), name, PlanningOptions()).plan.devices[name]
-    ways = [way for way in made.ways[name] if way.name != "plan"]
-    ways.append(Way(name="plan", precisions={n: planned[n] for n in full.precisions}))
-    timed = [replace(way, pass_ns=times.get(way.name.split()[0], 1000) * 10**6, needed_bytes=1) for way in ways]
-    return replace(made, ways={name: tuple(timed)}, steps=())
+    planned = plan_job(replace(made, modes={}), name, PlanningOptions()).plan.devices[name]
+    modes = [mode for mode in made.modes[name] if mode.name != "plan"]
+    modes.append(ExecutionMode(name="plan", precisions={n: planned[n] for n in full.precisions}))
+    timed = [replace(mode, pass_ns=times.get(mode.name.split()[0], 1000) * 10**6, needed_bytes=1) for mode in modes]
+    return replace(made, modes={name: tuple(timed)}, steps=())
 
 
-def test_a_file_with_ways_of_other_operators_is_refused(planned, tmp_path):
+def test_a_file_with_modes_of_other_operators_is_refused(planned, tmp_path):
     data = json.loads(planned[3].job_file.read_text())
     name = next(iter(data["ways"]))
     for change in (
@@ -229,9 +136,9 @@ def test_a_plan_that_was_not_timed_is_priced_by_the_one_that_was(planned):
     _, _, plan, options = planned
     name = plan.device_type
     made = had_it_measured(plan, {"plan": 10})
-    timed = next(way for way in made.ways[name] if way.name == "plan")
+    timed = next(mode for mode in made.modes[name] if mode.name == "plan")
     other = {**timed.precisions, "a/linear": "INT8" if timed.precisions["a/linear"] != "INT8" else "BF16"}
-    made = replace(made, ways={name: (*made.ways[name][:-1], replace(timed, precisions=other))})
+    made = replace(made, modes={name: (*made.modes[name][:-1], replace(timed, precisions=other))})
     found = plan_job(made, name, options)
     assert found.taken == {name: "plan"}
     then = evaluate(found.problem, Plan(problem=found.problem.name, devices={name: other})).devices[name]
@@ -294,7 +201,7 @@ def test_half_precision_under_autocast_wants_a_scaler():
     assert not LossScaler(applied).is_enabled()
 
 
-def test_a_checkpoint_goes_on_in_the_same_way():
+def test_a_checkpoint_goes_on_in_the_same_mode():
     model = Net()
     apply(model, dict.fromkeys(NAMES, "BF16"), options=ApplyOptions(autocast="BF16"))
     state = RankState.of(model, 0, None)
@@ -329,7 +236,7 @@ def test_an_adapter_moves_to_autocast_and_back(planned):
         undo(model)
 
 
-def test_a_way_without_memory_is_said_not_raised(monkeypatch):
+def test_a_mode_without_memory_is_left_out_not_raised(monkeypatch):
     model, x = Net(), torch.randn(4, 64)
     real = TrainingExample.forward
 
@@ -340,25 +247,72 @@ def test_a_way_without_memory_is_said_not_raised(monkeypatch):
 
     monkeypatch.setattr(TrainingExample, "forward", short)
     example = TrainingExample(model=model, args=(x,), loss=loss_of)
-    plain, half = job_timing.time_ways(
-        model,
-        example,
-        [way("FP32", 0, 0.0), way("BF16 autocast", 0, 1.0, autocast="BF16")],
-        None,
-        ApplyOptions().kernels,
-    )
+    modes = [mode("FP32"), mode("BF16", autocast="BF16")]
+    plain, half = time_modes(model, example, modes, None, ApplyOptions().kernels)
     assert plain.pass_ns > 0
     assert plain.needed_bytes == 0
     assert half.needed_bytes is None
     assert applied_plan(model) is None
 
 
-def test_an_error_in_a_way_leaves_the_model_alone():
+def test_an_error_in_a_mode_leaves_the_model_alone():
     model = Net()
     example = TrainingExample(model=model, args=(torch.randn(4, 64),), loss=loss_of)
     with pytest.raises(QSyncError):
-        job_timing.time_ways(model, example, [way("INT8", 0, 0.0, precision="FP8")], None, ApplyOptions().kernels)
+        time_modes(model, example, [mode("FP8")], None, ApplyOptions().kernels)
     assert applied_plan(model) is None
+
+
+def test_every_mode_is_timed_captured_too():
+    modes = [mode("FP32"), mode("BF16")]
+    assert [each.label for each in job_passes.captured_too(modes)[2:]] == ["FP32, captured", "BF16, captured"]
+    assert job_passes.has_captured({"a": job_passes.captured_too(modes)})
+    assert not job_passes.has_captured({"a": modes})
+
+
+def test_on_a_cpu_nothing_is_captured():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with pytest.raises(UnsupportedError, match="CUDA graphs need a model on a card"):
+        apply(model, {"0/linear": "BF16"}, options=ApplyOptions(captured=True))
+    assert applied_plan(model) is None
+    example = TrainingExample(model=model, args=(torch.randn(4, 8),), loss=torch.Tensor.sum)
+    modes = [ExecutionMode(name="BF16", precisions={"0/linear": "BF16"}, captured=kind) for kind in (False, True)]
+    eager, captured = time_modes(model, example, modes, None, ApplyOptions().kernels)
+    assert eager.pass_ns > 0
+    assert captured.needed_bytes is None
+
+
+def test_layers_that_wait_for_other_workers_are_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8))
+    with pytest.raises(UnsupportedError, match="'1' is a SyncBatchNorm"):
+        apply(model, {"0/linear": "BF16"}, options=ApplyOptions(captured=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_cards")
+def test_captured_training_on_two_cards(tmp_path, run_workers):
+    seen = run_workers("captured_worker.py", tmp_path, "nccl", flags=("-W", "ignore"))
+    for case, first in seen[0].items():
+        for how, mine in first.items() if case != "planned" else ():
+            other = seen[1][case][how]
+            assert mine["weights"] == other["weights"], (case, how)
+            for rank, found in enumerate((mine, other)):
+                eager = seen[rank][case]["eager"]
+                assert found["replayed"] is (how != "eager" and (case != "one_rank_alone" or rank == 1)), (case, how)
+                torch.testing.assert_close(
+                    torch.tensor(found["losses"]), torch.tensor(eager["losses"]), rtol=0.02, atol=0.02
+                )
+    for results in seen:
+        scales = results["scaled"]["first pass"]["scales"]
+        assert scales == results["scaled"]["eager"]["scales"]
+        assert scales[0] < 2.0**30
+        assert scales[-1] == scales[-2]
+    planned = [results["planned"] for results in seen]
+    assert planned[0]["digest"] == planned[1]["digest"]
+    assert planned[0]["weights"] == planned[1]["weights"]
+    assert any(label.endswith(", captured") for label in planned[0]["timed"])
+    assert all(found["replayed"] is found["captured"] for found in planned)
 
 
 @pytest.mark.gpu
@@ -373,14 +327,14 @@ def test_on_a_card_memory_is_measured_and_half_precision_scaled(tmp_path):
         cache_dir=tmp_path, progress=False, profile_seconds=5, precisions=("INT8", "BF16", "FP16", "FP32")
     )
     plan = auto_plan(model, x, loss=loss, options=options)
-    ways = {found.name: found for found in plan.model.ways[plan.device_type]}
-    assert {"FP32", "BF16 autocast", "FP16 autocast", "INT8"} <= ways.keys()
+    modes = {mode.name: mode for mode in plan.model.modes[plan.device_type]}
+    assert {"FP32", "BF16 autocast", "FP16 autocast", "INT8"} <= modes.keys()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert all(found.pass_ns > 0 and found.needed_bytes > parameters for found in ways.values())
-    quick = tuple(replace(way, pass_ns=1 if way.name == "FP16 autocast" else 10**9) for way in ways.values())
+    assert all(found.pass_ns > 0 and found.needed_bytes > parameters for found in modes.values())
+    quick = tuple(replace(mode, pass_ns=1 if mode.name == "FP16 autocast" else 10**9) for mode in modes.values())
     # Without the whole steps that were timed, which are another matter than these passes.
-    told = replace(plan.model, ways={plan.device_type: quick}, steps=())
-    found = plan_job(told, plan.device_type, options)
+    job = replace(plan.model, modes={plan.device_type: quick}, steps=())
+    found = plan_job(job, plan.device_type, options)
     assert found.taken == {plan.device_type: "FP16 autocast"}
     apply(model, found)
     scaler = LossScaler(model)
@@ -393,5 +347,5 @@ def test_on_a_card_memory_is_measured_and_half_precision_scaled(tmp_path):
         optimizer.zero_grad()
     assert all(torch.isfinite(p).all() for p in model.parameters())
     example = TrainingExample(model=undo(model), args=(x,), loss=loss)
-    again = job_timing.time_ways(model, example, list(ways.values()), None, options.kernels, kept_bytes=1 << 20)
+    again = time_modes(model, example, list(modes.values()), None, options.kernels, kept_bytes=1 << 20)
     assert all(found.needed_bytes > parameters + (1 << 20) for found in again)

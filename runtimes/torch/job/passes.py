@@ -1,0 +1,323 @@
+"""Time forward and backward passes of the whole model in every execution mode that the job could use, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+
+from qsync_opt.errors import UnsupportedError, first_line
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
+from qsync_opt.runtimes.torch.execution import ApplyOptions, DevicePlans, apply, undo
+from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, Modes, fastest_modes, possible_modes
+from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
+from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
+from qsync_opt.runtimes.torch.steps import compiled_inside
+from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, cpu_clock, model_unchanged, resident_bytes
+
+_LOGGER = logging.getLogger(__name__)
+_ROUNDS, _CAPTURED_ROUNDS, _HOST_PASSES = 7, 3, 3
+_BLOCK_NS = 60e6
+"""How long the passes take that are timed together, as far as `_MOST_PASSES` allows."""
+_MOST_PASSES = 20
+_FAR_SLOWER = 3.0
+"""Modes that take so many times the fastest one's time are not captured."""
+_MODE_NS = 1.2e9
+"""After a mode has taken so long in total, it is not timed again."""
+
+
+def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: DeviceTypes) -> JobModel | None:
+    """Time the passes of every execution mode; every rank must call it.
+
+    With local batches by speed, the fastest plan of every device type by itself is among them; of a job whose modes
+    were timed before, such plans alone are timed.
+
+    Args:
+        job: Whose model and batch are used; the model is left as it was.
+        measured: What is known of the job, on rank 0.
+        plan: The solver's plan.
+        types: Device types and their ranks.
+
+    Returns:
+        ``measured`` with ``modes``, where it was given.
+    """
+    rank, size = world()
+    untimed = together(lambda: {} if rank or measured is None else _untimed_modes(job, measured, plan))
+    # What is timed runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
+    buckets = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad) if size > 1 else 0
+    states = {} if measured is None else {name: measured.profiles[name].optimizer.state_bytes for name in untimed}
+    sent = broadcast_json({name: [states[name], [mode.to_json() for mode in own]] for name, own in untimed.items()})
+    if not any(entries for _, entries in sent.values()):
+        return measured
+    state_bytes, entries = sent[types.mine]
+    modes = [ExecutionMode.from_json(entry, "an execution mode") for entry in entries]
+    timed = together(
+        lambda: time_modes(
+            job.model,
+            job.example,
+            modes,
+            None if measured is None else measured.graph,
+            job.options.kernels,
+            kept_bytes=state_bytes + buckets,
+            compiled=job.options.compiled,
+        )
+    )
+    results = gather_json([[mode.pass_ns, mode.needed_bytes] for mode in timed])
+    if measured is None or rank:
+        return measured
+    known = dict(measured.modes)
+    for name, ranks in types.ranks.items():
+        by_mode = zip(untimed[name], *(results[number] for number in ranks), strict=True)
+        known[name] = (*known.get(name, ()), *(_slowest(mode, rows) for mode, *rows in by_mode))
+    return replace(measured, modes=known)
+
+
+def _untimed_modes(job: Job, measured: JobModel, plan: JobPlan) -> dict[str, list[ExecutionMode]]:
+    if plan.problem is None:
+        return {}
+    modes = {} if measured.modes else possible_modes(plan.problem, plan.plan.devices)
+    if job.options.sizes_batches and not job.options.compiled:  # compiling each would take longer than it is worth
+        own = fastest_modes(plan.problem, measured.modes or modes, slack=job.options.slack)
+        modes = {name: [*modes.get(name, ()), *mine] for name, mine in own.items()}
+    return {name: captured_too(mine) for name, mine in modes.items()} if job.options.capture else modes
+
+
+def captured_too(modes: Sequence[ExecutionMode]) -> list[ExecutionMode]:
+    """The modes, followed by the same with captured passes."""
+    return [*modes, *(replace(mode, captured=True) for mode in modes)]
+
+
+def has_captured(modes: Modes) -> bool:
+    """Whether passes were timed captured."""
+    return any(mode.captured for own in modes.values() for mode in own)
+
+
+def _slowest(mode: ExecutionMode, results: Sequence[Sequence[int | None]]) -> ExecutionMode:
+    """A mode with the time of its slowest worker and the memory of the one that needs most, from ``(ns, bytes)``."""
+    needs = [needed for _, needed in results if needed is not None]
+    needed_bytes = max(needs) if len(needs) == len(results) else None
+    return replace(mode, pass_ns=max(int(time_ns or 0) for time_ns, _ in results), needed_bytes=needed_bytes)
+
+
+def time_modes(
+    model: nn.Module,
+    example: TrainingExample,
+    modes: Sequence[ExecutionMode],
+    graph: OpGraph | None,
+    kernels: KernelOptions,
+    *,
+    kept_bytes: int = 0,
+    compiled: bool = False,
+) -> list[ExecutionMode]:
+    """The modes with the median time of a forward and backward pass on this rank, and on a card the peak memory.
+
+    Several passes are timed together, as they follow each other in training: on a card the host runs ahead. Launched
+    modes take turns, so that a disturbance affects all of them. Parameters, gradients, buffers and random state are put
+    back.
+
+    Args:
+        model: Without a plan.
+        example: A batch for it.
+        modes: To be timed.
+        graph: The captured graph, if it is known here.
+        kernels: Rounding and granularity.
+        kept_bytes: What training keeps beside parameters, gradients and activations.
+        compiled: Compile the model under every mode, one after the other.
+
+    Returns:
+        In the same order. ``needed_bytes`` is None where memory ran out, an operation of the model refused the
+        precisions, or passes could not be captured or compiled, or were too slow to try; on a CPU, which keeps no
+        account of memory, it stays what it was.
+    """
+    with model_unchanged(model):
+        if compiled:
+            return [_timed_once_prepared(example, mode, graph, kernels, kept_bytes, compiled=True) for mode in modes]
+        results = _timed_in_turn(example, modes, graph, kernels, kept_bytes)
+        times_ns = {mode.name: mode.pass_ns for mode in results if not mode.captured and mode.pass_ns}
+        far_ns = _FAR_SLOWER * min(times_ns.values(), default=0)
+        for index, mode in enumerate(modes):
+            if mode.captured and far_ns and times_ns.get(mode.name, far_ns) >= far_ns:
+                results[index] = replace(mode, pass_ns=0, needed_bytes=None)  # the host is not what it waits for
+            elif mode.captured:
+                results[index] = _timed_once_prepared(example, mode, graph, kernels, kept_bytes)
+        return results
+
+
+def _timed_in_turn(
+    example: TrainingExample,
+    modes: Sequence[ExecutionMode],
+    graph: OpGraph | None,
+    kernels: KernelOptions,
+    kept_bytes: int,
+) -> list[ExecutionMode]:
+    """The launched modes timed in rounds; captured ones are left as they are."""
+    times: list[list[float]] = [[] for _ in modes]
+    spent_ns = [0.0 for _ in modes]
+    needs = [mode.needed_bytes for mode in modes]
+    for turn in range(_ROUNDS):
+        for index, mode in enumerate(modes):
+            if mode.captured or needs[index] is None or spent_ns[index] > _MODE_NS:
+                continue
+            began = time.perf_counter()
+            with carried_out(example.model, mode, graph, kernels):
+                try:
+                    if not turn and example.device.type == "cuda":
+                        needs[index] = _peak_bytes(example) + kept_bytes
+                    times[index].append(_pass_ns(example))
+                except RuntimeError as failure:
+                    needs[index] = None
+                    example.model.zero_grad()
+                    if isinstance(failure, torch.cuda.OutOfMemoryError):
+                        torch.cuda.empty_cache()
+                    elif mode.is_plain:
+                        raise
+                    else:
+                        _LOGGER.warning("%s does not run and is left out: %s", mode.name, first_line(failure))
+            spent_ns[index] += 1e9 * (time.perf_counter() - began)
+    return [
+        replace(mode, pass_ns=round(statistics.median(own)) if own else 0, needed_bytes=needed)
+        for mode, own, needed in zip(modes, times, needs, strict=True)
+    ]
+
+
+def _timed_once_prepared(
+    example: TrainingExample,
+    mode: ExecutionMode,
+    graph: OpGraph | None,
+    kernels: KernelOptions,
+    kept_bytes: int,
+    *,
+    compiled: bool = False,
+) -> ExecutionMode:
+    """A mode timed with compiled passes, or with captured ones: prepared once, which takes far longer than a pass."""
+    device, needed = example.device, mode.needed_bytes
+    times: list[float] = []
+    if not compiled and device.type != "cuda":
+        return replace(mode, pass_ns=0, needed_bytes=None)
+    before = _reserved_bytes(device) if mode.captured else 0
+    try:
+        with (
+            carried_out(example.model, mode, graph, kernels),
+            compiled_inside(example.model) if compiled else contextlib.nullcontext(),
+        ):
+            _pass(example)  # compiles; or captures, and replays for the first time
+            if compiled and device.type == "cuda":
+                needed = _peak_bytes(example) + kept_bytes
+            began = time.perf_counter()
+            while len(times) < (_ROUNDS if compiled else _CAPTURED_ROUNDS):
+                times.append(_pass_ns(example))
+                if 1e9 * (time.perf_counter() - began) > _MODE_NS:
+                    break
+            if mode.captured:  # graphs keep their memory, which steps do not allocate
+                needed = resident_bytes(example.model) + torch.cuda.max_memory_reserved(device) - before + kept_bytes
+    except (torch.cuda.OutOfMemoryError, UnsupportedError, TorchDynamoException) as failure:
+        reason = "memory ran out" if isinstance(failure, torch.cuda.OutOfMemoryError) else first_line(failure)
+        _LOGGER.warning("%s is not timed %s: %s", mode.name, "compiled" if compiled else "captured", reason)
+        example.model.zero_grad()
+        times, needed = [0.0], None
+    if device.type == "cuda":
+        _reserved_bytes(device)
+    return replace(mode, pass_ns=round(statistics.median(times)), needed_bytes=needed)
+
+
+@contextlib.contextmanager
+def carried_out(model: nn.Module, mode: ExecutionMode, graph: OpGraph | None, kernels: KernelOptions) -> Iterator[None]:
+    """Run the model in a mode within the block."""
+    if mode.is_plain:
+        yield
+        return
+    options = ApplyOptions(kernels=kernels, autocast=mode.autocast, captured=mode.captured)
+    apply(model, mode.precisions, graph=graph, options=options)
+    try:
+        yield
+    finally:
+        undo(model)
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """Memory of a card that torch holds after it has given back all it can; the peak is counted from here on."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_reserved(device)
+
+
+def _pass(example: TrainingExample) -> None:
+    example.forward().backward()  # type: ignore[no-untyped-call]
+    example.model.zero_grad()
+
+
+def _peak_bytes(example: TrainingExample) -> int:
+    _, allocation = allocation_of(lambda: _pass(example), example.device)
+    return resident_bytes(example.model) + allocation.peak_bytes
+
+
+def _pass_ns(example: TrainingExample) -> float:
+    """Nanoseconds of a pass, from as many that follow each other as `_BLOCK_NS` allows."""
+    device = example.device
+    clock: Callable[[], int] = time.perf_counter_ns if device.type == "cuda" else cpu_clock()
+
+    def block(passes: int) -> float:
+        began = clock()
+        for _ in range(passes):
+            _pass(example)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return float(clock() - began)
+
+    first = block(1)
+    if first <= _BLOCK_NS:  # else one pass more is as good as any
+        first = block(1)
+    passes = max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, first))))
+    return block(passes) / passes
+
+
+def host_share(
+    example: TrainingExample, plan: Mapping[str, str] | DevicePlans, graph: OpGraph | None, kernels: KernelOptions
+) -> float | None:
+    """Share of a forward and backward pass under a plan in which the host still launches; None without a card.
+
+    Near 1 the device has done everything by the time that the host has launched it: it waits for the host. Parameters,
+    gradients, buffers and random state are put back.
+    """
+    if example.device.type != "cuda":
+        return None
+    shares = []
+    with model_unchanged(example.model):
+        apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=kernels))
+        try:
+            for _ in range(1 + _HOST_PASSES):
+                torch.cuda.synchronize(example.device)
+                begin = time.perf_counter()
+                example.forward().backward()  # type: ignore[no-untyped-call]
+                launched = time.perf_counter()
+                torch.cuda.synchronize(example.device)
+                shares.append((launched - begin) / (time.perf_counter() - begin))
+                example.model.zero_grad()
+        finally:
+            undo(example.model)
+    return statistics.median(shares[1:])
+
+
+def with_host_shares(job: Job, plan: JobPlan, graph: OpGraph | None, types: DeviceTypes) -> JobPlan:
+    """The plan with the largest `host_share` of each device type's workers; every rank must call it.
+
+    A plan that is not worth applying, and one that was not tried, stays as it is.
+    """
+    if not (job.options.trial and plan.worthwhile):
+        return plan
+    by_rank = gather_json(together(lambda: host_share(job.example, plan, graph, job.options.kernels)))
+    shares = {
+        name: [by_rank[rank] for rank in ranks if by_rank[rank] is not None] for name, ranks in types.ranks.items()
+    }
+    return replace(plan, host_shares={name: max(own) for name, own in shares.items() if own})
