@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import parse_json, read_json, write_json
+from qsync_opt.io import freeze, parse_json, read_json, write_json
 from qsync_opt.numerics import CAST_FORMATS, GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 
 
@@ -47,16 +47,6 @@ def _positive_integer(value: int, what: str) -> None:
 def _one_of(key: str, allowed: Iterable[str], what: str, where: str = "") -> None:
     if key not in (names := tuple(allowed)):
         raise ProblemError(f"{what} {key!r}: allowed{where} are {', '.join(names)}")
-
-
-def freeze(value: object, *names: str) -> None:
-    """Replace mappings in fields of a frozen dataclass, and mappings inside them, by read-only copies."""
-    for name in names:
-        copy = {
-            key: MappingProxyType(dict(item)) if isinstance(item, Mapping) else item
-            for key, item in getattr(value, name).items()
-        }
-        object.__setattr__(value, name, MappingProxyType(copy))
 
 
 def check_loss_scale(value: float, what: str) -> None:

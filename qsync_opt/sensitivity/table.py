@@ -6,12 +6,12 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import Fields, check_integer, check_name, check_number
+from qsync_opt.io import Json, check_integer, check_name, check_number, decode, encode, freeze
 from qsync_opt.sensitivity.rounding_variance import OperatorVariances
-from qsync_opt.sensitivity.statistics import GradientNoise, freeze
+from qsync_opt.sensitivity.statistics import GradientNoise
 
 SENSITIVITY_FORMAT = "qsync-sensitivities/1"
 
@@ -97,7 +97,7 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
     distances: Distances
 
     def __post_init__(self) -> None:
-        freeze(self, "details", "excluded")
+        freeze(self, "details", "excluded", depth=2)
 
     def __getitem__(self, operator: str) -> Mapping[str, float]:
         return MappingProxyType({precision: part.value for precision, part in self.details[operator].items()})
@@ -156,7 +156,7 @@ class SensitivityValues(Mapping[str, Mapping[str, float]]):
     """
 
     unit: str
-    values_of: Mapping[str, Mapping[str, float]]
+    values_of: Annotated[Mapping[str, Mapping[str, float]], Json(key="values")]
     excluded: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class SensitivityValues(Mapping[str, Mapping[str, float]]):
         for operator, row in self.values_of.items():
             for precision, value in row.items():
                 check_number(value, f"sensitivity of {operator!r} in {precision}")
-        freeze(self, "values_of", "excluded")
+        freeze(self, "values_of", "excluded", depth=2)
 
     def __getitem__(self, operator: str) -> Mapping[str, float]:
         return self.values_of[operator]
@@ -177,12 +177,7 @@ class SensitivityValues(Mapping[str, Mapping[str, float]]):
 
     def to_json(self) -> dict[str, Any]:
         """The values as plain JSON data."""
-        return {
-            "format": SENSITIVITY_FORMAT,
-            "unit": self.unit,
-            "values": {operator: dict(row) for operator, row in self.values_of.items()},
-            "excluded": {operator: dict(row) for operator, row in self.excluded.items()},
-        }
+        return encode(self, version=SENSITIVITY_FORMAT)
 
     @classmethod
     def from_json(cls, data: Any, where: str = "sensitivities") -> Self:
@@ -191,16 +186,4 @@ class SensitivityValues(Mapping[str, Mapping[str, float]]):
         Raises:
             ProblemError: Another format; an unknown, missing or unusable entry.
         """
-        reader = Fields(data, where)
-        reader.version(SENSITIVITY_FORMAT)
-        values = {
-            operator: {precision: row.number(precision) for precision in row}
-            for operator, row in reader.children("values")
-        }
-        excluded = {
-            operator: {precision: row.text(precision) for precision in row}
-            for operator, row in reader.children("excluded")
-        }
-        result = cls(unit=reader.text("unit"), values_of=values, excluded=excluded)
-        reader.finish()
-        return result
+        return decode(cls, data, where, version=SENSITIVITY_FORMAT)

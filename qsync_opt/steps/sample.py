@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qsync_opt.steps.courses import Block
+from qsync_opt.steps.memory_timeline import Block
 from qsync_opt.steps.trace import StepSpans
 
 

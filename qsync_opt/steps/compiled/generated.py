@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.steps.courses import ROUNDED_BYTES
+from qsync_opt.steps.memory_timeline import ROUNDED_BYTES
 
 _ITEM_BYTES = {
     "bool": 1,

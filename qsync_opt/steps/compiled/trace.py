@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.steps.courses import Block, Placed, backward_moment, blocks, forward_moment, written_for
+from qsync_opt.steps.memory_timeline import Block, ChargedChange, backward_moment, blocks, forward_moment, take_reader
 from qsync_opt.steps.trace import (
     BACKWARD,
     BEGIN,
@@ -181,11 +181,11 @@ def charge_compiled(
 
 def _placed(
     changes: Sequence[Change], windows: Sequence[Window], entries: Mapping[str, Scheduled], order: Sequence[str]
-) -> list[Placed]:
+) -> list[ChargedChange]:
     """Changes of memory, with whom they are charged to and when they come about."""
     positions = {name: i for i, name in enumerate(order)}
     count = len(order)
-    found: list[Placed] = []
+    found: list[ChargedChange] = []
     waiting = iter(changes)
     change = next(waiting, None)
     forward, backward = -1, count
@@ -205,8 +205,8 @@ def _placed(
         while change is not None and change.time < window.end:
             whose = ""
             if change.num_bytes > 0:
-                whose = written_for(change.num_bytes, [writes[k] for k in follows.get(label, ())], main)
-            found.append(Placed(change.num_bytes, change.address, whose, moment))
+                whose = take_reader(change.num_bytes, [writes[k] for k in follows.get(label, ())], main)
+            found.append(ChargedChange(change.num_bytes, change.address, whose, moment))
             change = next(waiting, None)
     return found
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from qsync_opt.steps import NEVER, NOTHING, Work, compose, launched
+from qsync_opt.steps.queues import NEVER, NOTHING, Work, compose, launched
 
 
 def simulate(pieces, host, device):
@@ -34,8 +34,8 @@ def test_one_map_is_exact_to_the_kernel(seed):
 
 def test_composition_is_associative_and_has_a_neutral_piece():
     a, b, c = (launched(*piece) for piece in random_pieces(random.Random(1), 3))
-    assert a.then(b).then(c) == a.then(b.then(c)) == compose([a, b, c])
-    assert NOTHING.then(a).run(3, 9) == a.then(NOTHING).run(3, 9) == a.run(3, 9)
+    assert compose([compose([a, b]), c]) == compose([a, compose([b, c])]) == compose([a, b, c])
+    assert compose([NOTHING, a]).run(3, 9) == compose([a, NOTHING]).run(3, 9) == a.run(3, 9)
 
 
 def test_work_without_kernels_does_not_hold_the_device_up():
