@@ -208,10 +208,7 @@ def _merge_by_key(parts: Sequence[Mapping[str, _Fields]], weights: Sequence[int]
     kinds = {key: type(value) for part in parts for key, value in part.items()}
     return {
         key: kind(
-            **{
-                name: _mean([getattr(part.get(key), name, 0.0) for part in parts], weights)
-                for name in kind.__slots__  # type: ignore[attr-defined]
-            }
+            **{name: _mean([getattr(part.get(key), name, 0.0) for part in parts], weights) for name in kind.__slots__}
         )
         for key, kind in kinds.items()
     }

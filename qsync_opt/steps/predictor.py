@@ -79,7 +79,7 @@ class StepPredictor:
         self._composer = CaseComposer(graph, costs, flow)
         self._position = {operator.name: i for i, operator in enumerate(graph)}
         self._set_borders(borders)
-        self._cycle = StepCycle(costs.phases, micro_batches)
+        self.cycle = StepCycle(costs.phases, micro_batches)
         self._slowed = tuple(slowed) or (0,) * self.segments
         self._slowed_ns = sum(self._slowed)
         if len(self._slowed) != self.segments or not all(n >= 0 for n in self._slowed):
@@ -216,8 +216,8 @@ class StepPredictor:
             tails = [(self.segments - 1, tail) for _, tail in tails]
         on_cpu = self.costs.device.kind == "cpu"
         if self.costs.waits and not on_cpu:
-            return self._cycle.standing_ns(self.lead_of(step), self.segments_of(step), tails)
-        host, device = self._cycle.steady_ns(step.host_ns, step.device_ns, self._slowed_ns, tails)
+            return self.cycle.standing_ns(self.lead_of(step), self.segments_of(step), tails)
+        host, device = self.cycle.steady_ns(step.host_ns, step.device_ns, self._slowed_ns, tails)
         share = self.costs.resting_share
         if share < 1.0 and all(precision == "FP32" for precision in step.plan.values()):
             # The runtime stands aside for a plan of FP32 alone. On a cpu the host is the device.
@@ -230,7 +230,7 @@ class StepPredictor:
         The host launches them at once, so that it counts only outside of the passes; gradients are delivered after the
         whole backward pass, so that no all-reduce overlaps it.
         """
-        return self._cycle.captured_ns(sum(step.device_ns) - self._slowed_ns, tails)
+        return self.cycle.captured_ns(sum(step.device_ns) - self._slowed_ns, tails)
 
     @property
     def segments(self) -> int:
@@ -251,7 +251,7 @@ class StepPredictor:
 
     def lead_of(self, step: PlannedStep) -> Work:
         """Work before the last micro-batch of a step: earlier ones, and copies from the host's memory."""
-        return self._cycle.lead(
+        return self.cycle.lead(
             lambda: [s._replace(device=s.device - n) for s, n in zip(self.segments_of(step), self._slowed, strict=True)]
         )
 

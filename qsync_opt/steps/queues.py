@@ -36,6 +36,12 @@ class Work(NamedTuple):
         """When host and device are free again."""
         return host_free + self.host, max(device_free + self.device, host_free + self.lag)
 
+    def lanes(self, host_free: int, device_free: int) -> list[tuple[str, int, int]]:
+        """Stream, start and end on host and device; without the device if that is not used."""
+        host_end, device_end = self.run(host_free, device_free)
+        lanes = [("host", host_free, host_end)]
+        return [*lanes, ("compute", device_end - self.device, device_end)] if self.device else lanes
+
 
 NOTHING = Work(0, 0, NEVER)
 
