@@ -37,6 +37,8 @@ NoiseParts = tuple[tuple[float, str], ...]
 """Noise of one tensor: variance per element and alignment shape, one pair for each independent rounding."""
 ElementNoise = Mapping[str, NoiseParts]
 """Noise by tensor of an operator."""
+_Kinds = dict[str, str | None]
+"""Noise kind by tensor of an operator; None or missing where it is not rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ def variances(
     """
     options = options or NoiseOptions()
     if operator.kind is not OperatorKind.ATTENTION:
-        return _product_variances(operator, tensor_rounding(operator, precision, formats, options), options, nearest)
+        return _product_variances(operator, *_tensor_rounding(operator, precision, formats, options), options, nearest)
     if precision != "FP32" and precision not in operator.measured:
         raise UnsupportedError(
             f"operator {operator.name!r}: no noise formula for {operator.op_type} in {precision}: "
@@ -163,27 +165,10 @@ def overflow_reason(operator: OperatorStatistics, precision: str, formats: Preci
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRounding:
-    """Noise kind of each tensor of an operator at a precision; None where it is not rounded.
-
-    ``first`` and ``second`` are rounded in the forward pass, both again by ``backward`` when the backward pass reads
-    them; ``gradient`` is the output's gradient; ``output``, ``input_gradient`` and ``weight_gradient`` are the results.
-    """
-
-    first: str | None = None
-    second: str | None = None
-    backward: str | None = None
-    gradient: str | None = None
-    output: str | None = None
-    input_gradient: str | None = None
-    weight_gradient: str | None = None
-
-
-def tensor_rounding(
+def _tensor_rounding(
     operator: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions
-) -> TensorRounding:
-    """How an operator's tensors are rounded when it runs at a precision.
+) -> tuple[_Kinds, str | None]:
+    """Noise kind of each tensor of an operator at a precision, and that of rounding operands again to run backward.
 
     INT8 and FP8 quantize both operands, save them so, and run backward in a 16-bit format into which gradient and
     dequantized operands are rounded; weight gradients of matrix products keep their FP32 sums, those of convolutions
@@ -199,25 +184,28 @@ def tensor_rounding(
         return noise_kind(precision, granularity) if scaled else _cast(precision)
 
     if operator.kind is OperatorKind.LOOKUP:
-        return TensorRounding(
-            second=None if precision == "TF32" else operand(options.weight_granularity),
-            gradient=_cast(formats.gradient_input),
-            output=_cast(formats.output) if scaled else None,
-        )
+        kinds: _Kinds = {
+            "second": None if precision == "TF32" else operand(options.weight_granularity),
+            "output": _cast(formats.output) if scaled else None,
+            "output_gradient": _cast(formats.gradient_input),
+        }
+        return kinds, None
     backward = "TF32" if precision == "TF32" else _cast(formats.gradient_input)
     convolution = operator.op_type.startswith("conv")
     batch = not convolution and operator.products[0].products > 1
     eight = scaled and options.backward == "eight" and not batch
     columns = Granularity.CHANNEL if options.activation_granularity is Granularity.ROW else Granularity.TENSOR
-    return TensorRounding(
-        first=operand(options.activation_granularity),
-        second=operand(columns if batch else options.weight_granularity),
-        backward=backward if scaled and not eight else None,
-        gradient=GRADIENT_KINDS[precision] if eight else backward,
-        output=_cast(formats.output),
-        input_gradient=_cast(formats.gradient_output),
-        weight_gradient=None if scaled and not (batch or convolution) else _cast(formats.gradient_input),
-    )
+    kinds = {
+        "first": operand(options.activation_granularity),
+        "second": operand(columns if batch else options.weight_granularity),
+        "output": _cast(formats.output),
+        "output_gradient": GRADIENT_KINDS[precision] if eight else backward,
+    }
+    weight_gradient = None if scaled and not (batch or convolution) else _cast(formats.gradient_input)
+    for name in ("first", "second"):
+        is_parameter = getattr(operator, f"{name}_parameter") is not None
+        kinds[f"{name}_gradient"] = weight_gradient if is_parameter else _cast(formats.gradient_output)
+    return kinds, backward if scaled and not eight else None
 
 
 def _cast(name: str) -> str | None:
@@ -237,23 +225,10 @@ def element_noise(
             for name, tensor in operator.tensors()
             if name in ("output", *GRADIENTS)
         }
-    rounding = tensor_rounding(operator, precision, formats, options)
-    kinds = {
-        "first": rounding.first,
-        "second": rounding.second,
-        "output": rounding.output,
-        "output_gradient": rounding.gradient,
-        "first_gradient": _result_rounding(operator, "first", rounding),
-        "second_gradient": _result_rounding(operator, "second", rounding),
-    }
+    kinds, _ = _tensor_rounding(operator, precision, formats, options)
     return {
         name: _noise_parts(operator, name, (kinds[name],), options) for name, _ in operator.tensors() if name in kinds
     }
-
-
-def _result_rounding(operator: OperatorStatistics, operand: str, rounding: TensorRounding) -> str | None:
-    is_parameter = getattr(operator, f"{operand}_parameter") is not None
-    return rounding.weight_gradient if is_parameter else rounding.input_gradient
 
 
 def _noise_parts(
@@ -274,35 +249,35 @@ def _noise_parts(
 
 
 def _product_variances(
-    operator: OperatorStatistics, rounding: TensorRounding, options: NoiseOptions, nearest: bool
+    operator: OperatorStatistics, kinds: _Kinds, backward: str | None, options: NoiseOptions, nearest: bool
 ) -> OperatorVariances:
     """Variances of a bilinear operator or lookup by the formulas in the module's text."""
-    x = _noise_parts(operator, "first", (rounding.first,), options)
-    w = _noise_parts(operator, "second", (rounding.second,), options)
-    g = _noise_parts(operator, "output_gradient", (rounding.gradient,), options)
+    first, second, gradient = (kinds.get(name) for name in ("first", "second", "output_gradient"))
+    x = _noise_parts(operator, "first", (first,), options)
+    w = _noise_parts(operator, "second", (second,), options)
+    g = _noise_parts(operator, "output_gradient", (gradient,), options)
     volume = operator.products[0].volume
 
     from_x = _path(operator, "first>output", x, "second")
     from_w = _path(operator, "second>output", w, "first")
-    both = volume * _sum(x) * _sum(w) + _rounded(operator, "output", rounding.output)
+    both = volume * _sum(x) * _sum(w) + _rounded(operator, "output", kinds)
     output = _by_origin(operator, first=from_x, second=from_w, rest=both)
 
-    x = _noise_parts(operator, "first", (rounding.first, rounding.backward), options)
-    w = _noise_parts(operator, "second", (rounding.second, rounding.backward), options)
+    x = _noise_parts(operator, "first", (first, backward), options)
+    w = _noise_parts(operator, "second", (second, backward), options)
     gradients: dict[str, Noise | None] = {"first_gradient": None, "second_gradient": None}
     for name, other, noise in (("second", "first", x), ("first", "second", w)):
         target = f"{name}_gradient"
         if getattr(operator, target) is None:
             continue
-        rest = _rounded(operator, target, _result_rounding(operator, name, rounding))
+        rest = _rounded(operator, target, kinds)
         repeated = None
         if nearest and name == "second" and operator.second_parameter is not None:
-            repeated = operator.nearest.get(rounding.gradient or "")
+            repeated = operator.nearest.get(gradient or "")
         if repeated is not None:
             # Errors of rounding to nearest can add up over rows: they are measured together, and the formula gives the
             # variance of the scaled kinds alone.
-            kind = rounding.first
-            scaled = kind if kind is not None and kind.partition("/")[0] in SCALED_FORMATS else None
+            scaled = first if first is not None and first.partition("/")[0] in SCALED_FORMATS else None
             noise = _noise_parts(operator, other, (scaled,), options)
             rest += repeated + volume * _sum(noise) * _sum(g)
         else:
@@ -325,10 +300,10 @@ def _path(operator: OperatorStatistics, path: str, noise: NoiseParts, signal: st
     )
 
 
-def _rounded(operator: OperatorStatistics, tensor: str, kind: str | None) -> float:
+def _rounded(operator: OperatorStatistics, tensor: str, kinds: _Kinds) -> float:
     """Variance of rounding a whole result."""
     statistics = getattr(operator, tensor)
-    return float(statistics.elements * statistics.variance(kind, Rounding.NEAREST))
+    return float(statistics.elements * statistics.variance(kinds.get(tensor), Rounding.NEAREST))
 
 
 def _by_origin(operator: OperatorStatistics, *, first: float = 0.0, second: float = 0.0, rest: float = 0.0) -> Noise:

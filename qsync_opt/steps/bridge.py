@@ -21,6 +21,7 @@ from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats, number_format
+from qsync_opt.steps.cases import border_format
 from qsync_opt.steps.costs import CaseCost, StepCosts
 from qsync_opt.steps.plans import finest_at
 from qsync_opt.steps.predictor import StepPredictor
@@ -161,9 +162,7 @@ def _precisions(
 
 def _uniform_cost(predictor: StepPredictor, position: int, operator: Operator, precision: str) -> CaseCost:
     """Cost in the case in which every input arrives in the format of the precision."""
-    arrival = {"TF32": "FP32", "INT8": predictor.costs.half_format, "FP8": predictor.costs.half_format}.get(
-        precision, precision
-    )
+    arrival = border_format(precision, predictor.costs.half_format)
     return predictor.cost_at(position, precision if operator.role is Role.ADJUSTABLE else "", arrival)
 
 

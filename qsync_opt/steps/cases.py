@@ -26,7 +26,7 @@ def delivered(operator: Operator, precision: str, inputs: Sequence[str], half_fo
     if not operator.is_floating:
         return ""
     if operator.role is Role.ADJUSTABLE:
-        return {"TF32": "FP32", "INT8": half_format, "FP8": half_format}.get(precision, precision)
+        return border_format(precision, half_format)
     formats = set(inputs)
     if operator.role is Role.FIXED or len(formats) != 1 or operator.parameters:
         return "FP32"
@@ -75,10 +75,8 @@ class StepFlow:
             case = self._cache[key] = Case(self._signatures[position], precision, inputs)
         return case
 
-    def output(self, position: int, case: Case, cost: CaseCost | None) -> str:
-        """Format of a case's result."""
-        if cost is not None:
-            return cost.output
+    def output(self, position: int, case: Case) -> str:
+        """Format of a case's result by the rules."""
         return delivered(self._operators[position], case.precision, case.inputs, self._half_format)
 
     def cases(self, plan: Mapping[str, str], lookup: Lookup) -> tuple[list[Case], list[str]]:
@@ -93,8 +91,14 @@ class StepFlow:
         for i, operator in enumerate(self._operators):
             case = self.case(i, plan.get(operator.name, "FP32"), formats)
             cases.append(case)
-            formats.append(self.output(i, case, lookup(case)))
+            cost = lookup(case)
+            formats.append(self.output(i, case) if cost is None else cost.output)
         return cases, formats
+
+
+def border_format(precision: str, half_format: str) -> str:
+    """Format of the result of an adjustable operator in a precision."""
+    return {"TF32": "FP32", "INT8": half_format, "FP8": half_format}.get(precision, precision)
 
 
 def arrival(precision: str) -> str:
@@ -144,7 +148,7 @@ class CaseComposer:
                 "record a plan that has it"
             )
         operator = self.graph.operators[position]
-        output = self._flow.output(position, case, None)
+        output = self._flow.output(position, case)
         dependent = operator.role is Role.DEPENDENT
 
         def distance(other: Case) -> tuple[bool, bool, int]:

@@ -249,49 +249,49 @@ def _charge_step(
             operators.append((r.start, sequence, name))
             if precision:
                 precisions[name] = precision
-    windows = _forward_windows(forward, operators, backward.start)
+    windows = _consecutive(
+        [
+            (forward.start, (FORWARD, BEGIN)),
+            *((start, (FORWARD, name)) for start, _, name in operators),
+            (forward.end, (FORWARD, END)),
+        ],
+        backward.start,
+    )
     windows += _backward_windows(backward, operators, _between(events.nodes, backward.start, backward.end))
     if COPIES in ranges:
         windows.append(Window(ranges[COPIES].start, forward.start, (COPIES, BEGIN)))
     after = sorted((p for p in phases if p.start >= backward.end), key=lambda p: p.start)
-    for i, phase in enumerate(after):
-        end = after[i + 1].start if i + 1 < len(after) else phase.end if until is None else until
-        windows.append(Window(phase.start, end, (phase.label[len(PREFIX) :], BEGIN)))
     if after:
-        windows.append(Window(backward.end, after[0].start, (BACKWARD, END)))
+        starts = [(phase.start, (phase.label[len(PREFIX) :], BEGIN)) for phase in after]
+        end = after[-1].end if until is None else until
+        windows += _consecutive([(backward.end, (BACKWARD, END)), *starts], end)
     windows.sort()
     order = tuple(dict.fromkeys(name for _, _, name in operators))
     waited = any(forward.start <= time < backward.end for time in events.waits)
     return replace(fill(events, windows, waits, order), waits=waited, precisions=precisions)
 
 
-def _forward_windows(forward: Range, operators: Sequence[tuple[int, int, str]], end: int) -> list[Window]:
-    first = operators[0][0] if operators else forward.end
-    windows = [Window(forward.start, first, (FORWARD, BEGIN))]
-    for i, (start, _, name) in enumerate(operators):
-        stop = operators[i + 1][0] if i + 1 < len(operators) else forward.end
-        windows.append(Window(start, stop, (FORWARD, name)))
-    windows.append(Window(forward.end, end, (FORWARD, END)))
-    return windows
+def _consecutive(starts: Sequence[tuple[int, tuple[str, str]]], end: int) -> list[Window]:
+    """Windows that each end where the next one begins."""
+    ends = [start for start, _ in starts[1:]]
+    return [Window(start, stop, key) for (start, key), stop in zip(starts, [*ends, end], strict=True)]
 
 
 def _backward_windows(
     backward: Range, operators: Sequence[tuple[int, int, str]], nodes: Sequence[Node]
 ) -> list[Window]:
-    if not nodes:
-        return [Window(backward.start, backward.end, (BACKWARD, BEGIN))]
     numbers = [sequence for _, sequence, _ in operators]
-    windows = [Window(backward.start, nodes[0].start, (BACKWARD, BEGIN))]
+    starts = [(backward.start, (BACKWARD, BEGIN))]
     name = BEGIN
-    for i, node in enumerate(nodes):
+    for node in nodes:
         if node.sequence >= 0:
             # The last operator that began at or before this number created the node.
             position = bisect.bisect_right(numbers, node.sequence) - 1
             name = operators[position][2] if position >= 0 else BEGIN
-        stop = nodes[i + 1].start if i + 1 < len(nodes) else node.end
-        windows.append(Window(node.start, stop, (BACKWARD, name)))
-    windows.append(Window(nodes[-1].end, backward.end, (BACKWARD, END)))
-    return windows
+        starts.append((node.start, (BACKWARD, name)))
+    if nodes:
+        starts.append((nodes[-1].end, (BACKWARD, END)))
+    return _consecutive(starts, backward.end)
 
 
 def _between(events: Sequence[Any], start: int, end: int) -> list[Any]:
