@@ -135,13 +135,9 @@ class Propagation:
         return self._gradient_effect[source].weighted(self._share(name, position))
 
     def transfers(self, sources: Sequence[str]) -> dict[str, FloatArray]:
-        """Share of each source's noise-to-signal ratio that arrives at the output of every operator.
+        """Share of each source's noise-to-signal ratio that arrives at the output of every operator, in their order.
 
-        Args:
-            sources: Noisy operators.
-
-        Returns:
-            Operator to one factor per source. Noise of different operators is independent, so that ratios add up.
+        Noise of different operators is independent, so that ratios add up.
         """
         place = {name: i for i, name in enumerate(sources)}
         factors: dict[str, FloatArray] = {}

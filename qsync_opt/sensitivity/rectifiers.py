@@ -93,12 +93,9 @@ def plan_variance_parts(
 
 
 class Rectifiers:
-    """The probed rectifiers and max-pools of a model.
+    """The probed rectifiers and max-pools of a model; with ``adaptive`` in the unit of the adaptive gains.
 
-    Args:
-        graph: The model.
-        statistics: Collected from it.
-        adaptive: In the unit of the adaptive gains.
+    Variances of outputs are those that rounding gives an operator's output, summed over its elements.
     """
 
     def __init__(self, graph: OpGraph, statistics: ModelStatistics, *, adaptive: bool = False) -> None:
@@ -117,20 +114,12 @@ class Rectifiers:
             self._scale_shares()
 
     def variance(self, output_variances: Mapping[str, float]) -> float:
-        """Variance that all rectifiers add when these operators are noisy together.
-
-        Args:
-            output_variances: Operator to the variance that rounding gives its output, summed over its elements.
-        """
+        """Variance that all rectifiers add when these operators are noisy together."""
         ratios = self._ratios(output_variances)
         return sum(flipped_variance(curve, ratio) for curve, ratio in zip(self._curves, ratios, strict=True))
 
     def shift(self, output_variances: Mapping[str, float]) -> float:
-        """Squared norm of the shift of the mean gradient when these operators are noisy together.
-
-        Args:
-            output_variances: As for ``variance``.
-        """
+        """Squared norm of the shift of the mean gradient when these operators are noisy together."""
         weights = [flipped_variance(curve, int8) for curve, int8 in zip(self._curves, self._int8_ratios, strict=True)]
         if self._statistics.shift <= 0 or sum(weights) <= 0:
             return 0.0

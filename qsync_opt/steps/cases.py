@@ -34,12 +34,7 @@ def delivered(operator: Operator, precision: str, inputs: Sequence[str], half_fo
 
 
 class StepFlow:
-    """Formats of tensors through a graph.
-
-    Args:
-        graph: The model.
-        half_format: 16-bit format that 8-bit operators deliver.
-    """
+    """Formats of tensors through a graph, in which 8-bit operators deliver ``half_format``."""
 
     def __init__(self, graph: OpGraph, half_format: str) -> None:
         self.graph = graph
@@ -112,13 +107,7 @@ def width(output: str) -> int:
 
 
 class CaseComposer:
-    """Costs of cases that were not observed, composed from those that were.
-
-    Args:
-        graph: The model.
-        costs: Recorded.
-        flow: Of formats through the graph.
-    """
+    """Costs of cases that were not observed, composed from those that were."""
 
     def __init__(self, graph: OpGraph, costs: StepCosts, flow: StepFlow) -> None:
         self.graph, self.costs, self._flow = graph, costs, flow

@@ -233,7 +233,7 @@ def _formats(sample: StepSample, flow: StepFlow, half_format: str) -> list[str]:
     return formats
 
 
-def _blocks_by_owner(sample: StepSample, graph: OpGraph) -> dict[str, list[Block]]:
+def _blocks_by_owner(sample: StepSample, graph: OpGraph) -> Mapping[str, Sequence[Block]]:
     order = [operator.name for operator in graph]
     owned: dict[str, list[Block]] = {}
     for block in sample.blocks:

@@ -31,13 +31,7 @@ class Releases(NamedTuple):
 
 
 class Lifetimes:
-    """Lifetimes of results in a graph.
-
-    Args:
-        graph: The model.
-        roots: Operator to the one whose storage its result lives in, where that is another.
-        held: Operator to the operator after which the program releases its result; "" or missing: after the step.
-    """
+    """Lifetimes of results in a graph; for ``roots`` and ``held`` see `StepCosts`."""
 
     def __init__(self, graph: OpGraph, roots: Mapping[str, str], held: Mapping[str, str]) -> None:
         index = {operator.name: i for i, operator in enumerate(graph)}
@@ -92,14 +86,8 @@ def step_memory(
 ) -> StepMemory:
     """Peak of a step that runs operator by operator.
 
-    From the second micro-batch on, all gradients exist, and each new one is added to its sum at once.
-
-    Args:
-        graph: The model.
-        costs: Recorded steps of it, for memory outside of operators.
-        lifetimes: Of the operators' results.
-        cases: Costs of the operators under the plan, in order.
-        micro_batches: Forward and backward passes whose gradients are accumulated before the optimizer's step.
+    From the second micro-batch on, all gradients exist, and each new one is added to its sum at once. ``cases`` are the
+    costs of the operators under the plan, in order.
 
     Source: ours; bytes follow the step moment by moment, as torch's allocator was observed to allocate and free them.
     """
@@ -158,15 +146,8 @@ def compiled_step_memory(
     """Peak of a compiled step: of the sum of all operators in the passes, or of the optimizer.
 
     If the costs hold timelines, the peak is at the moment of the largest sum; else the memory of each operator at the
-    peak of its recorded plan is summed, which is inexact where those moments differ.
-
-    Args:
-        graph: As in `step_memory`.
-        costs: As in `step_memory`.
-        cases: As in `step_memory`.
-        timelines: Of the operators, in order; all empty if they were not recorded.
-        micro_batches: As in `step_memory`; with several, all gradients are counted besides the memory of a pass, though
-            some of them arise in it: the result is at most too large.
+    peak of its recorded plan is summed, which is inexact where those moments differ. With several micro-batches, all
+    gradients are counted besides the memory of a pass, though some of them arise in it: that is at most too much.
     """
     gradients = sum(parameter.spec.num_bytes for parameter in graph.parameters) if micro_batches > 1 else 0
     peaks = costs.phase_peaks

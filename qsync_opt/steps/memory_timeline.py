@@ -69,11 +69,9 @@ def backward_moment(position: int, count: int) -> int:
 
 
 def blocks(changes: Sequence[ChargedChange], count: int) -> tuple[Block, ...]:
-    """Blocks that are in use at the peak of some moment.
+    """Blocks that are in use at the peak of some moment, from the changes of one step by time.
 
-    Args:
-        changes: Of the passes of one step, by time; their moments never decrease.
-        count: Operators of the model.
+    ``count`` is the number of operators of the model, here and below.
     """
     peaks = _peaks(changes)
 
@@ -113,13 +111,9 @@ def _peaks(changes: Sequence[ChargedChange]) -> list[tuple[int, int]]:
 
 
 def take_reader(num_bytes: int, calls: Sequence[list[tuple[str, int]]], otherwise: str) -> str:
-    """The operator for which a block was allocated, by the sizes that calls write; the match is removed from them.
+    """The operator for which a block was allocated, by the bytes that calls write for operators; the match is removed.
 
-    Args:
-        num_bytes: Of the block.
-        calls: Operators and bytes that each call writes for them, from the call before whose end the block was
-            allocated.
-        otherwise: Result if no size matches.
+    ``calls`` begin with the one before whose end the block was allocated; ``otherwise`` is returned without a match.
     """
     for writes in calls:
         for i, (operator, size) in enumerate(writes):
@@ -133,11 +127,7 @@ def owner_of(block: Block, order: Sequence[str]) -> str:
     """The operator of a block; without a known one, the operator that runs when the block is allocated.
 
     The size of such a block may depend on formats there (a loss, and values computed from it). Freed memory has no
-    owner.
-
-    Args:
-        block: The block.
-        order: Operators of the model in the order of the forward pass.
+    owner. ``order`` is that of the forward pass.
     """
     if block.operator or block.num_bytes < 0 or not order:
         return block.operator

@@ -26,9 +26,7 @@ _Place = tuple[RecordedTimelines, int]
 class TimelineLookup:
     """Timelines of operators by their case and those around it.
 
-    Args:
-        recorded: Timelines of all operators under each recorded plan.
-        users: Positions of the readers of each operator's result; empty: they are not compared separately.
+    ``users`` are the positions of the readers of each operator's result; without them, readers are not compared.
     """
 
     def __init__(self, recorded: Sequence[RecordedTimelines], users: Sequence[Sequence[int]] = ()) -> None:
@@ -45,12 +43,7 @@ class TimelineLookup:
         return any(plan.cases == tuple(cases) for plan in self._recorded)
 
     def timelines(self, cases: Sequence[Case], costs: Sequence[CaseCost]) -> list[MemoryTimeline]:
-        """Timelines of all operators of a plan.
-
-        Args:
-            cases: Of the operators, in order.
-            costs: Of these cases, for the timelines of cases that were never recorded.
-        """
+        """Timelines of all operators of a plan, in order; of a case that was never recorded, that of its cost."""
         result = []
         differences: dict[int, int] = {}
         for position, (case, cost) in enumerate(zip(cases, costs, strict=True)):
