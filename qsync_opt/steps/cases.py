@@ -199,14 +199,14 @@ class CaseComposer:
             return cost
         saves, copied, own = set(cost.saves_inputs), 0, 0
         # In a compiled step, a tensor that only this operator reads is its own in any format: a copy needs no more.
-        held = sum(entry[2] for entry in cost.timeline if not entry[0])
+        own_bytes = sum(entry[2] for entry in cost.timeline if not entry[0])
         for i, (source, old, new) in enumerate(zip(self._flow.inputs[position], before, after, strict=True)):
             num_bytes = self._elements[source] * number_format(target).num_bytes
             if old == target != new:
                 saves.discard(i)
                 copied += num_bytes
-                if held >= num_bytes:
-                    held -= num_bytes
+                if own_bytes >= num_bytes:
+                    own_bytes -= num_bytes
                 else:
                     own += num_bytes
             elif new == target != old:
