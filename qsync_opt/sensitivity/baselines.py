@@ -1,39 +1,21 @@
-"""The indicators that others use, from the same statistics: to compare with, or to plan by if a user prefers them.
+"""Indicators of other work, computed from the same statistics: baselines for benchmarks.
 
-Their values add up over a plan like the variance increment's, but in units of their own (`IndicatorKind.unit`):
-
-- ``hessian``: expected increase of the loss to second order, ``trace(H_t) * v_t / 2`` summed over the tensors t that an
-  operator rounds in its forward pass (HAWQ-V2's trace times perturbation, extended from weights to activations);
-- ``fisher``: ``sum g^2 e^2`` over an operator's output, with its gradient g and its error e (the score by which NVIDIA
-  Model Optimizer's ``auto_quantize`` ranks layers), the two taken as independent;
-- ``weight``: variance of the rounded weights alone; operators without weights get 0;
-- ``random``: a number per operator that means nothing, falling by 4 with every finer precision.
+Their values add up over a plan, in units of their own (`IndicatorKind.unit`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 
 from qsync_opt.numerics import number_format
-from qsync_opt.sensitivity.rounding_variance import OperatorVariances
+from qsync_opt.sensitivity.rounding_variance import ElementNoise, OperatorVariances
 from qsync_opt.sensitivity.statistics import OPERANDS, OperatorStatistics
-
-ElementNoise = Mapping[str, tuple[tuple[float, str], ...]]
-"""Per tensor that an operator rounds: variance per element and shape of the noise, one pair per rounding."""
 
 
 def hessian_increase(statistics: OperatorStatistics, noise: ElementNoise) -> float:
     """Expected increase of the loss from rounding an operator's forward pass, to second order.
 
-    A negative estimate counts as 0: rounding is not taken for a gain.
-
-    Args:
-        statistics: The operator's, with curvatures.
-        noise: Variance per element of what it rounds.
-
-    Returns:
-        Units of the loss.
+    ``trace(H_t) * v_t / 2``, summed over the tensors t that are rounded. A negative estimate counts as 0.
 
     Source:
         HAWQ-V2 (Dong et al., NeurIPS 2020), eq. of the average Hessian trace; activations and noise shapes ours.
@@ -48,34 +30,21 @@ def hessian_increase(statistics: OperatorStatistics, noise: ElementNoise) -> flo
     return max(0.0, total)
 
 
-def fisher_score(statistics: OperatorStatistics, found: OperatorVariances) -> float:
-    """Squared output gradient times squared output error, summed over the output's elements.
+def fisher_score(statistics: OperatorStatistics, results: OperatorVariances) -> float:
+    """Squared output gradient times squared output error, taken as independent and summed over the output's elements.
 
-    0 for a frozen operator before the first trained parameter: in training its result gets no gradient.
-
-    Args:
-        statistics: The operator's.
-        found: Its variances at the precision.
-
-    Returns:
-        Squared units of the loss.
+    In squared units of the loss. 0 for a frozen operator before the first trained parameter, whose output has no
+    gradient.
 
     Source:
         The score of NVIDIA Model Optimizer's ``auto_quantize``; there from one run of the quantized operator, here from
         its error's variance.
     """
-    return statistics.output_gradient.mean_square * found.output.total
+    return statistics.output_gradient.mean_square * results.output.total
 
 
 def weight_variance(statistics: OperatorStatistics, noise: ElementNoise) -> float:
     """Variance of the rounded weights of an operator, summed over their elements; 0 without weights.
-
-    Args:
-        statistics: The operator's.
-        noise: Variance per element of what it rounds.
-
-    Returns:
-        Squared units of the weights.
 
     Source:
         Ours, as the plainest of baselines.
@@ -89,9 +58,9 @@ def weight_variance(statistics: OperatorStatistics, noise: ElementNoise) -> floa
 
 
 def random_score(operator: str, precision: str, seed: int) -> float:
-    """A number in [0, 1) that depends on operator and seed alone, divided by 4 for every finer precision.
+    """A number in [0, 1) by operator and seed, divided by 4 for every finer precision; 0 for FP32.
 
-    The same on every machine. FP32 is 0, as with every other indicator.
+    The same on every machine.
     """
     if precision == "FP32":
         return 0.0

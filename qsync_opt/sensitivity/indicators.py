@@ -1,7 +1,7 @@
-"""The indicators that come with this package, by what they need to know: statistics, weights, or nothing.
+"""Registered indicators, by the knowledge that they need: statistics, weights, or none.
 
-Each has a name in the registry. Those of statistics are ``statistics``, which weighs noise by what was collected, and
-one for every `IndicatorKind`, with the defaults of `sensitivities` for what a kind takes beside.
+The indicator ``statistics`` weighs noise by the best kind that the statistics allow; every `IndicatorKind` is
+registered by its own name too, with the defaults of `sensitivities` for its parameters.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Table = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKnowledge:
-    """What is known of a model beside its graph: collected ``statistics``, values of its ``weights``, or neither."""
+    """Knowledge of a model besides its graph: collected ``statistics``, statistics of its ``weights``, or neither."""
 
     statistics: ModelStatistics | None = None
     weights: Mapping[str, WeightStatistics] | None = None
 
 
 class Indicator(Protocol):
-    """Says how sensitive training is to each operator's precision."""
+    """Estimates how sensitive training is to each operator's precision."""
 
     def sensitivities(
         self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
@@ -40,12 +40,12 @@ class Indicator(Protocol):
 
         Args:
             graph: The model.
-            knowledge: What is known of it.
+            knowledge: Statistics or weights of it.
             device_formats: The device's precisions with their border formats.
 
         Returns:
-            Operator to precision to a finite number of at least 0; FP32 is 0 or left out. A precision that is left out
-            otherwise is one that the operator must not get.
+            Operator to precision to a finite number of at least 0; FP32 is 0 or missing. The operator must not get any
+            other missing precision.
 
         Raises:
             ProblemError: ``knowledge`` lacks what this indicator needs; the text says what to collect.
@@ -54,7 +54,7 @@ class Indicator(Protocol):
 
     @property
     def estimate(self) -> str | None:
-        """What the values were estimated by, for labels; None if they come from collected statistics."""
+        """Source of the estimate, for labels; None if the values come from collected statistics."""
         ...
 
 
@@ -97,7 +97,7 @@ class WeightIndicator:
 
 
 class FormatIndicator:
-    """An estimate from the number formats alone: nothing of the model is looked at but its shapes."""
+    """An estimate from the number formats and the model's shapes alone."""
 
     estimate = FROM_FORMATS
 

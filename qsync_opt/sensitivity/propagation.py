@@ -1,39 +1,41 @@
-"""How far does noise reach? From relative noise at one operator to the variance of all weight gradients.
+"""Propagation of noise: from relative noise at one operator to the variance of all weight gradients.
 
-Noise at an operator's output travels to the loss: it perturbs the activations that later weight gradients are made of,
-and the derivatives of later nonlinear operators, hence the gradients of earlier ones. Noise in a gradient travels to
-the input and perturbs the weight gradients on the way. To first order both are linear in the noise, so two sweeps over
-the graph (one against, one with the execution order) give the effect of every operator at once.
+Noise at an operator's output travels to the loss: it perturbs the activations that enter later weight gradients, and
+the derivatives of later nonlinear operators, hence the gradients of earlier ones. Noise in a gradient travels to the
+input and perturbs the weight gradients on its path. To first order both are linear in the noise, so two sweeps over the
+graph (one against, one with the execution order) give the effect of every operator at once.
 
-The currency is the noise-to-signal ratio: energy of the noise over squared norm of the signal. Along an edge it is
-multiplied by a weight:
+What travels is the noise-to-signal ratio: energy of the noise over squared norm of the signal. Each edge multiplies it
+by a weight:
 
 - a sum dilutes a branch's noise by the branch's share of the energy, and so does a tensor's gradient that is the sum of
-  what several consumers contribute (exact for independent branches);
+  the contributions of several consumers (exact for independent branches);
 - a product turns independent noise on an operand into output noise of known energy, hence the weight
   ``sum_k |x_k|^2 |w_k|^2 / |z|^2`` from the collected norms (exact for noise shaped like the signal);
-- element-wise and normalizing operators hand it on as it is; noise that reaches the loss changes the loss's own
-  gradient by its measured curvature.
+- element-wise and normalizing operators leave it as it is; noise that reaches the loss changes the loss's own gradient
+  by its measured curvature.
 
 *Independent* noise (rounding of activations and gradients) differs per row and perturbs a weight gradient by
 ``sum_n |x_n|^2 |g_n|^2`` times the ratio. *Shared* noise (rounding of a weight) is the same map in every row: it adds
 up as the signal does, and perturbs a weight gradient by its own squared norm times the ratio.
 
 Not modelled: correlation between paths that meet again, averaging of noise in pooling and reductions, the backward pass
-of softmax and normalizations changing with its input, and everything beyond first order except flips of rectifiers
-(see ``kink``). The probed gains of ``qsync_opt.sensitivity.statistics`` know all of these but the last.
+of softmax and normalizations changing with its input, and everything beyond first order except sign changes of
+rectifiers (``Effect.kink``). The probed gains of ``qsync_opt.sensitivity.statistics`` include
+all of these but the last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from qsync_opt.model import Operator, OpGraph
+from qsync_opt.sensitivity.rounding_variance import Noise
 from qsync_opt.sensitivity.statistics import ModelStatistics, OperatorStatistics, Signal
 
 FloatArray = npt.NDArray[np.float64]
@@ -50,29 +52,9 @@ _SOFTMAX = frozenset({"softmax", "Softmax"})
 # Relative noise rho in a pre-activation of variance s^2 changes a smooth activation's derivative by the relative energy
 # E[f''(z)^2] / E[f'(z)^2] * rho * s^2; here for GELU of standard normal z; the others lie within a factor of 2.
 _CURVATURE = 0.5
-# A rectifier whose normal pre-activation carries relative noise rho flips with probability sqrt(rho) / pi; half of the
-# elements pass a gradient, so the flips are this share of the gradient's energy.
-_FLIPS = 2.0 / math.pi
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distances:
-    """Longest paths of an operator, counted in adjustable operators (itself not counted)."""
-
-    to_input: Mapping[str, int]
-    to_loss: Mapping[str, int]
-
-
-def distances(graph: OpGraph) -> Distances:
-    """True distances of every operator to the model's input and to its loss.
-
-    Longest paths, so that a residual shortcut does not make an operator shallow; by name, so that nothing depends on
-    the order in which anything is stored.
-
-    Source:
-        Ours; QSync uses shortest paths (breadth-first layers).
-    """
-    return Distances(to_input=graph.distances_to_input(), to_loss=graph.distances_to_loss())
+# A rectifier whose normal pre-activation carries relative noise rho changes sign with probability sqrt(rho) / pi; half
+# of the elements pass a gradient, so the changes are this share of the gradient's energy.
+_SIGN_CHANGES = 2.0 / math.pi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,58 +73,50 @@ class Effect:
         )
 
     def weighted(self, weight: float) -> Effect:
-        """The effect of noise that arrives with this weight."""
+        """The effect of noise whose ratio is multiplied by ``weight`` before it arrives."""
         return Effect(
             independent=self.independent * weight, shared=self.shared * weight, kink=self.kink * math.sqrt(weight)
         )
 
-    def variance(self, *, independent: float, shared: float) -> float:
-        """Variance caused by noise-to-signal ratios of both sorts."""
-        smooth = self.independent * independent + self.shared * shared
-        return smooth + self.kink * math.sqrt(independent + shared)
-
-
-def operand_edges(operator: Operator, statistics: OperatorStatistics) -> dict[int, str]:
-    """Which operand (``first``, ``second``, ``third``) each graph input of an adjustable operator is."""
-    if statistics.third is not None:
-        names = ["first", "second", "third"]
-    else:
-        names = ["first", "second"]
-        if len(operator.inputs) < len(names):
-            parameters = {"first": statistics.first_parameter, "second": statistics.second_parameter}
-            names = [name for name in names if parameters[name] is None]
-    return dict(zip(range(len(operator.inputs)), names, strict=False))
-
-
-def incoherent_gradient(statistics: OperatorStatistics, target: str) -> float:
-    """Energy that a gradient would have if its summands were independent: ``sum |x|^2 |g|^2``, all calls."""
-    other = statistics.first if target == "second" else statistics.second
-    path = "first>second_gradient/floating" if target == "second" else "second>first_gradient/floating"
-    product = statistics.products[0].volume * other.mean_square * statistics.output_gradient.mean_square
-    return statistics.calls * product * statistics.alignment.get(path, 1.0)
-
-
-def _incoherent_output(statistics: OperatorStatistics) -> float:
-    product = statistics.products[0].volume * statistics.first.mean_square * statistics.second.mean_square
-    return statistics.calls * product * statistics.alignment.get("first>output/floating", 1.0)
+    def variance(self, noise: Noise, energy: float) -> float:
+        """Variance caused by noise on a signal of squared norm ``energy``."""
+        independent, shared = ratio(noise.independent, energy), ratio(noise.shared, energy)
+        return self.independent * independent + self.shared * shared + self.kink * math.sqrt(independent + shared)
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """One number by another, 0 where there is nothing to divide by."""
+    """The quotient, or 0 if the denominator is not positive."""
     return numerator / denominator if denominator > 0 else 0.0
 
 
+def operand_edges(operator: Operator, statistics: OperatorStatistics) -> dict[int, str]:
+    """Position of each graph input of an adjustable operator to its operand (``first``, ``second``, ``third``)."""
+    names = ["first", "second"]
+    if statistics.third is not None:
+        names.append("third")
+    elif len(operator.inputs) < len(names):
+        names = [name for name in names if getattr(statistics, f"{name}_parameter") is None]
+    return dict(zip(range(len(operator.inputs)), names, strict=False))
+
+
 class Propagation:
-    """Effects of relative noise everywhere in a model; see the module's text."""
+    """Effects of relative noise everywhere in a model, by the rules in the module's text."""
 
     def __init__(self, graph: OpGraph, statistics: ModelStatistics) -> None:
         self._graph = graph
         self._statistics = statistics
+        self._operands = {
+            operator.name: operand_edges(operator, measured)
+            for operator in graph
+            if (measured := statistics.find(operator.name)) is not None
+        }
         self._energy: dict[str, float] = {}
+        for operator in graph:
+            self._energy[operator.name] = self._output_energy(operator)
         self._gradient_energy: dict[str, float] = {}
         self._edge_energy: dict[tuple[str, int], float] = {}
-        self._measure_energies()
-        self._measure_gradient_energies()
+        for operator in reversed(graph.operators):
+            self._set_gradient_energies(operator)
         self._gradient_effect: dict[str, Effect] = {}
         for operator in graph:
             self._gradient_effect[operator.name] = self._effect_of_gradient_noise(operator)
@@ -161,68 +135,72 @@ class Propagation:
         return self._gradient_effect[source].weighted(self._share(name, position))
 
     def transfers(self, sources: Sequence[str]) -> dict[str, FloatArray]:
-        """How much of each source's noise-to-signal ratio arrives at the output of every operator.
+        """Share of each source's noise-to-signal ratio that arrives at the output of every operator, in their order.
 
-        Args:
-            sources: Operators that are noisy.
-
-        Returns:
-            Operator to one factor per source. Noise of different operators is independent, so that ratios add up.
+        Noise of different operators is independent, so that ratios add up.
         """
         place = {name: i for i, name in enumerate(sources)}
-        found: dict[str, FloatArray] = {}
+        factors: dict[str, FloatArray] = {}
         for operator in self._graph:
-            arrived = np.zeros(len(sources))
+            total = np.zeros(len(sources))
             for position, source in enumerate(operator.inputs):
-                arrived += self._output_weight(operator, position) * found[source]
+                total += self._output_weight(operator, position) * factors[source]
             if operator.name in place:
-                arrived[place[operator.name]] += 1.0
-            found[operator.name] = arrived
-        return found
+                total[place[operator.name]] += 1.0
+            factors[operator.name] = total
+        return factors
 
     def _output_weight(self, reader: Operator, position: int) -> float:
-        """By what the noise-to-signal ratio of one input is multiplied on its way to the output."""
-        measured, source = self._measured(reader.name), reader.inputs[position]
-        operands = {} if measured is None else operand_edges(reader, measured)
-        if measured is not None and position in operands:
+        """Factor of one input's noise-to-signal ratio on its way to the output."""
+        source = reader.inputs[position]
+        product = self._product(reader, position)
+        if product is not None:
+            measured, operand = product
             if measured.third is not None:
-                return 1.0 if operands[position] == "third" else 0.0
-            return ratio(_incoherent_output(measured), measured.calls * measured.output.square_sum)
+                return 1.0 if operand == "third" else 0.0
+            return _product_weight(measured)
         if reader.op_type in _SUMS:
-            total = max(self._energy[reader.name], sum(self._energy[u] for u in reader.inputs))
-            return ratio(self._energy[source], total)
+            return ratio(self._energy[source], self._sum_energy(reader))
         if reader.op_type in _SOFTMAX:
-            return ratio(self._energy[source], self._graph[source].output_elements)
+            return self._mean_square(source)
         signal = self._signal(reader)
         return 1.0 if signal is None else signal.noise_weight
 
-    # -- energies ------------------------------------------------------------------------------------------------
+    # -- measurements --------------------------------------------------------------------------------------------
 
-    def _measured(self, name: str) -> OperatorStatistics | None:
-        return self._statistics.find(name)
+    def _product(self, operator: Operator, position: int) -> tuple[OperatorStatistics, str] | None:
+        """Statistics of a measured operator and the operand that one of its inputs is; None for any other input."""
+        operand = self._operands.get(operator.name, {}).get(position)
+        return None if operand is None else (self._statistics[operator.name], operand)
 
     def _signal(self, operator: Operator) -> Signal | None:
-        """What was seen around an operator, unless its size shows that the name is another's."""
+        """Measurements around an operator, unless their size shows that the name is another operator's."""
         signal = self._statistics.signals.get(operator.name)
         return signal if signal is not None and signal.elements == operator.output_elements else None
 
-    def _measure_energies(self) -> None:
-        """Squared norm of every output: measured, or seen by a measured reader, or derived from its inputs."""
-        for operator in self._graph:
-            name = operator.name
-            measured, signal = self._measured(name), self._signal(operator)
-            if measured is not None:
-                self._energy[name] = measured.calls * measured.output.square_sum
-            elif signal is not None:
-                self._energy[name] = signal.output_square_sum
-            else:
-                self._energy[name] = self._seen_by_reader(operator) or self._derived_energy(operator)
+    def _mean_square(self, name: str) -> float:
+        return ratio(self._energy[name], self._graph[name].output_elements)
 
-    def _seen_by_reader(self, operator: Operator) -> float | None:
+    def _sum_energy(self, operator: Operator) -> float:
+        # An input that is no operator's output (a mask, a constant) can hold most of the energy of a sum.
+        return max(self._energy[operator.name], sum(self._energy[source] for source in operator.inputs))
+
+    # -- energies ------------------------------------------------------------------------------------------------
+
+    def _output_energy(self, operator: Operator) -> float:
+        """Squared norm of an output: measured, seen by a measured reader, or derived from the inputs."""
+        measured, signal = self._statistics.find(operator.name), self._signal(operator)
+        if measured is not None:
+            return measured.calls * measured.output.square_sum
+        if signal is not None:
+            return signal.output_square_sum
+        return self._energy_seen_by_reader(operator) or self._derived_energy(operator)
+
+    def _energy_seen_by_reader(self, operator: Operator) -> float | None:
         for reader in self._graph.consumers(operator.name):
             if self._graph[reader].inputs != (operator.name,):
                 continue
-            signal, measured = self._signal(self._graph[reader]), self._measured(reader)
+            signal, measured = self._signal(self._graph[reader]), self._statistics.find(reader)
             if signal is not None:
                 return signal.input_square_sum
             if measured is not None and measured.first.elements == operator.output_elements:
@@ -233,126 +211,99 @@ class Propagation:
         elements = float(operator.output_elements)
         if not operator.inputs or operator.op_type in _NORMALIZATIONS:
             return elements
-        mean_squares = [ratio(self._energy[u], self._graph[u].output_elements) for u in operator.inputs]
+        mean_squares = [self._mean_square(source) for source in operator.inputs]
         if operator.op_type in _GATES:
             return elements * math.prod(mean_squares)
         if operator.op_type in _SUMS:
-            return sum(self._energy[u] for u in operator.inputs)
+            return sum(self._energy[source] for source in operator.inputs)
         return elements * max(mean_squares)
 
-    def _measure_gradient_energies(self) -> None:
-        """Squared norm of every output's gradient and of what each reader contributes to it."""
-        for operator in reversed(self._graph.operators):
-            name, measured = operator.name, self._measured(operator.name)
-            arrived = sum(
+    def _set_gradient_energies(self, operator: Operator) -> None:
+        """Squared norm of the gradient of an output, and of the operator's contribution to each input's gradient."""
+        name, measured = operator.name, self._statistics.find(operator.name)
+        if measured is not None:
+            self._gradient_energy[name] = measured.calls * measured.output_gradient.square_sum
+        else:
+            self._gradient_energy[name] = sum(
                 self._edge_energy[reader, position]
                 for reader in dict.fromkeys(self._graph.consumers(name))
                 for position, source in enumerate(self._graph[reader].inputs)
                 if source == name
             )
-            self._gradient_energy[name] = arrived
-            operands = {} if measured is None else operand_edges(operator, measured)
-            if measured is not None:
-                self._gradient_energy[name] = measured.calls * measured.output_gradient.square_sum
-            for position, source in enumerate(operator.inputs):
-                gradient = None
-                if measured is not None and position in operands:
-                    gradient = getattr(measured, f"{operands[position]}_gradient")
-                    self._edge_energy[name, position] = (
-                        0.0 if gradient is None else measured.calls * gradient.square_sum
-                    )
-                else:
-                    self._edge_energy[name, position] = self._through(operator, source)
+        for position, source in enumerate(operator.inputs):
+            product = self._product(operator, position)
+            if product is not None:
+                self._edge_energy[name, position] = _gradient_energy(*product)
+            else:
+                self._edge_energy[name, position] = self._derived_gradient_energy(operator, source)
 
-    def _through(self, operator: Operator, source: str) -> float:
-        """Energy of the gradient that an unmeasured operator hands on to one input."""
+    def _derived_gradient_energy(self, operator: Operator, source: str) -> float:
+        """Energy of the gradient that an unmeasured operator delivers to one input."""
         energy = self._gradient_energy[operator.name]
         if not self._graph.consumers(operator.name):
             return 1.0  # the loss: only shares matter
         if operator.op_type in _NORMALIZATIONS:
             return energy * ratio(self._graph[source].output_elements, self._energy[source])
         if operator.op_type in _GATES:
-            others = [u for u in operator.inputs if u != source]
-            return energy * math.prod(ratio(self._energy[u], self._graph[u].output_elements) for u in others)
+            return energy * math.prod(self._mean_square(other) for other in operator.inputs if other != source)
         return energy
 
     def _share(self, reader: str, position: int) -> float:
         """Share of one reader in the energy of a tensor's gradient."""
         source = self._graph[reader].inputs[position]
-        if self._measured(reader) is None and not self._graph.consumers(reader):
+        if reader not in self._statistics and not self._graph.consumers(reader):
             return 1.0  # the loss
         return min(1.0, ratio(self._edge_energy[reader, position], self._gradient_energy[source]))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def _own_effect(self, measured: OperatorStatistics) -> Effect:
-        """Effect on the operator's own weight gradient, of relative noise on its input or on its output's gradient."""
-        effect = Effect()
-        for operand in ("first", "second"):
-            gradient = getattr(measured, f"{operand}_gradient")
-            if getattr(measured, f"{operand}_parameter") is not None and gradient is not None:
-                effect += Effect(
-                    independent=incoherent_gradient(measured, operand), shared=measured.calls * gradient.square_sum
-                )
-        return effect
-
     def _effect_of_gradient_noise(self, operator: Operator) -> Effect:
         """Effect of relative noise on the whole gradient of an operator's output."""
-        measured = self._measured(operator.name)
-        effect = Effect() if measured is None else self._own_effect(measured)
-        operands = {} if measured is None else operand_edges(operator, measured)
+        measured = self._statistics.find(operator.name)
+        effect = Effect() if measured is None else _effect_on_own_weights(measured)
         for position, source in enumerate(operator.inputs):
             weight = self._share(operator.name, position)
-            if measured is not None and position in operands and measured.third is None:
-                gradient = getattr(measured, f"{operands[position]}_gradient")
-                if gradient is None:
+            product = self._product(operator, position)
+            if product is not None and product[0].third is None:
+                if getattr(product[0], f"{product[1]}_gradient") is None:
                     continue
-                norm = measured.calls * gradient.square_sum
-                weight *= ratio(incoherent_gradient(measured, operands[position]), norm)
+                weight *= ratio(_incoherent_gradient(*product), _gradient_energy(*product))
             effect += self._gradient_effect[source].weighted(weight)
         return effect
 
     # -- outputs -------------------------------------------------------------------------------------------------
 
     def _spread_output_effects(self, reader: Operator) -> None:
-        """Add to every input of ``reader`` what noise on it does in and after ``reader``."""
-        measured = self._measured(reader.name)
-        operands = {} if measured is None else operand_edges(reader, measured)
-        # What is not an operator's output (a mask, a constant) can hold most of the energy of a sum.
-        total = max(self._energy[reader.name], sum(self._energy[u] for u in reader.inputs))
+        """Add to every input of ``reader`` the effect of noise on it in and after ``reader``."""
+        after = self._output_effect[reader.name]
         for position, source in enumerate(reader.inputs):
-            after = self._output_effect[reader.name]
-            if measured is not None and position in operands:
-                effect = self._effect_in_product(reader, measured, operands, position, after)
+            product = self._product(reader, position)
+            if product is not None:
+                effect = self._effect_in_product(reader, *product, after)
             elif reader.op_type in _SUMS:
-                effect = after.weighted(ratio(self._energy[source], total))
+                effect = after.weighted(ratio(self._energy[source], self._sum_energy(reader)))
             else:
                 effect = self._effect_in_function(reader, position, after)
             self._output_effect[source] += effect
 
-    def _effect_in_product(
-        self, reader: Operator, measured: OperatorStatistics, operands: dict[int, str], position: int, after: Effect
-    ) -> Effect:
+    def _effect_in_product(self, reader: Operator, measured: OperatorStatistics, operand: str, after: Effect) -> Effect:
         if measured.third is not None:
             # Noise on queries and keys reaches the output through the softmax, in proportion to the scores' size.
-            return after if operands[position] == "third" else Effect()
-        weight = ratio(_incoherent_output(measured), measured.calls * measured.output.square_sum)
-        effect = after.weighted(weight)
-        other = "second" if operands[position] == "first" else "first"
-        gradient = getattr(measured, f"{other}_gradient")
-        if gradient is None:
+            return after if operand == "third" else Effect()
+        effect = after.weighted(_product_weight(measured))
+        other = "second" if operand == "first" else "first"
+        if getattr(measured, f"{other}_gradient") is None:
             return effect
-        independent, norm = incoherent_gradient(measured, other), measured.calls * gradient.square_sum
+        independent, norm = _incoherent_gradient(measured, other), _gradient_energy(measured, other)
         if getattr(measured, f"{other}_parameter") is not None:
             return effect + Effect(independent=independent, shared=norm)
-        for index, name in operands.items():
+        for index, name in self._operands[reader.name].items():
             if name == other:
                 effect += self.input_gradient_effect(reader.name, index).weighted(ratio(independent, norm))
         return effect
 
     def _effect_in_function(self, reader: Operator, position: int, after: Effect) -> Effect:
-        source = reader.inputs[position]
-        mean_square = ratio(self._energy[source], self._graph[source].output_elements)
+        mean_square = self._mean_square(reader.inputs[position])
         if reader.op_type in _SOFTMAX:
             return after.weighted(mean_square)
         before = self.input_gradient_effect(reader.name, position)
@@ -362,5 +313,39 @@ class Propagation:
         if reader.op_type in _SMOOTH:
             return after + before.weighted(_CURVATURE * min(1.0, mean_square))
         if reader.op_type in _KINKS:
-            return after + Effect(kink=_FLIPS * before.independent)
+            return after + Effect(kink=_SIGN_CHANGES * before.independent)
         return after
+
+
+def _gradient_energy(statistics: OperatorStatistics, operand: str) -> float:
+    """Squared norm of the gradient of an operand, all calls; 0 if it needs none."""
+    gradient = getattr(statistics, f"{operand}_gradient")
+    return 0.0 if gradient is None else statistics.calls * gradient.square_sum
+
+
+def _incoherent_gradient(statistics: OperatorStatistics, operand: str) -> float:
+    """Energy of an operand's gradient if its summands were independent: ``sum |x|^2 |g|^2``, all calls."""
+    other = "first" if operand == "second" else "second"
+    path = f"{other}>{operand}_gradient/floating"
+    signal, gradient = getattr(statistics, other), statistics.output_gradient
+    product = statistics.products[0].volume * signal.mean_square * gradient.mean_square
+    return float(statistics.calls * product * statistics.alignment.get(path, 1.0))
+
+
+def _product_weight(statistics: OperatorStatistics) -> float:
+    """Factor of the noise-to-signal ratio of an operand in a product."""
+    product = statistics.products[0].volume * statistics.first.mean_square * statistics.second.mean_square
+    incoherent = statistics.calls * product * statistics.alignment.get("first>output/floating", 1.0)
+    return ratio(incoherent, statistics.calls * statistics.output.square_sum)
+
+
+def _effect_on_own_weights(statistics: OperatorStatistics) -> Effect:
+    """Effect on the operator's own weight gradient, of relative noise on its input or on its output's gradient."""
+    effect = Effect()
+    for operand in ("first", "second"):
+        has_gradient = getattr(statistics, f"{operand}_gradient") is not None
+        if getattr(statistics, f"{operand}_parameter") is not None and has_gradient:
+            effect += Effect(
+                independent=_incoherent_gradient(statistics, operand), shared=_gradient_energy(statistics, operand)
+            )
+    return effect

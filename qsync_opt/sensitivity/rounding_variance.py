@@ -1,4 +1,4 @@
-"""What does one operator's rounding do to its own results? Variances of output and gradients at a precision.
+"""Variance of one operator's own results when it rounds its tensors at a precision.
 
 For an operator ``z = sum_k x w`` with element variances v of its rounded tensors (``qsync_opt.numerics.rounding``), V
 the number of scalar multiplications and mean(.) over elements,
@@ -9,15 +9,14 @@ the number of scalar multiplications and mean(.) over elements,
 
 where g is the gradient of z. For a linear layer V = N K M, and the first line is the textbook
 ``v_w M |x|^2 + v_x N |w|^2 + N K M v_x v_w``; convolutions, batched products, einsum and lookups differ in V alone.
-Means over elements presume that noise and signal are spread evenly; each first-order term is therefore multiplied by
-its measured *alignment*, which makes it exact.
+Means over elements assume that noise and signal are spread evenly; each first-order term is therefore multiplied by its
+measured *alignment*, which makes it exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.numerics import (
@@ -32,29 +31,27 @@ from qsync_opt.numerics import (
     noise_kind,
     number_format,
 )
-from qsync_opt.sensitivity.statistics import OperatorKind, OperatorStatistics
+from qsync_opt.sensitivity.statistics import GRADIENTS, OperatorKind, OperatorStatistics
 
-# Variance per element and its alignment shape, one pair for each independent rounding of a tensor.
 NoiseParts = tuple[tuple[float, str], ...]
-
-_Member = TypeVar("_Member", Rounding, Granularity)
-
-
-def _member(kind: type[_Member], value: object, name: str, allowed: Iterable[str]) -> _Member:
-    if value not in (texts := tuple(allowed)):
-        raise UnsupportedError(f"{name} is {str(value)!r}: allowed are {', '.join(texts)}")
-    return kind(str(value))
+"""Noise of one tensor: variance per element and alignment shape, one pair for each independent rounding."""
+ElementNoise = Mapping[str, NoiseParts]
+"""Noise by tensor of an operator."""
+_Kinds = dict[str, str | None]
+"""Noise kind by tensor of an operator; None or missing where it is not rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseOptions:
     """How the runtime rounds.
 
-    ``rounding`` is that of the quantizers with scales (INT8, FP8); casts between floating formats round to nearest.
-    ``activation_granularity`` also holds for the second operand of a batch of products, there per column.
-    ``backward`` says in how many bits an 8-bit operator runs backward: in ``"half"`` the 16-bit format, or in
-    ``"eight"`` bits, where the gradient of the result is rounded stochastically with one scale for the whole tensor
-    (INT8, or E5M2 for FP8); batches of products stay in 16 bits.
+    Attributes:
+        rounding: Of the quantizers with scales (INT8, FP8); casts between floating formats round to nearest.
+        activation_granularity: Also of the second operand of a batch of products, there per column.
+        weight_granularity: Of weights.
+        backward: Width of the backward pass of an 8-bit operator: ``"half"`` for its 16-bit format, ``"eight"`` for 8
+            bits, where the gradient of the result is rounded stochastically with one scale for the whole tensor (INT8,
+            or E5M2 for FP8); batches of products stay in 16 bits.
     """
 
     rounding: Rounding = Rounding.STOCHASTIC
@@ -63,27 +60,28 @@ class NoiseOptions:
     backward: str = "half"
 
     def __post_init__(self) -> None:
-        checks = (
+        for name, kind, allowed in (
             ("rounding", Rounding, tuple(Rounding)),
             ("activation_granularity", Granularity, ("tensor", "row")),
             ("weight_granularity", Granularity, ("tensor", "channel")),
-        )
-        for name, kind, allowed in checks:
-            object.__setattr__(self, name, _member(kind, getattr(self, name), name, allowed))  # type: ignore[type-var]
-        if self.backward not in ("half", "eight"):
-            raise UnsupportedError(f"backward is {self.backward!r}: allowed are half, eight")
+            ("backward", str, ("half", "eight")),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UnsupportedError(f"{name} is {str(value)!r}: allowed are {', '.join(allowed)}")
+            object.__setattr__(self, name, kind(str(value)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Variance of one tensor by origin: differing from row to row, or the same weight error in every row."""
+    """Variance of one tensor by origin: errors that differ from row to row, and weight errors shared by all rows."""
 
     independent: float = 0.0
     shared: float = 0.0
 
     @property
     def total(self) -> float:
-        """Both together."""
+        """Sum of both."""
         return self.independent + self.shared
 
 
@@ -100,114 +98,143 @@ class OperatorVariances:
     third_gradient: Noise | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRounding:
-    """How each tensor of an operator is rounded at a precision; None where it is not.
-
-    ``first`` and ``second`` in the forward pass; ``backward`` additionally, both, when they are used again in the
-    backward pass; ``gradient`` the output's gradient; ``output``, ``input_gradient``, ``weight_gradient`` the results.
-    """
-
-    first: str | None
-    second: str | None
-    backward: str | None
-    gradient: str | None
-    output: str | None
-    input_gradient: str | None
-    weight_gradient: str | None
-
-
-def tensor_rounding(
-    operator: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions
-) -> TensorRounding:
-    """How an operator's tensors are rounded when it runs at a precision.
-
-    INT8 and FP8 quantize both operands, save them so, and run backward in a 16-bit format into which gradient and
-    dequantized operands are rounded; weight gradients of matrix products keep their FP32 sums, those of convolutions
-    are rounded to 16 bits. With ``backward="eight"`` the gradient is quantized instead and the operands' codes are used
-    again (with scales per row or channel they are made anew along the other side, which is counted as the same error).
-    BF16 and FP16 cast everything. TF32 rounds what is multiplied and nothing else.
-    A lookup rounds the rows it delivers, once, and sums gradients in FP32.
+def variances(
+    operator: OperatorStatistics,
+    precision: str,
+    formats: PrecisionFormats,
+    options: NoiseOptions | None = None,
+    *,
+    nearest: bool = True,
+) -> OperatorVariances:
+    """Variances of an operator's results when it runs at a precision.
 
     Args:
-        operator: Which operator.
-        precision: Format it computes in.
-        formats: Its border formats on the device.
-        options: Rounding and granularity.
+        operator: Its statistics.
+        precision: Format that it computes in; FP32 gives zeros.
+        formats: Border formats of that precision on the device.
+        options: Rounding and granularity; by default stochastic, per tensor for activations, per channel for weights.
+        nearest: Whether measured errors of rounding to nearest count; otherwise errors are assumed independent.
+
+    Returns:
+        Squared units of output and gradients, summed over elements, per training step.
+
+    Raises:
+        UnsupportedError: No formula for this operator at this precision (attention in 8 bits).
+
+    Source:
+        Ours. QSync's indicator has the same purpose; it uses norms that are not squared, bounds the sum over the
+        contraction by a product of norms, and has no term for the input's gradient.
     """
-    number_format(precision)
-
-    def cast(name: str) -> str | None:
-        return name if name in CAST_FORMATS else None
-
-    if operator.kind is OperatorKind.LOOKUP:
-        rows = noise_kind(precision, options.weight_granularity) if precision in SCALED_FORMATS else cast(precision)
-        output = cast(formats.output) if precision in SCALED_FORMATS else None
-        if precision == "TF32":
-            rows = None  # nothing is multiplied
-        return TensorRounding(
-            first=None,
-            second=rows,
-            backward=None,
-            gradient=cast(formats.gradient_input),
-            output=output,
-            input_gradient=None,
-            weight_gradient=None,
+    options = options or NoiseOptions()
+    if operator.kind is not OperatorKind.ATTENTION:
+        return _product_variances(operator, *_tensor_rounding(operator, precision, formats, options), options, nearest)
+    if precision != "FP32" and precision not in operator.measured:
+        raise UnsupportedError(
+            f"operator {operator.name!r}: no noise formula for {operator.op_type} in {precision}: "
+            f"measured were {', '.join(operator.measured) or 'none'}"
         )
-    backward = "TF32" if precision == "TF32" else cast(formats.gradient_input)
-    scaled = precision in SCALED_FORMATS
-    convolution = operator.op_type.startswith("conv")
-    batch = not convolution and operator.products[0].products > 1
-    eight = scaled and options.backward == "eight" and not batch
-    columns = Granularity.CHANNEL if options.activation_granularity is Granularity.ROW else Granularity.TENSOR
-    return TensorRounding(
-        first=noise_kind(precision, options.activation_granularity) if scaled else cast(precision),
-        second=noise_kind(precision, columns if batch else options.weight_granularity) if scaled else cast(precision),
-        backward=backward if scaled and not eight else None,
-        gradient=GRADIENT_KINDS[precision] if eight else backward,
-        output=cast(formats.output),
-        input_gradient=cast(formats.gradient_output),
-        weight_gradient=None if scaled and not (batch or convolution) else cast(formats.gradient_input),
-    )
+    errors = operator.measured.get(precision) if precision != "FP32" else None
+
+    def noise(name: str) -> Noise:
+        return Noise() if errors is None else Noise(independent=operator.calls * getattr(errors, name))
+
+    gradients = {name: None if getattr(operator, name) is None else noise(name) for name in GRADIENTS}
+    return OperatorVariances(output=noise("output"), **gradients)
 
 
 def overflow_reason(operator: OperatorStatistics, precision: str, formats: PrecisionFormats) -> str | None:
     """Why an operator cannot run at a precision, or None if its numbers fit.
 
-    Only FP16 among the formats here is narrower than FP32's range without a scale of its own.
+    Of the formats without a scale, FP16 alone has a smaller range than FP32.
     """
-    forward = precision == "FP16"
-    used = {
-        "first": forward or (precision in SCALED_FORMATS and formats.gradient_input == "FP16"),
-        "second": forward or (precision in SCALED_FORMATS and formats.gradient_input == "FP16"),
-        "third": forward,
+    in_fp16 = {
+        "first": precision == "FP16" or (precision in SCALED_FORMATS and formats.gradient_input == "FP16"),
+        "third": precision == "FP16",
         "output": formats.output == "FP16",
         "output_gradient": formats.gradient_input == "FP16",
-        "first_gradient": formats.gradient_output == "FP16",
-        "second_gradient": formats.gradient_output == "FP16",
-        "third_gradient": formats.gradient_output == "FP16",
+        **dict.fromkeys(GRADIENTS, formats.gradient_output == "FP16"),
     }
+    in_fp16["second"] = in_fp16["first"]
     for name, tensor in operator.tensors():
-        reached = tensor.amax * (operator.loss_scale if name.endswith("gradient") else 1.0)
-        if used[name] and reached > LARGEST["FP16"]:
+        amax = tensor.amax * (operator.loss_scale if name.endswith("gradient") else 1.0)
+        if in_fp16[name] and amax > LARGEST["FP16"]:
             return (
-                f"FP16 overflows: {name.replace('_', ' ')} reaches {reached:.4g}, "
+                f"FP16 overflows: {name.replace('_', ' ')} reaches {amax:.4g}, "
                 f"the largest number of FP16 is {LARGEST['FP16']:.0f}"
             )
     return None
 
 
-def noise_parts(
+def _tensor_rounding(
+    operator: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions
+) -> tuple[_Kinds, str | None]:
+    """Noise kind of each tensor of an operator at a precision, and that of rounding operands again to run backward.
+
+    INT8 and FP8 quantize both operands, save them so, and run backward in a 16-bit format into which gradient and
+    dequantized operands are rounded; weight gradients of matrix products keep their FP32 sums, those of convolutions
+    are rounded to 16 bits. With ``backward="eight"`` the gradient is quantized instead and the operands' codes are used
+    again (with scales per row or channel they are quantized again along the other side, which counts as the same
+    error). BF16 and FP16 cast everything. TF32 rounds the factors of products and nothing else. A lookup rounds the
+    rows that it delivers, once, and sums gradients in FP32.
+    """
+    number_format(precision)  # an unknown name is refused
+    scaled = precision in SCALED_FORMATS
+
+    def operand(granularity: Granularity) -> str | None:
+        return noise_kind(precision, granularity) if scaled else _cast(precision)
+
+    if operator.kind is OperatorKind.LOOKUP:
+        kinds: _Kinds = {
+            "second": None if precision == "TF32" else operand(options.weight_granularity),
+            "output": _cast(formats.output) if scaled else None,
+            "output_gradient": _cast(formats.gradient_input),
+        }
+        return kinds, None
+    backward = "TF32" if precision == "TF32" else _cast(formats.gradient_input)
+    convolution = operator.op_type.startswith("conv")
+    batch = not convolution and operator.products[0].products > 1
+    eight = scaled and options.backward == "eight" and not batch
+    columns = Granularity.CHANNEL if options.activation_granularity is Granularity.ROW else Granularity.TENSOR
+    kinds = {
+        "first": operand(options.activation_granularity),
+        "second": operand(columns if batch else options.weight_granularity),
+        "output": _cast(formats.output),
+        "output_gradient": GRADIENT_KINDS[precision] if eight else backward,
+    }
+    weight_gradient = None if scaled and not (batch or convolution) else _cast(formats.gradient_input)
+    for name in ("first", "second"):
+        is_parameter = getattr(operator, f"{name}_parameter") is not None
+        kinds[f"{name}_gradient"] = weight_gradient if is_parameter else _cast(formats.gradient_output)
+    return kinds, backward if scaled and not eight else None
+
+
+def _cast(name: str) -> str | None:
+    return name if name in CAST_FORMATS else None
+
+
+def element_noise(
+    operator: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions
+) -> ElementNoise:
+    """Noise of every tensor that an operator rounds at a precision; empty for attention that was not measured in it."""
+    if operator.kind is OperatorKind.ATTENTION:
+        errors = operator.measured.get(precision)
+        if errors is None:
+            return {}
+        return {
+            name: ((getattr(errors, name) / tensor.elements, "uniform"),)
+            for name, tensor in operator.tensors()
+            if name in ("output", *GRADIENTS)
+        }
+    kinds, _ = _tensor_rounding(operator, precision, formats, options)
+    return {
+        name: _noise_parts(operator, name, (kinds[name],), options) for name, _ in operator.tensors() if name in kinds
+    }
+
+
+def _noise_parts(
     operator: OperatorStatistics, tensor: str, kinds: Iterable[str | None], options: NoiseOptions
 ) -> NoiseParts:
-    """Variance per element of one tensor of an operator, one part for each way it is rounded.
-
-    Args:
-        operator: Its statistics.
-        tensor: Name of the tensor, such as ``first``.
-        kinds: Noise kinds; None is no rounding.
-        options: Stochastic or nearest, for the kinds with scales; a gradient is always rounded stochastically.
-    """
+    """Noise of one tensor of an operator, one part for each kind of rounding that is not None."""
     parts: list[tuple[float, str]] = []
     for kind in kinds:
         if kind is None:
@@ -219,6 +246,45 @@ def noise_parts(
         shape = granularity if name != WIDE_FP8 and number_format(name).is_integer else "floating"
         parts.append((getattr(operator, tensor).variance(kind, rounding), shape))
     return tuple(parts)
+
+
+def _product_variances(
+    operator: OperatorStatistics, kinds: _Kinds, backward: str | None, options: NoiseOptions, nearest: bool
+) -> OperatorVariances:
+    """Variances of a bilinear operator or lookup by the formulas in the module's text."""
+    first, second, gradient = (kinds.get(name) for name in ("first", "second", "output_gradient"))
+    x = _noise_parts(operator, "first", (first,), options)
+    w = _noise_parts(operator, "second", (second,), options)
+    g = _noise_parts(operator, "output_gradient", (gradient,), options)
+    volume = operator.products[0].volume
+
+    from_x = _path(operator, "first>output", x, "second")
+    from_w = _path(operator, "second>output", w, "first")
+    both = volume * _sum(x) * _sum(w) + _rounded(operator, "output", kinds)
+    output = _by_origin(operator, first=from_x, second=from_w, rest=both)
+
+    x = _noise_parts(operator, "first", (first, backward), options)
+    w = _noise_parts(operator, "second", (second, backward), options)
+    gradients: dict[str, Noise | None] = {"first_gradient": None, "second_gradient": None}
+    for name, other, noise in (("second", "first", x), ("first", "second", w)):
+        target = f"{name}_gradient"
+        if getattr(operator, target) is None:
+            continue
+        rest = _rounded(operator, target, kinds)
+        repeated = None
+        if nearest and name == "second" and operator.second_parameter is not None:
+            repeated = operator.nearest.get(gradient or "")
+        if repeated is not None:
+            # Errors of rounding to nearest can add up over rows: they are measured together, and the formula gives the
+            # variance of the scaled kinds alone.
+            scaled = first if first is not None and first.partition("/")[0] in SCALED_FORMATS else None
+            noise = _noise_parts(operator, other, (scaled,), options)
+            rest += repeated + volume * _sum(noise) * _sum(g)
+        else:
+            rest += _path(operator, f"gradient>{target}", g, other) + volume * _sum(noise) * _sum(g)
+        own = _path(operator, f"{other}>{target}", noise, "output_gradient")
+        gradients[target] = _by_origin(operator, **{other: own}, rest=rest)
+    return OperatorVariances(output=output, third_gradient=None, **gradients)
 
 
 def _sum(noise: NoiseParts) -> float:
@@ -234,125 +300,17 @@ def _path(operator: OperatorStatistics, path: str, noise: NoiseParts, signal: st
     )
 
 
-def _rounded(operator: OperatorStatistics, tensor: str, kind: str | None) -> float:
+def _rounded(operator: OperatorStatistics, tensor: str, kinds: _Kinds) -> float:
     """Variance of rounding a whole result."""
     statistics = getattr(operator, tensor)
-    return float(statistics.elements * statistics.variance(kind, Rounding.NEAREST))
+    return float(statistics.elements * statistics.variance(kinds.get(tensor), Rounding.NEAREST))
 
 
-def _scaled(kind: str | None) -> str | None:
-    """A kind of rounding, if it needs a scale."""
-    return kind if kind is not None and kind.partition("/")[0] in SCALED_FORMATS else None
-
-
-def product_variances(
-    operator: OperatorStatistics, rounding: TensorRounding, options: NoiseOptions, *, nearest: bool = True
-) -> OperatorVariances:
-    """Variances of a bilinear operator or lookup; the formulas are in the module's text.
-
-    Args:
-        operator: Its statistics.
-        rounding: How its tensors are rounded.
-        options: Stochastic or nearest, for the kinds with scales.
-        nearest: Whether measured errors of rounding to nearest count; else errors are taken to be independent.
-
-    Returns:
-        Squared units of output and gradients, summed over elements and calls.
-
-    Source:
-        Ours. QSync's indicator has the same purpose; it uses norms that are not squared, bounds the sum over the
-        contraction by a product of norms, and has no term for the input's gradient.
-    """
-    x = noise_parts(operator, "first", (rounding.first,), options)
-    w = noise_parts(operator, "second", (rounding.second,), options)
-    g = noise_parts(operator, "output_gradient", (rounding.gradient,), options)
-    volume, calls = operator.products[0].volume, operator.calls
-
-    from_x = _path(operator, "first>output", x, "second")
-    from_w = _path(operator, "second>output", w, "first")
-    both = volume * _sum(x) * _sum(w) + _rounded(operator, "output", rounding.output)
-    output = _by_origin(operator, calls, first=from_x, second=from_w, rest=both)
-
-    x = noise_parts(operator, "first", (rounding.first, rounding.backward), options)
-    w = noise_parts(operator, "second", (rounding.second, rounding.backward), options)
-    gradients: dict[str, Noise | None] = {"first_gradient": None, "second_gradient": None}
-    for name, other, noise, signal in (("second", "first", x, "first"), ("first", "second", w, "second")):
-        target = f"{name}_gradient"
-        if getattr(operator, target) is None:
-            continue
-        parameter = getattr(operator, f"{name}_parameter") is not None
-        result = rounding.weight_gradient if parameter else rounding.input_gradient
-        measured = nearest and parameter and name == "second"
-        repeated = operator.nearest.get(rounding.gradient or "") if measured else None
-        rest = _rounded(operator, target, result)
-        if repeated is not None:
-            # Errors of rounding to nearest may add up over rows: measured together, and only the others by formula.
-            noise = noise_parts(operator, other, (_scaled(rounding.first),), options)
-            rest += repeated + volume * _sum(noise) * _sum(g)
-        else:
-            rest += _path(operator, f"gradient>{target}", g, signal) + volume * _sum(noise) * _sum(g)
-        own = _path(operator, f"{other}>{target}", noise, "output_gradient")
-        gradients[target] = _by_origin(operator, calls, **{other: own}, rest=rest)
-    return OperatorVariances(output=output, third_gradient=None, **gradients)
-
-
-def _by_origin(
-    operator: OperatorStatistics, calls: int, *, first: float = 0.0, second: float = 0.0, rest: float = 0.0
-) -> Noise:
+def _by_origin(operator: OperatorStatistics, *, first: float = 0.0, second: float = 0.0, rest: float = 0.0) -> Noise:
+    """Noise in which the parts of operands that are parameters are shared."""
     shared = sum(
         value
         for value, parameter in ((first, operator.first_parameter), (second, operator.second_parameter))
         if parameter is not None
     )
-    return Noise(independent=calls * (first + second + rest - shared), shared=calls * shared)
-
-
-def variances(
-    operator: OperatorStatistics,
-    precision: str,
-    formats: PrecisionFormats,
-    options: NoiseOptions | None = None,
-    *,
-    nearest: bool = True,
-) -> OperatorVariances:
-    """Variances of an operator's results when it runs at a precision.
-
-    Args:
-        operator: Its statistics.
-        precision: Format it computes in; FP32 gives zeros.
-        formats: Border formats of that precision on the device.
-        options: Rounding and granularity; by default stochastic, per tensor for activations, per channel for weights.
-        nearest: As for ``product_variances``.
-
-    Returns:
-        Squared units of output and gradients, summed over elements, per training step.
-
-    Raises:
-        UnsupportedError: No formula for this operator at this precision (attention in 8 bits).
-
-    Source:
-        Ours; see ``product_variances``.
-    """
-    options = options or NoiseOptions()
-    if operator.kind is not OperatorKind.ATTENTION:
-        rounding = tensor_rounding(operator, precision, formats, options)
-        return product_variances(operator, rounding, options, nearest=nearest)
-    if precision == "FP32":
-        errors = None
-    elif precision in operator.measured:
-        errors = operator.measured[precision]
-    else:
-        raise UnsupportedError(
-            f"operator {operator.name!r}: no noise formula for {operator.op_type} in {precision}: "
-            f"measured were {', '.join(operator.measured) or 'none'}"
-        )
-
-    def noise(name: str) -> Noise:
-        return Noise() if errors is None else Noise(independent=operator.calls * getattr(errors, name))
-
-    return OperatorVariances(
-        output=noise("output"),
-        first_gradient=None if operator.first_gradient is None else noise("first_gradient"),
-        second_gradient=None if operator.second_gradient is None else noise("second_gradient"),
-        third_gradient=None if operator.third_gradient is None else noise("third_gradient"),
-    )
+    return Noise(independent=operator.calls * (first + second + rest - shared), shared=operator.calls * shared)

@@ -1,9 +1,9 @@
-"""What was measured about every operator in a few full-precision training steps, and its file.
+"""Statistics of every operator, measured in a few full-precision training steps, and the file that holds them.
 
-Tensors of one operator are named by what they are in the product ``output = first x second``: ``first`` (activation),
-``second`` (weight, or the second activation), ``third`` (only attention's values), ``output``, ``output_gradient``
+The tensors of an operator are named by their place in the product ``output = first x second``: ``first`` (activation),
+``second`` (weight, or the second activation), ``third`` (attention's values only), ``output``, ``output_gradient``
 (gradient of the loss with respect to the output) and ``first_gradient``, ``second_gradient``, ``third_gradient``
-(what *this* operator contributes to the gradients of its operands, before anything is accumulated).
+(what *this* operator contributes to the gradients of its operands, before accumulation).
 """
 
 from __future__ import annotations
@@ -16,34 +16,44 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import parse_json, read_json, write_json
+from qsync_opt.io import freeze, parse_json, read_json, write_json
 from qsync_opt.numerics import CAST_FORMATS, GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 
 
 def _finite(value: float, what: str) -> None:
-    # No comparison converts: an integer may be too large for a float.
+    # The comparison does not convert: an integer may be too large for a float.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ProblemError(
             f"{what} is {value!r}: a finite number of at least 0 is needed; collect the statistics again"
         )
 
 
-def _whole(value: int, what: str, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ProblemError(f"{what} is {value!r}: a whole number of at least {least} is needed")
+def _finite_fields(value: Any, what: str) -> None:
+    for name in value.__slots__:
+        _finite(getattr(value, name), f"{what} {name!r}")
+
+
+def _positive_integer(value: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ProblemError(f"{what} is {value!r}: a whole number of at least 1 is needed")
+
+
+def _one_of(key: str, allowed: Iterable[str], what: str, where: str = "") -> None:
+    if key not in (names := tuple(allowed)):
+        raise ProblemError(f"{what} {key!r}: allowed{where} are {', '.join(names)}")
 
 
 def check_loss_scale(value: float, what: str) -> None:
-    """Refuse what is no power of two of at least 1: only those leave a number's digits as they are.
+    """Check that a loss scale is a power of two of at least 1, which leaves the digits of gradients as they are.
 
     Raises:
-        ProblemError: It is another number.
+        ProblemError: It is not.
     """
     _finite(value, what)
     if value < 1 or math.frexp(value)[0] != 0.5:
@@ -51,7 +61,7 @@ def check_loss_scale(value: float, what: str) -> None:
 
 
 class OperatorKind(enum.StrEnum):
-    """Which formula an operator's noise follows."""
+    """Formula that an operator's noise follows."""
 
     PRODUCT = "product"
     """Bilinear in two operands: linear, convolution, matrix products, einsum."""
@@ -63,18 +73,17 @@ class OperatorKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingFactor:
-    """Measured mean squared rounding error, as a multiple of the closed form of ``qsync_opt.numerics.rounding``.
+    """Measured mean squared rounding error, as a multiple of the closed form in ``qsync_opt.numerics.rounding``.
 
     1 for elements spread evenly over many steps; below 1 for zeros and elements far smaller than one step; far above 1
-    for elements that a float format can only hold as subnormals, or flushes to zero.
+    for elements that are subnormal in a float format, or flushed to zero.
     """
 
     stochastic: float
     nearest: float
 
     def __post_init__(self) -> None:
-        _finite(self.stochastic, "rounding factor 'stochastic'")
-        _finite(self.nearest, "rounding factor 'nearest'")
+        _finite_fields(self, "rounding factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +102,18 @@ class TensorStatistics:
     rounding: Mapping[str, RoundingFactor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _whole(self.elements, "elements", 1)
+        _positive_integer(self.elements, "elements")
         _finite(self.amax, "amax")
         _finite(self.square_sum, "square_sum")
         for key, value in self.mean_square_amax.items():
-            if key not in list(Granularity):
-                raise ProblemError(f"unknown granularity {key!r}: allowed are {', '.join(Granularity)}")
+            _one_of(key, Granularity, "unknown granularity")
             _finite(value, f"mean_square_amax[{key!r}]")
         kinds = noise_kinds(scaled=bool(self.mean_square_amax))
         if self.mean_square_amax:
             kinds = tuple(dict.fromkeys((*kinds, *GRADIENT_KINDS.values())))
         for key in self.rounding:
-            if key not in kinds:
-                allowed = ", ".join(kinds)
-                raise ProblemError(f"unknown rounding {key!r}: allowed for this tensor are {allowed}")
-        object.__setattr__(self, "mean_square_amax", MappingProxyType(dict(self.mean_square_amax)))
-        object.__setattr__(self, "rounding", MappingProxyType(dict(self.rounding)))
+            _one_of(key, kinds, "unknown rounding", " for this tensor")
+        freeze(self, "mean_square_amax", "rounding")
 
     @property
     def mean_square(self) -> float:
@@ -137,9 +142,9 @@ class TensorStatistics:
 class ProductSizes:
     """``products`` independent products of an (N, K) by a (K, M) matrix.
 
-    ``rows`` is N, ``contraction`` K, ``columns`` M. A convolution is the product that im2col would make: one per
-    group, N = batch times output positions, K = input channels per group times kernel size, M = output channels per
-    group. A transposed convolution is the one whose columns col2im would add up: N = batch times *input* positions,
+    ``rows`` is N, ``contraction`` K, ``columns`` M. A convolution counts as the product of im2col: one per group,
+    N = batch times output positions, K = input channels per group times kernel size, M = output channels per group. A
+    transposed convolution counts as the product whose columns col2im adds up: N = batch times *input* positions,
     K = input channels per group, M = output channels per group times kernel size.
     """
 
@@ -150,17 +155,17 @@ class ProductSizes:
 
     def __post_init__(self) -> None:
         for name in ("products", "rows", "contraction", "columns"):
-            _whole(getattr(self, name), f"size {name!r}", 1)
+            _positive_integer(getattr(self, name), f"size {name!r}")
 
     @property
     def volume(self) -> int:
-        """Scalar multiplications of all products together."""
+        """Scalar multiplications in all products."""
         return self.products * self.rows * self.contraction * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredErrors:
-    """Squared errors of one operator that was run in a format, summed over the elements of each result."""
+    """Squared errors of one operator when it runs in a format, summed over the elements of each result."""
 
     output: float
     first_gradient: float
@@ -168,35 +173,32 @@ class MeasuredErrors:
     third_gradient: float
 
     def __post_init__(self) -> None:
-        for name in ("output", "first_gradient", "second_gradient", "third_gradient"):
-            _finite(getattr(self, name), f"measured error {name!r}")
+        _finite_fields(self, "measured error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """How strongly noise on one tensor of an operator moves the gradient of all parameters.
+    """How strongly noise on one tensor of an operator perturbs the gradient of all parameters.
 
     Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
-    ``uniform`` holds for fixed-point noise, which is of equal variance on every element but for those near or below one
-    step, ``floating`` for noise in proportion to the element's square (floating point), with v the mean. Flips of
-    rectifiers and max-pools come on top (``Signal.flips``).
+    ``uniform`` holds for fixed-point noise, whose variance is the same on every element except those near or below one
+    step; ``floating`` for noise proportional to the element's square (floating point), with mean v. Sign changes of
+    rectifiers and changed maxima of max-pools are added separately (``Signal.flips``).
     """
 
     uniform: float
     floating: float
 
     def __post_init__(self) -> None:
-        for name in ("uniform", "floating"):
-            _finite(getattr(self, name), f"gain {name!r}")
+        _finite_fields(self, "gain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curvature:
-    """Trace of the loss's Hessian over one tensor of an operator, as Hutchinson's estimator found it.
+    """Trace of the loss's Hessian over one tensor of an operator, by Hutchinson's estimator; may be negative.
 
-    Noise of variance v per element raises the expected loss by ``uniform * v / 2`` to second order if it is equal on
-    every element, and by ``floating * v / 2`` if it grows with the element's square, v being the mean. Estimates may
-    be negative.
+    To second order, noise of variance v per element raises the expected loss by ``uniform * v / 2`` if it is equal on
+    every element, and by ``floating * v / 2`` if it is proportional to the element's square, with mean v.
     """
 
     uniform: float
@@ -211,22 +213,21 @@ class Curvature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoise:
-    """How much the gradient of one worker's batch scatters anyway, without any rounding.
+    """Scatter of one worker's gradient from batch to batch, without any rounding.
 
-    ``mean_square_norm`` is the mean over batches of the gradient's squared norm, all parameters together; ``variance``
-    the unbiased estimate of its variance from batch to batch, summed over all parameters.
+    ``mean_square_norm`` is the mean over batches of the squared norm of the whole gradient; ``variance`` the unbiased
+    estimate of its variance, summed over all parameters.
     """
 
     mean_square_norm: float
     variance: float
 
     def __post_init__(self) -> None:
-        _finite(self.mean_square_norm, "gradient noise 'mean_square_norm'")
-        _finite(self.variance, "gradient noise 'variance'")
+        _finite_fields(self, "gradient noise")
 
 
-# Alignment: path > target, over the shape of the noise. "floating" noise grows with the element's square; the other
-# shapes are those of INT8 with one scale per tensor, channel or row.
+# An alignment is named "path/shape", with the path "noisy tensor>target". Noise of shape "floating" is proportional to
+# the element's square; the others are INT8 noise with one scale per tensor, channel or row.
 PATHS: tuple[str, ...] = (
     "first>output",
     "second>output",
@@ -243,17 +244,28 @@ TENSORS: tuple[str, ...] = (*OPERANDS, "output", "output_gradient", *GRADIENTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorStatistics:
-    """Everything measured about one adjustable operator, per call.
+    """Measurements of one adjustable operator, per call.
 
-    ``calls`` counts its executions in one training step (more than 1 when the step runs the model several times).
-    ``first_parameter`` and ``second_parameter`` name the parameter that the operand is (or is a view of), else None.
-    A missing ``*_gradient`` means that operand needs none (input data, frozen parameter, integer indices).
-    ``alignment`` maps ``path/shape`` to the exact sum of noise times signal over what the mean-field formula gives;
-    a missing entry is 1. ``measured`` maps a precision to errors (attention only). ``gains`` and ``curvatures`` are
-    empty unless probed; ``adaptive_gains`` likewise, with the variance of every parameter's gradient divided by
-    the root mean square of that gradient. ``nearest`` maps a 16-bit format to the squared error of the second operand's
-    gradient when operands and gradient are rounded to it, bias included (of weights only). ``loss_scale`` multiplied
-    the gradients while they were rounded.
+    Attributes:
+        name: As in the graph.
+        op_type: As in the graph.
+        kind: Formula of its noise.
+        calls: Executions in one training step; more than 1 if the step runs the model several times.
+        products: Matrix products that it computes.
+        first_parameter: The parameter that the operand is, or is a view of; None if it is none.
+        second_parameter: The same of the second operand.
+        first: Statistics of a tensor, as are the next seven; a gradient is None if the operand needs none (input data,
+            frozen parameter, integer indices).
+        alignment: By ``path/shape`` the exact sum of noise times signal over the value of the mean-field formula; 1 if
+            missing.
+        measured: Errors by precision (attention only).
+        gains: By tensor; empty unless probed.
+        curvatures: By tensor; empty unless probed.
+        adaptive_gains: Gains with the variance of each parameter's gradient divided by the root mean square of that
+            gradient; empty unless probed.
+        nearest: By 16-bit format the squared error, bias included, of the weight's gradient when operands and gradient
+            are rounded to it; the second operand must be a weight.
+        loss_scale: Factor of the gradients while they were rounded.
     """
 
     name: str
@@ -280,41 +292,34 @@ class OperatorStatistics:
     loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _whole(self.calls, f"operator {self.name!r}: calls", 1)
+        where = f"operator {self.name!r}"
+        _positive_integer(self.calls, f"{where}: calls")
         if not self.products:
-            raise ProblemError(f"operator {self.name!r} has no product sizes: at least one product is needed")
+            raise ProblemError(f"{where} has no product sizes: at least one product is needed")
         for key, value in self.alignment.items():
             path, _, shape = key.partition("/")
             if path not in PATHS or shape not in SHAPES:
                 raise ProblemError(
-                    f"operator {self.name!r}: unknown alignment {key!r}: allowed are <path>/<shape> with paths "
-                    f"{', '.join(PATHS)} and shapes {', '.join(SHAPES)}"
+                    f"{where}: unknown alignment {key!r}: allowed are <path>/<shape> with paths {', '.join(PATHS)} and "
+                    f"shapes {', '.join(SHAPES)}"
                 )
-            _finite(value, f"operator {self.name!r}: alignment {key!r}")
+            _finite(value, f"{where}: alignment {key!r}")
         for key in self.measured:
-            if key not in CAST_FORMATS:
-                raise ProblemError(
-                    f"operator {self.name!r}: errors measured in unknown format {key!r}: "
-                    f"allowed are {', '.join(CAST_FORMATS)}"
-                )
+            _one_of(key, CAST_FORMATS, f"{where}: errors measured in unknown format")
         for key, value in self.nearest.items():
-            what, allowed = f"operator {self.name!r}: error of the weight gradient in", ", ".join(CAST_FORMATS)
-            if key not in CAST_FORMATS:
-                raise ProblemError(f"{what} unknown format {key!r}: allowed are {allowed}")
-            _finite(value, f"{what} {key}")
-        check_loss_scale(self.loss_scale, f"operator {self.name!r}: loss_scale")
-        found: Mapping[str, object]
-        for what, found in (("gain", self.gains), ("gain", self.adaptive_gains), ("curvature", self.curvatures)):
-            for key in found:
-                if key not in TENSORS:
-                    raise ProblemError(
-                        f"operator {self.name!r}: {what} of unknown tensor {key!r}: allowed are {', '.join(TENSORS)}"
-                    )
-        for name in ("alignment", "measured", "gains", "curvatures", "adaptive_gains", "nearest"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+            _one_of(key, CAST_FORMATS, f"{where}: error of the weight gradient in unknown format")
+            _finite(value, f"{where}: error of the weight gradient in {key}")
+        check_loss_scale(self.loss_scale, f"{where}: loss_scale")
+        for what, tensors in (
+            ("gain", (*self.gains, *self.adaptive_gains)),
+            ("curvature", self.curvatures),
+        ):
+            for key in tensors:
+                _one_of(key, TENSORS, f"{where}: {what} of unknown tensor")
+        freeze(self, "alignment", "measured", "gains", "curvatures", "adaptive_gains", "nearest")
 
     def tensors(self) -> Iterator[tuple[str, TensorStatistics]]:
-        """The tensors that were measured, with their names."""
+        """Names and statistics of the measured tensors."""
         for name in TENSORS:
             statistics = getattr(self, name)
             if statistics is not None:
@@ -322,21 +327,25 @@ class OperatorStatistics:
 
 
 FLIP_RATIOS: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
-"""Noise-to-signal ratios at which flips of rectifiers are counted."""
+"""Noise-to-signal ratios at which sign changes of rectifiers are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """What was seen around an operator that is not adjustable; per call, mean over batches.
+    """Measurements around an operator that is not adjustable, per call, mean over batches.
 
-    ``elements`` of its result; squared norms of its first floating input and of its result. ``curvature`` (of losses,
-    else 0): relative energy by which noise on its input changes the gradient that it hands back, per unit of
-    noise-to-signal ratio. ``noise_weight`` (of batch normalizations, else 1): by what the noise-to-signal ratio grows
-    from input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of rectifiers and
-    max-pools that were probed, else empty): variance of the gradient by elements that noise pushes over zero, or that
-    it makes the largest of their window, at the noise-to-signal ratios of ``FLIP_RATIOS`` at its input;
-    ``adaptive_flips`` in the unit of the adaptive gains. ``noise_ratio`` (else 0): the ratio there when all products
-    round their operands to INT8.
+    Attributes:
+        elements: Of its result.
+        input_square_sum: Squared norm of its first floating input.
+        output_square_sum: Squared norm of its result.
+        curvature: Of losses, else 0: relative energy of the change of the input's gradient by noise on the input, per
+            unit of noise-to-signal ratio.
+        noise_weight: Of batch normalizations, else 1: growth of the noise-to-signal ratio from input to output, for
+            noise spread evenly over channels whose variances differ.
+        flips: Of probed rectifiers and max-pools, else empty: variance of the gradient caused by elements whose sign,
+            or whose place as the largest of a window, noise changes; at each of the ``FLIP_RATIOS`` at the input.
+        adaptive_flips: The same in the unit of the adaptive gains.
+        noise_ratio: Noise-to-signal ratio at that input when all products round their operands to INT8; else 0.
     """
 
     elements: int
@@ -349,7 +358,7 @@ class Signal:
     noise_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        _whole(self.elements, "elements", 1)
+        _positive_integer(self.elements, "elements")
         for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight", "noise_ratio"):
             _finite(getattr(self, name), name)
         for name in ("flips", "adaptive_flips"):
@@ -361,12 +370,16 @@ class Signal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics:
-    """Statistics of a whole model over ``batches`` batches.
+    """Statistics of a whole model.
 
-    ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds what was seen around other
-    operators; it shows how strong residual streams are. ``gradient_noise`` is None if fewer than two batches were seen.
-    ``shift`` (of probed models with rectifiers, else 0): squared norm by which the mean gradient moves when products
-    round operands to INT8, beyond what independent flips of rectifiers move it.
+    Attributes:
+        batches: How many were seen.
+        operators: Adjustable operators.
+        signals: By other operator; they show how strong residual streams are.
+        model_fingerprint: Of the graph, None if none was given.
+        gradient_noise: None if fewer than two batches were seen.
+        shift: Of probed models with rectifiers, else 0: squared norm of the shift of the mean gradient when products
+            round their operands to INT8, beyond the effect of independent sign changes.
     """
 
     batches: int
@@ -378,14 +391,13 @@ class ModelStatistics:
     _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _whole(self.batches, "batches", 1)
+        _positive_integer(self.batches, "batches")
         _finite(self.shift, "shift")
         index = {operator.name: position for position, operator in enumerate(self.operators)}
         if len(index) != len(self.operators):
-            names = [operator.name for operator in self.operators]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = next(o.name for position, o in enumerate(self.operators) if index[o.name] != position)
             raise ProblemError(f"operator {twice!r} has statistics twice: names must be unique")
-        object.__setattr__(self, "signals", MappingProxyType(dict(self.signals)))
+        freeze(self, "signals")
         object.__setattr__(self, "_index", MappingProxyType(index))
 
     def __contains__(self, name: object) -> bool:
@@ -400,7 +412,7 @@ class ModelStatistics:
             ) from None
 
     def find(self, name: str) -> OperatorStatistics | None:
-        """Statistics of an operator, None if there are none."""
+        """The statistics of an operator, or None."""
         position = self._index.get(name)
         return None if position is None else self.operators[position]
 
@@ -408,82 +420,16 @@ class ModelStatistics:
 FORMAT = "qsync-statistics/3"
 
 
-def _encode(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-    if isinstance(value, Mapping):
-        return {key: _encode(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_encode(item) for item in value]
-    return value
-
-
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    """Build what the type hint says from parsed JSON, refusing everything that does not fit."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _decode(arguments[0], value, where)
-    if dataclasses.is_dataclass(hint):
-        return _decode_dataclass(hint, value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ProblemError(f"{where} is {_kind(value)}: a list is needed")
-        return tuple(_decode(arguments[0], item, f"{where}[{position}]") for position, item in enumerate(value))
-    if origin is not None:
-        if not isinstance(value, dict):
-            raise ProblemError(f"{where} is {_kind(value)}: an object is needed")
-        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
-        if value not in list(hint):
-            raise ProblemError(f"{where} is {value!r}: allowed are {', '.join(hint)}")
-        return hint(value)
-    wanted = (int, float) if hint is float else hint
-    if isinstance(value, bool) or not isinstance(value, wanted):
-        raise ProblemError(f"{where} is {_kind(value)}: {hint.__name__} is needed")
-    return value
-
-
-def _decode_dataclass(hint: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise ProblemError(f"{where} is {_kind(value)}: an object is needed")
-    hints = typing.get_type_hints(hint)
-    fields = {field.name: field for field in dataclasses.fields(hint) if field.init}
-    for key in value:
-        if key not in fields:
-            raise ProblemError(f"{where} has unknown key {key!r}: allowed are {', '.join(fields)}")
-    for key in fields:
-        if key not in value:
-            raise ProblemError(f"{where} lacks key {key!r}: the file is incomplete, collect the statistics again")
-    try:
-        return hint(**{key: _decode(hints[key], item, f"{where}.{key}") for key, item in value.items()})
-    except ProblemError as error:
-        if str(error).startswith(where):
-            raise
-        raise ProblemError(f"{where}: {error}") from None
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), f"{value!r}")
-
-
 def statistics_to_json(statistics: ModelStatistics) -> str:
     """The statistics as JSON text."""
     return json.dumps({"format": FORMAT, **_encode(statistics)}, indent=1, allow_nan=False)
-
-
-def _from_data(data: dict[str, Any], where: str) -> ModelStatistics:
-    statistics: ModelStatistics = _decode_dataclass(
-        ModelStatistics, {key: item for key, item in data.items() if key != "format"}, where
-    )
-    return statistics
 
 
 def statistics_from_json(text: str, *, source: str = "statistics") -> ModelStatistics:
     """Read statistics from JSON text.
 
     Args:
-        text: What ``statistics_to_json`` wrote.
+        text: Written by ``statistics_to_json``.
         source: Name of the file for error texts.
 
     Raises:
@@ -508,3 +454,62 @@ def load_statistics(path: str | os.PathLike[str]) -> ModelStatistics:
         ProblemError: The file is missing or holds anything but valid statistics.
     """
     return _from_data(read_json(path, (FORMAT,)), os.fspath(path))
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {key: _encode(item) for key, item in value.items()}
+    return [_encode(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _from_data(data: dict[str, Any], where: str) -> ModelStatistics:
+    content = {key: item for key, item in data.items() if key != "format"}
+    statistics: ModelStatistics = _decode_dataclass(ModelStatistics, content, where)
+    return statistics
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """Build a value of a type hint from parsed JSON; anything that does not fit is refused."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _decode(arguments[0], value, where)
+    if dataclasses.is_dataclass(hint):
+        return _decode_dataclass(hint, value, where)
+    if origin is tuple:
+        _check_type(value, list, where, "a list")
+        return tuple(_decode(arguments[0], item, f"{where}[{position}]") for position, item in enumerate(value))
+    if origin is not None:
+        _check_type(value, dict, where, "an object")
+        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
+        if value not in list(hint):
+            raise ProblemError(f"{where} is {value!r}: allowed are {', '.join(hint)}")
+        return hint(value)
+    _check_type(value, (int, float) if hint is float else hint, where, hint.__name__)
+    return value
+
+
+def _decode_dataclass(hint: Any, value: Any, where: str) -> Any:
+    _check_type(value, dict, where, "an object")
+    hints = typing.get_type_hints(hint)
+    names = [field.name for field in dataclasses.fields(hint) if field.init]
+    for key in value:
+        if key not in names:
+            raise ProblemError(f"{where} has unknown key {key!r}: allowed are {', '.join(names)}")
+    for key in names:
+        if key not in value:
+            raise ProblemError(f"{where} lacks key {key!r}: the file is incomplete, collect the statistics again")
+    try:
+        return hint(**{key: _decode(hints[key], item, f"{where}.{key}") for key, item in value.items()})
+    except ProblemError as error:
+        if str(error).startswith(where):
+            raise
+        raise ProblemError(f"{where}: {error}") from None
+
+
+def _check_type(value: Any, allowed: type | tuple[type, ...], where: str, needed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+        raise ProblemError(f"{where} is {names.get(type(value), repr(value))}: {needed} is needed")

@@ -1,4 +1,4 @@
-"""Sensitivities with their parts, as an indicator gives them, and the indicators that there are."""
+"""Tables of sensitivities: with their parts, as indicators return them, and as plain values, as files hold them."""
 
 from __future__ import annotations
 
@@ -6,105 +6,42 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import Fields, check_integer, check_name, check_number
-from qsync_opt.sensitivity.propagation import Distances
+from qsync_opt.io import Json, check_integer, check_name, check_number, decode, encode, freeze
 from qsync_opt.sensitivity.rounding_variance import OperatorVariances
 from qsync_opt.sensitivity.statistics import GradientNoise
 
 SENSITIVITY_FORMAT = "qsync-sensitivities/1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SensitivityValues(Mapping[str, Mapping[str, float]]):
-    """Operator to precision to sensitivity of one worker.
-
-    ``unit`` says what they are measured in. ``excluded`` names, per operator, the precisions that it must not get, each
-    with the reason in words.
-    """
-
-    unit: str
-    values_of: Mapping[str, Mapping[str, float]]
-    excluded: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_name(self.unit, "sensitivities: unit")
-        for operator, row in self.values_of.items():
-            for precision, value in row.items():
-                check_number(value, f"sensitivity of {operator!r} in {precision}")
-        for name in ("values_of", "excluded"):
-            nested = {key: MappingProxyType(dict(row)) for key, row in getattr(self, name).items()}
-            object.__setattr__(self, name, MappingProxyType(nested))
-
-    def __getitem__(self, operator: str) -> Mapping[str, float]:
-        return self.values_of[operator]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_of)
-
-    def __len__(self) -> int:
-        return len(self.values_of)
-
-    def to_json(self) -> dict[str, Any]:
-        """The values as plain JSON data."""
-        return {
-            "format": SENSITIVITY_FORMAT,
-            "unit": self.unit,
-            "values": {operator: dict(row) for operator, row in self.values_of.items()},
-            "excluded": {operator: dict(row) for operator, row in self.excluded.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Any, where: str = "sensitivities") -> Self:
-        """Read values from their JSON data.
-
-        Raises:
-            ProblemError: Another format; an unknown, missing or unusable entry.
-        """
-        reader = Fields(data, where)
-        reader.version(SENSITIVITY_FORMAT)
-        values = {
-            operator: {precision: row.number(precision) for precision in row}
-            for operator, row in reader.children("values")
-        }
-        excluded = {
-            operator: {precision: row.text(precision) for precision in row}
-            for operator, row in reader.children("excluded")
-        }
-        found = cls(unit=reader.text("unit"), values_of=values, excluded=excluded)
-        reader.finish()
-        return found
-
-
 class IndicatorKind(enum.StrEnum):
-    """How the noise of operators is weighed against each other."""
+    """How the noise of operators is weighed; the last four are baselines (``qsync_opt.sensitivity.baselines``)."""
 
     PROPAGATED = "propagated"
-    """By sweeping it through the graph with the collected norms (``qsync_opt.sensitivity.propagation``)."""
+    """By a sweep through the graph with the collected norms (``qsync_opt.sensitivity.propagation``)."""
     PROBED = "probed"
-    """By the gains that were measured by differentiating the gradient once more; exact to first order."""
+    """By gains, which were measured by differentiating the gradient once more; exact to first order."""
     LOSS = "loss"
-    """By the loss that is expected to be lost: at once, and through the gradient's variance over the steps to come
-    (``qsync_opt.sensitivity.scores``)."""
+    """By the expected increase of the loss: immediately, and through the gradient's variance over the steps to come."""
     PROGRESS = "progress"
-    """By the share of every training step's progress that the noise costs Adam and those like it
-    (``qsync_opt.sensitivity.scores``); needs adaptive gains."""
+    """By the share of every training step's progress that the noise costs Adam and its variants; needs adaptive
+    gains."""
     DEPTH = "depth"
-    """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
+    """By QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and our variances."""
     HESSIAN = "hessian"
-    """Trace of the loss's Hessian times perturbation; needs curvatures (``qsync_opt.sensitivity.baselines``)."""
+    """By the trace of the loss's Hessian times the perturbation; needs curvatures."""
     FISHER = "fisher"
-    """Squared output gradient times squared output error (``qsync_opt.sensitivity.baselines``)."""
+    """By squared output gradient times squared output error."""
     WEIGHT = "weight"
-    """Variance of the rounded weights alone (``qsync_opt.sensitivity.baselines``)."""
+    """By the variance of the rounded weights alone."""
     RANDOM = "random"
-    """Numbers that mean nothing: what any indicator has to beat (``qsync_opt.sensitivity.baselines``)."""
+    """By meaningless numbers, which any indicator must beat."""
 
     @property
     def unit(self) -> str:
-        """What a sensitivity of this kind is measured in."""
+        """Unit of the sensitivities."""
         units = {
             **{"hessian": "loss", "loss": "squared loss", "fisher": "squared loss"},
             **{"progress": "share of progress", "weight": "squared weight", "random": "none"},
@@ -113,12 +50,25 @@ class IndicatorKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorSensitivity:
-    """One operator at one precision.
+class Distances:
+    """Longest paths of operators to the model's input and its loss, counted in adjustable operators without their own.
 
-    ``value`` is the sensitivity; ``own``, ``backward`` and ``forward`` are its parts and add up to it.
-    ``flips`` is what of it comes from rectifiers that noise pushes over zero, which grows with the root of the noise.
-    ``variances`` are those of its results.
+    Longest, so that a residual shortcut does not make an operator shallow.
+
+    Source:
+        Ours; QSync uses shortest paths (breadth-first layers).
+    """
+
+    to_input: Mapping[str, int]
+    to_loss: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorSensitivity:
+    """Sensitivity of one operator at one precision: the sum of its parts ``own``, ``backward`` and ``forward``.
+
+    ``flips`` is the share of it from sign changes of rectifiers, which grows with the root of the noise.
+    ``variances`` are those of the operator's results.
     """
 
     own: float
@@ -129,7 +79,7 @@ class OperatorSensitivity:
 
     @property
     def value(self) -> float:
-        """Own, backward and forward part together."""
+        """Sum of the own, backward and forward part."""
         return self.own + self.backward + self.forward
 
 
@@ -137,9 +87,8 @@ class OperatorSensitivity:
 class SensitivityTable(Mapping[str, Mapping[str, float]]):
     """Sensitivities of all adjustable operators on one device type: operator to precision to value.
 
-    Excluded precisions are absent. ``details`` has the parts of every value.
-    ``excluded`` names, per operator, the precisions that it must not get, each with the reason in words.
-    ``distances`` are the longest paths to input and loss, in adjustable operators.
+    ``details`` has the parts of every value. ``excluded`` has the reason, by operator, for each precision that the
+    operator must not get; the table lacks those.
     """
 
     kind: IndicatorKind
@@ -148,9 +97,7 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
     distances: Distances
 
     def __post_init__(self) -> None:
-        for name in ("details", "excluded"):
-            nested = {key: MappingProxyType(dict(value)) for key, value in getattr(self, name).items()}
-            object.__setattr__(self, name, MappingProxyType(nested))
+        freeze(self, "details", "excluded", depth=2)
 
     def __getitem__(self, operator: str) -> Mapping[str, float]:
         return MappingProxyType({precision: part.value for precision, part in self.details[operator].items()})
@@ -162,24 +109,24 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
         return len(self.details)
 
     def values_only(self) -> SensitivityValues:
-        """The bare numbers with what is excluded, to be kept in a file or sent to other workers."""
+        """The values without their parts, for a file or for other workers."""
         return SensitivityValues(
             unit=self.kind.unit, values_of={name: dict(row) for name, row in self.items()}, excluded=self.excluded
         )
 
     def relative_to(self, noise: GradientNoise | None, *, workers: int) -> SensitivityValues:
-        """The same sensitivities as shares of the noise that the averaged gradient has anyway.
+        """The same sensitivities relative to the variance that the averaged gradient has without rounding.
 
         A plan whose total is 0.05 raises the variance of the gradient, averaged over all workers, by 5 %: the workers
-        average independent batches, so that the gradient's own variance is the batch's over N, and what one worker's
-        rounding adds is its sensitivity over N squared.
+        average independent batches, so that the gradient's own variance is the batch's over N, and one worker's
+        rounding adds its sensitivity over N squared.
 
         Args:
-            noise: From the statistics; two batches or more must have been collected.
+            noise: From the statistics, which must be of two batches or more.
             workers: All workers of the job, planned or not.
 
         Returns:
-            Shares, to be handed to ``build_problem``.
+            Shares, for ``build_problem``.
 
         Raises:
             ProblemError: No noise was measured, or it is 0; fewer than one worker.
@@ -197,10 +144,46 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
             raise ProblemError("the statistics hold no gradient noise: collect them over two different batches or more")
         check_integer(workers, "workers", minimum=1)
         scale = 1.0 / (workers * noise.variance)
-        return SensitivityValues(
-            unit="gradient noise",
-            values_of={
-                name: {precision: value * scale for precision, value in row.items()} for name, row in self.items()
-            },
-            excluded=self.excluded,
-        )
+        values = {name: {precision: value * scale for precision, value in row.items()} for name, row in self.items()}
+        return SensitivityValues(unit="gradient noise", values_of=values, excluded=self.excluded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityValues(Mapping[str, Mapping[str, float]]):
+    """Sensitivities of one worker: operator to precision to value, in ``unit``.
+
+    ``excluded`` has the reason, by operator, for each precision that the operator must not get.
+    """
+
+    unit: str
+    values_of: Annotated[Mapping[str, Mapping[str, float]], Json(key="values")]
+    excluded: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_name(self.unit, "sensitivities: unit")
+        for operator, row in self.values_of.items():
+            for precision, value in row.items():
+                check_number(value, f"sensitivity of {operator!r} in {precision}")
+        freeze(self, "values_of", "excluded", depth=2)
+
+    def __getitem__(self, operator: str) -> Mapping[str, float]:
+        return self.values_of[operator]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_of)
+
+    def __len__(self) -> int:
+        return len(self.values_of)
+
+    def to_json(self) -> dict[str, Any]:
+        """The values as plain JSON data."""
+        return encode(self, version=SENSITIVITY_FORMAT)
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "sensitivities") -> Self:
+        """Read values from their JSON data.
+
+        Raises:
+            ProblemError: Another format; an unknown, missing or unusable entry.
+        """
+        return decode(cls, data, where, version=SENSITIVITY_FORMAT)

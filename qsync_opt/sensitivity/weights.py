@@ -1,10 +1,10 @@
-"""What can be said about sensitivity without running the model: how much noise each operator's own rounding adds.
+"""Sensitivities without running the model: the noise that each operator's own rounding adds.
 
-The file of a model holds weights and shapes, but neither activations nor gradients. So this is a stand-in for
-`qsync_opt.sensitivity.scores`, with which it shares the purpose and not the unit: per operator and precision the
-variance that rounding adds, *relative* to what is rounded, summed over the tensors that are rounded. Weights are
-rounded as they are. Activations and gradients are taken to be normally distributed, because nothing is known of them.
-What an operator's position makes of its noise is left out: no position is preferred.
+A model's file holds weights and shapes, but neither activations nor gradients. This estimate therefore replaces
+`qsync_opt.sensitivity.scores` for the same purpose in another unit: per operator and precision the variance that
+rounding adds, *relative* to the mean square of the rounded tensor, summed over the rounded tensors. Weights are rounded
+as they are; activations and gradients are assumed to be normally distributed. The position of an operator in the model
+does not count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def weight_sensitivities(
     Args:
         graph: The model.
         device_formats: The device's precisions with their border formats.
-        weights: Statistics by parameter; None takes weights as normally distributed, too.
+        weights: Statistics by parameter; None assumes normally distributed weights, too.
         rounding: How 8-bit formats are rounded; the others round to nearest.
 
     Returns:
@@ -106,7 +106,7 @@ def _relative_weight(precision: str, weight: WeightStatistics, axis: str, roundi
 
 
 def _relative_normal(precision: str, elements: int, rounding: Rounding) -> float:
-    """The same of normal numbers, of which the largest of n is about ``sqrt(2 ln n)`` standard deviations."""
+    """The same of normal numbers; the largest of n is about ``sqrt(2 ln n)`` standard deviations."""
     if not number_format(precision).is_integer:
         return _relative_float(precision, rounding)
     square_amax = 2.0 * math.log(max(elements, 2))
@@ -114,7 +114,7 @@ def _relative_normal(precision: str, elements: int, rounding: Rounding) -> float
 
 
 def _relative_float(precision: str, rounding: Rounding = Rounding.NEAREST) -> float:
-    """Noise of a floating format relative to the mean square; FP32 is what all is compared with."""
+    """Noise of a floating format relative to the mean square; 0 for FP32, the reference."""
     if precision == "FP32":
         return 0.0
     used = rounding if number_format(precision).bits == 8 else Rounding.NEAREST

@@ -1,6 +1,6 @@
-"""The time and memory of a whole training step under a plan, predicted from recorded steps.
+"""Time and memory of a whole training step under a plan, predicted from recorded steps.
 
-`fit_steps` learns the costs from traces and `StepPredictor` composes them for any plan.
+`fit_step_costs` learns costs from traces, and `StepPredictor` composes them for any plan.
 """
 
 from typing import TYPE_CHECKING
@@ -20,34 +20,14 @@ if TYPE_CHECKING:
         slowed_segments,
         worker_step,
     )
-    from qsync_opt.steps.costs import Case, CaseCost, RecordedCourses, StepCosts, load_step_costs
-    from qsync_opt.steps.course_lookup import CourseLookup
-    from qsync_opt.steps.courses import (
-        Block,
-        Placed,
-        backward_moment,
-        blocks,
-        course_of,
-        forward_moment,
-        mean_course,
-        moment_of,
-        moments,
-        owner_of,
-        written_for,
-    )
-    from qsync_opt.steps.fitting import (
-        PHASE_LABELS,
-        checked,
-        fit_step_costs,
-        kernel_paces,
-        scaled_costs,
-        scaled_operators,
-    )
-    from qsync_opt.steps.memory import Kept, Lifetimes
+    from qsync_opt.steps.costs import PHASE_LABELS, Case, CaseCost, RecordedTimelines, StepCosts, load_step_costs
+    from qsync_opt.steps.fitting import checked, fit_step_costs, kernel_paces
+    from qsync_opt.steps.memory_timeline import Block
     from qsync_opt.steps.plans import MIXED, covering_plans, finest_at
     from qsync_opt.steps.predictor import PlannedStep, StepPredictor
-    from qsync_opt.steps.queues import NEVER, NOTHING, Work, compose, launched
+    from qsync_opt.steps.queues import NOTHING, Work
     from qsync_opt.steps.sample import KeptTensors, StepSample
+    from qsync_opt.steps.scaling import scaled_costs, scaled_operators
     from qsync_opt.steps.trace import (
         BACKWARD,
         BEGIN,
@@ -85,7 +65,6 @@ __all__ = [
     "FORWARD",
     "LAUNCHES",
     "MIXED",
-    "NEVER",
     "NODE",
     "NOTHING",
     "OPTIMIZER",
@@ -99,17 +78,13 @@ __all__ = [
     "Case",
     "CaseCost",
     "Change",
-    "CourseLookup",
-    "Kept",
     "KeptTensors",
     "Kernel",
     "Launch",
-    "Lifetimes",
     "Node",
-    "Placed",
     "PlannedStep",
     "Range",
-    "RecordedCourses",
+    "RecordedTimelines",
     "Span",
     "StepCosts",
     "StepEvents",
@@ -119,31 +94,21 @@ __all__ = [
     "StepSpans",
     "Work",
     "audit_worker",
-    "backward_moment",
-    "blocks",
     "bucket_borders",
     "bucket_segments",
     "charge",
     "checked",
     "cluster_step",
     "cluster_timeline",
-    "compose",
-    "course_of",
     "covering_plans",
     "delivered",
     "finest_at",
     "fit_step_costs",
-    "forward_moment",
     "kernel_paces",
-    "launched",
     "load_step_costs",
-    "mean_course",
-    "moment_of",
-    "moments",
     "network_tails",
     "operator_label",
     "overlay_json",
-    "owner_of",
     "phase_label",
     "predicted_timeline",
     "profile_from_steps",
@@ -152,5 +117,4 @@ __all__ = [
     "scaled_operators",
     "slowed_segments",
     "worker_step",
-    "written_for",
 ]

@@ -1,4 +1,4 @@
-"""Was the prediction right? A recorded step beside the predicted one, by worker, phase and operator."""
+"""Audit of a prediction: a recorded step compared with the predicted one, by worker, phase and operator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AuditedOperator:
 
     @property
     def difference_ns(self) -> int:
-        """Predicted less measured."""
+        """Predicted minus measured."""
         return self.predicted_ns - self.measured_ns
 
 
@@ -46,7 +46,8 @@ class AuditedWorker:
     @property
     def total(self) -> tuple[int, int]:
         """Predicted and measured nanoseconds of everything in the step."""
-        return sum(predicted for predicted, _ in self.phases.values()), sum(found for _, found in self.phases.values())
+        predicted, measured = zip(*self.phases.values(), strict=True)
+        return sum(predicted), sum(measured)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
@@ -69,7 +70,7 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
     Args:
         name: Of the worker.
         predictor: Of its device.
-        step: Its plan, worked out.
+        step: Its predicted plan.
         events: Recorded inside ``step_labels``.
 
     Raises:
@@ -102,18 +103,18 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
         span = spans.spans.get((phase, "|end" if end else ""), _NOTHING)
         phases[label if label not in phases else f"{label}|begin"] = _times(work, span, spans, on_device)
     for label in (COPIES, CLIP):
-        if label not in phases and (label, "") in spans.spans:  # what the recorded steps did not do
+        if label not in phases and (label, "") in spans.spans:  # not in the recorded steps
             phases[label] = _times(NOTHING, spans.spans[label, ""], spans, on_device)
     rows.sort(key=lambda row: -abs(row.difference_ns))
     return AuditedWorker(name=name, where="device" if on_device else "host", phases=phases, operators=tuple(rows))
 
 
 def _check_model_and_plan(name: str, predictor: StepPredictor, step: PlannedStep, spans: StepSpans) -> None:
-    """Refuse a trace of another model, and one whose labels name other precisions than the plan."""
-    strange = [operator for operator in spans.order if operator not in predictor.graph]
-    if strange:
+    """Refuse a trace of another model, or with precisions other than the plan's."""
+    unknown = [operator for operator in spans.order if operator not in predictor.graph]
+    if unknown:
         raise ProblemError(
-            f"the trace of {name!r} has operator {strange[0]!r}, which model {predictor.graph.name!r} lacks; "
+            f"the trace of {name!r} has operator {unknown[0]!r}, which model {predictor.graph.name!r} lacks; "
             "give the trace of this model"
         )
     if not spans.order:
@@ -130,14 +131,14 @@ def _check_model_and_plan(name: str, predictor: StepPredictor, step: PlannedStep
 
 
 def _times(work: Work, span: Span, spans: StepSpans, on_device: bool) -> tuple[int, int]:
-    """Predicted and measured; on the device gaps between kernels count on both sides. A cpu is its own device."""
+    """Predicted and measured time; on the device, gaps between kernels count in both. A cpu is its own device."""
     if not on_device:
         return work.device, span.host_ns
     return work.device, span.device_ns + round(spans.gap_ns * len(span.kernels))
 
 
 def predicted_timeline(name: str, predictor: StepPredictor, step: PlannedStep) -> Timeline:
-    """The predicted step of one worker by itself, from a standstill: a lane for its host and one for its device."""
+    """The predicted step of one worker alone, from a standstill: a lane for its host and one for its device."""
     phases, operators = predictor.costs.phases, predictor.graph.operators
     pieces = [("copies", "copies", phases["copies"])] if "copies" in phases else []
     pieces += [("begin", "forward", phases["forward"])]
@@ -151,24 +152,20 @@ def predicted_timeline(name: str, predictor: StepPredictor, step: PlannedStep) -
     events = []
     now = (0, 0)
     for what, kind, work in pieces:
-        after = work.run(*now)
-        lanes = [("host", now[0], work.host)]
-        if work.device:
-            lanes.append(("compute", after[1] - work.device, work.device))
-        for stream, start, duration in lanes:
-            details = {"precision": step.plan[what]} if what in step.plan else {}
-            events.append(
-                TimelineEvent(
-                    worker=name,
-                    stream=stream,
-                    name=what,
-                    kind=kind,
-                    start_ns=start,
-                    duration_ns=duration,
-                    details=details,
-                )
+        details = {"precision": step.plan[what]} if what in step.plan else {}
+        events += [
+            TimelineEvent(
+                worker=name,
+                stream=stream,
+                name=what,
+                kind=kind,
+                start_ns=start,
+                duration_ns=end - start,
+                details=details,
             )
-        now = after
+            for stream, start, end in work.lanes(*now)
+        ]
+        now = work.run(*now)
     return Timeline(name=predictor.graph.name, iteration_ns=max(now), events=tuple(events))
 
 
@@ -192,15 +189,15 @@ def overlay_json(timelines: Sequence[Timeline], measured: Mapping[str, StepEvent
             for lane, tid in lanes.items()
         ]
         last = charge(events)[-1]
-        beside = set(last.other_streams)
-        # The device may run a kernel long after the host has gone on: it belongs to the step that launched it.
+        other_streams = set(last.other_streams)
+        # The device may run a kernel long after the host has moved on: it belongs to the step that launched it.
         launched = {x.correlation for x in events.launches if last.start_ns <= x.start < last.end_ns}
         for r in events.ranges:
             if last.start_ns <= r.start < last.end_ns:
                 rows.append(_row(pid, 0, r.label.rpartition("|")[2], r.start - last.start_ns, r.end - r.start))
         for kernel in events.kernels:
             if kernel.correlation in launched:
-                lane = 2 if kernel in beside else 1
+                lane = 2 if kernel in other_streams else 1
                 rows.append(_row(pid, lane, kernel.name, kernel.start - last.start_ns, kernel.end - kernel.start))
     return {"displayTimeUnit": "ns", "traceEvents": rows}
 

@@ -1,13 +1,13 @@
-"""From observed steps to a profile, so that the problem that solvers see has the costs that were observed.
+"""Device profiles from observed steps, so that solvers plan with observed costs.
 
-The problem format has one time per operator and precision and prices casts on edges. So each pair gets the case in
-which its inputs arrive as its precision wants them; where only others were met, the casts are taken off.
+The problem format has one time per operator and precision and prices casts on edges. Each pair therefore gets the case
+in which its inputs arrive in the format of its precision; where only others were observed, the casts are removed.
 
-Of the two queues the slower one decides how long steps take that follow one another, so one time per operator must be
-taken from the right one: an operator in a precision is charged its time on the host if the uniform plan of that
-precision waits for the host, and on the device if it does not. What occurs under several uniform plans (fixed and
-dependent operators, the optimizer, what lies outside of all operators) is charged as in the fastest of them, near which
-solvers look. So the rows add up to the replay for that plan, and come close elsewhere; plans that are bound by the host
+The slower of the two queues decides the time of steps that follow one another, so that the one time per operator must
+be taken from the right queue: an operator in a precision is charged its time on the host if the uniform plan of that
+precision waits for the host, otherwise its time on the device. Work that occurs under several uniform plans (fixed and
+dependent operators, the optimizer, work outside of all operators) is charged as in the fastest of them, near which
+solvers search. The rows add up to the replay for that plan, and come close elsewhere; plans that are bound by the host
 in one part and by the device in another are overestimated. `benchmarks/predictor.py` records the distance.
 """
 
@@ -21,6 +21,7 @@ from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats, number_format
+from qsync_opt.steps.cases import border_format
 from qsync_opt.steps.costs import CaseCost, StepCosts
 from qsync_opt.steps.plans import finest_at
 from qsync_opt.steps.predictor import StepPredictor
@@ -40,7 +41,7 @@ def profile_from_steps(
         state_bytes: Of the optimizer.
 
     Raises:
-        ProblemError: The costs are of another model, or an adjustable operator was met in none of the precisions.
+        ProblemError: The costs are of another model, or an adjustable operator was recorded in none of the precisions.
     """
     predictor = StepPredictor(graph, costs)
     outputs = tuple(dict.fromkeys(borders.output for borders in formats.values()))
@@ -67,7 +68,7 @@ def profile_from_steps(
     step_ns = sum(work.device for work in outside)
     if queues.host_bound(tuple(formats)):
         waiting_ns = max(0, sum(work.host - work.device for work in (*outside, clear)))
-        if not _put_on_one(measurements, operators, waiting_ns):
+        if not _charge_one_operator(measurements, operators, waiting_ns):
             step_ns += waiting_ns
     return DeviceProfile(
         device=costs.device,
@@ -89,12 +90,12 @@ def profile_from_steps(
     )
 
 
-def _put_on_one(
+def _charge_one_operator(
     measurements: dict[str, dict[str, MeasuredCost]], operators: Mapping[str, str], waiting_ns: int
 ) -> bool:
-    """Charge the host's time outside of operators to one that is like no other, in every precision; False if none is.
+    """Charge the host's time outside of operators to an operator with a measurement of its own; False if none has.
 
-    Not to the optimizer, which comes behind the last all-reduce: a host that runs ahead is not waited for there.
+    The optimizer is not charged: it follows the last all-reduce, where nothing waits for a host that runs ahead.
     """
     count = Counter(operators.values())
     key = next((key for key in operators.values() if count[key] == 1), None)
@@ -112,15 +113,15 @@ def _time(work: Work, host_bound: bool) -> int:
 
 
 class _Queues:
-    """Which queue decides, under each uniform plan, and how long its step takes."""
+    """The queue that decides the time of a step, under each uniform plan."""
 
     def __init__(self, graph: OpGraph, predictor: StepPredictor, formats: Mapping[str, PrecisionFormats]) -> None:
         self._formats = formats
-        self._found: dict[str, tuple[int, bool]] = {}
+        self._steps: dict[str, tuple[int, bool]] = {}
         adjustable = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
         available = {name: [p for p in formats if p in predictor.precisions(name)] for name in adjustable}
         if not all(available.values()):
-            return  # the caller says which operator was met in no precision
+            return  # the caller reports the operator that was recorded in no precision
         phases = predictor.costs.phases
         passes = ("forward", "forward|end", "backward")
         after = [work for label, work in phases.items() if label not in passes]
@@ -128,10 +129,10 @@ class _Queues:
             step = predictor.plan({name: finest_at(available[name], precision) for name in adjustable})
             host = step.host_ns + sum(work.host for work in after)
             device = sum(step.device_ns) + sum(work.device for work in after)
-            self._found[precision] = (max(host, device), host > device)
+            self._steps[precision] = (max(host, device), host > device)
 
     def plans_with(self, operator: Operator, precision: str) -> tuple[str, ...]:
-        """Uniform plans under which an operator runs so: precisions."""
+        """Uniform plans (precisions) under which an operator runs in a precision."""
         role = problem_role(operator)
         if role is Role.ADJUSTABLE:
             return (precision,)
@@ -141,8 +142,8 @@ class _Queues:
 
     def host_bound(self, precisions: tuple[str, ...]) -> bool:
         """Whether the fastest of some uniform plans waits for the host."""
-        found = [self._found[p] for p in precisions if p in self._found]
-        return min(found)[1] if found else False
+        steps = [self._steps[p] for p in precisions if p in self._steps]
+        return min(steps)[1] if steps else False
 
 
 def _precisions(
@@ -153,17 +154,15 @@ def _precisions(
         return ("FP32",)
     if role is Role.DEPENDENT:
         return outputs
-    found = tuple(p for p in formats if p in predictor.precisions(operator.name))
-    if not found:
+    precisions = tuple(p for p in formats if p in predictor.precisions(operator.name))
+    if not precisions:
         raise ProblemError(f"operator {operator.name!r} was recorded in none of {', '.join(formats)}")
-    return found
+    return precisions
 
 
 def _uniform_cost(predictor: StepPredictor, position: int, operator: Operator, precision: str) -> CaseCost:
-    """Cost in the case in which every input arrives in the format that the precision computes in."""
-    arrival = {"TF32": "FP32", "INT8": predictor.costs.half_format, "FP8": predictor.costs.half_format}.get(
-        precision, precision
-    )
+    """Cost in the case in which every input arrives in the format of the precision."""
+    arrival = border_format(precision, predictor.costs.half_format)
     return predictor.cost_at(position, precision if operator.role is Role.ADJUSTABLE else "", arrival)
 
 
@@ -172,7 +171,7 @@ def _measured(
 ) -> MeasuredCost:
     """One entry of a profile.
 
-    What edges and the memory model account for is taken off: the quantization of the inputs of an 8-bit operator
+    Costs that edges and the memory model account for are subtracted: the quantization of an 8-bit operator's inputs
     (``inside``), and the gradients of its own parameters.
     """
     sizes = {parameter.name: parameter.spec.num_bytes for parameter in graph.parameters}
@@ -194,20 +193,19 @@ def _measured(
 
 
 def _casts(costs: StepCosts, formats: Mapping[str, PrecisionFormats], host_bound: bool) -> dict[str, CostFit]:
-    """Fitted casts; what stays in its element type (FP32 to TF32) costs nothing, 8 bits what the quantizer does.
+    """Fitted casts; one within an element type (FP32 to TF32) costs nothing, one to 8 bits the quantizer.
 
-    Where steps wait for the host, a cast takes at least what it takes there.
+    Where steps wait for the host, a cast takes at least its time there.
     """
-    names = tuple(formats)
     nothing = CostFit(base_ns=0, ns_per_mi_elements=0)
-    found: dict[str, CostFit] = {}
-    for source in names:
-        for target in names:
+    casts: dict[str, CostFit] = {}
+    for source in formats:
+        for target in formats:
             if source == target:
                 continue
             a, b = (name if name != "TF32" else "FP32" for name in (source, target))
             fit = nothing if a == b or a in ("INT8", "FP8") else costs.casts.get(f"{a}>{b}", nothing)
             if fit is not nothing and host_bound:
                 fit = replace(fit, base_ns=max(fit.base_ns, costs.cast_host_ns))
-            found[f"{source}>{target}"] = fit
-    return found
+            casts[f"{source}>{target}"] = fit
+    return casts

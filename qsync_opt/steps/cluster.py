@@ -1,10 +1,10 @@
-"""How long does a step of a whole cluster take, when its workers wait for one another in every all-reduce?
+"""Simulation of steps of a whole cluster, whose workers wait for one another in every all-reduce.
 
 Each worker has a host, a compute and a communication queue. A gradient bucket is reduced as soon as every worker has
-it ready and launched, and the bucket before it is done. The optimizer waits for the last one. Steps follow one another
-without a pause: the host of a worker may run ahead of its device, so the time of a step is that of the slowest cycle
-and not of one step from a standstill; a few steps are played through. `StepPredictor.steady_ns` has the limit in
-closed form.
+completed it and launched its all-reduce, and the bucket before it is reduced. The optimizer waits for the last one.
+Steps follow one another without a pause: the host of a worker may run ahead of its device, so that the time of a step
+is that of the slowest cycle and not of one step from a standstill; a few steps are simulated. `StepPredictor.steady_ns`
+has the limit in closed form.
 
 Source: QSync's and dPRO's replayers (IPDPS 2024, MLSys 2022), with a queue for the host and steady state; ours.
 """
@@ -18,7 +18,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_integer, check_number
 from qsync_opt.model import OpGraph
 from qsync_opt.steps.predictor import PlannedStep, StepPredictor
-from qsync_opt.steps.queues import NOTHING, Work, compose
+from qsync_opt.steps.queues import NOTHING, Work
 from qsync_opt.training import GradientBucket, Timeline, TimelineEvent
 
 Lane = tuple[str, str, int, int]
@@ -27,9 +27,14 @@ Lane = tuple[str, str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStep:
-    """One worker's step: work up to each bucket and up to the end of backward, then what follows the last bucket.
+    """Work of one worker's step, in order.
 
-    ``lead`` comes before all of it: earlier micro-batches, and copies from the host's memory.
+    Attributes:
+        name: Of the worker.
+        segments: Up to each bucket, and up to the end of the backward pass.
+        finish: After the last bucket, outside of the optimizer.
+        optimizer: With clipping and clearing of gradients.
+        lead: Before the first segment: earlier micro-batches, and copies from the host's memory.
     """
 
     name: str
@@ -40,20 +45,19 @@ class WorkerStep:
 
 
 def worker_step(name: str, predictor: StepPredictor, step: PlannedStep) -> WorkerStep:
-    """A worker's step under a plan that its predictor has worked out."""
-    phases = predictor.costs.phases
+    """A worker's step under a plan that its predictor has predicted."""
     return WorkerStep(
         name=name,
         segments=tuple(predictor.segments_of(step)),
-        finish=phases["backward|end"],
-        optimizer=compose([phases.get("clip", NOTHING), phases["optimizer"], phases["zero_grad"]]),
+        finish=predictor.cycle.finish,
+        optimizer=predictor.cycle.optimizer,
         lead=predictor.lead_of(step),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStep:
-    """Predicted step of a cluster: its time in steady state, and when what happened in the last step played."""
+    """Predicted step of a cluster: time in steady state and of the first step, and the last one's lanes by worker."""
 
     iteration_ns: int
     latency_ns: int
@@ -61,7 +65,7 @@ class ClusterStep:
 
 
 def bucket_borders(graph: OpGraph, buckets: Sequence[GradientBucket]) -> tuple[int, ...]:
-    """Positions of the operators that complete buckets, as `StepPredictor` wants them: without repetition."""
+    """Positions of the operators that complete buckets, without repetition: the ``borders`` of `StepPredictor`."""
     return tuple(dict.fromkeys(graph.index(bucket.operator) for bucket in buckets))
 
 
@@ -72,7 +76,7 @@ def bucket_segments(graph: OpGraph, buckets: Sequence[GradientBucket]) -> tuple[
 
 
 def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """For each bucket its segment, and the time of its all-reduce and all later ones: `StepPredictor.steady_ns`."""
+    """For each bucket its segment, and the time of its all-reduce and all later ones, for `StepPredictor.steady_ns`."""
     _check_buckets(allreduce_ns, after_segment)
     tails, behind = [], 0
     for duration, segment in zip(reversed(allreduce_ns), reversed(after_segment), strict=True):
@@ -82,7 +86,7 @@ def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> 
 
 
 def _check_buckets(allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int | None = None) -> None:
-    """Refuse buckets whose times and segments do not go together."""
+    """Refuse buckets whose times and segments do not match."""
     known = all(segment >= 0 and (segments is None or segment < segments) for segment in after_segment)
     if len(allreduce_ns) != len(after_segment) or not known:
         there = "" if segments is None else f", and there are {segments} segments"
@@ -97,28 +101,28 @@ def _check_buckets(allreduce_ns: Sequence[int], after_segment: Sequence[int], se
 def slowed_segments(
     allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int, share: float
 ) -> tuple[int, ...]:
-    """By how much each segment's time on the device grows by the all-reduces that run beside it, in nanoseconds.
+    """Nanoseconds by which each segment takes longer on the device because of all-reduces that run beside it.
 
-    A bucket's all-reduce runs beside the segment after the one that completes it. Behind the last bucket nothing is
-    left to compute.
+    A bucket's all-reduce runs beside the segment after the one that completes it. After the last bucket nothing is left
+    to compute.
 
     Args:
         allreduce_ns: Time of each bucket's all-reduce, in order.
         after_segment: Segment after which each bucket is ready.
         segments: How many there are (`StepPredictor.segments`).
-        share: Of an all-reduce's time, by which computation beside it takes longer on this worker
+        share: Of an all-reduce's time, by which concurrent computation takes longer on this worker
             (`qsync_opt.runtimes.torch.ddp.collectives.measure_slowdown`).
 
     Source: ours.
     """
     _check_buckets(allreduce_ns, after_segment, segments)
     check_number(share, "share of an all-reduce's time")
-    longer = [0] * segments
+    slowed = [0] * segments
     last = max(after_segment, default=0)
     for duration, segment in zip(allreduce_ns, after_segment, strict=True):
         if segment < last:
-            longer[segment + 1] += round(share * duration)
-    return tuple(longer)
+            slowed[segment + 1] += round(share * duration)
+    return tuple(slowed)
 
 
 def cluster_step(
@@ -128,17 +132,17 @@ def cluster_step(
     *,
     steps: int = 4,
 ) -> ClusterStep:
-    """Play some steps of a cluster; the time of the last one is nearly steady.
+    """Simulate some steps of a cluster; the time of the last one is nearly steady.
 
     Args:
         workers: One of each kind; equal workers need not be repeated.
         allreduce_ns: Time of each bucket's all-reduce, in order.
         after_segment: Segment after which each bucket is ready on every worker.
-        steps: How many to play.
+        steps: How many to simulate.
 
     Raises:
-        ProblemError: Workers of unlike segments or equal names, a bucket after a segment that is not there, an
-            all-reduce without a time, or no step.
+        ProblemError: Workers with different numbers of segments or equal names, a bucket after a segment that does not
+            exist, an all-reduce without a time, or no step.
     """
     check_integer(steps, "steps to play", minimum=1)
     names = [worker.name for worker in workers]
@@ -152,34 +156,31 @@ def cluster_step(
     network = 0
     ends = [0]
     lanes: dict[str, list[Lane]] = {}
+
+    def run(w: int, what: str, work: Work) -> None:
+        lanes[workers[w].name] += [(stream, what, start, end) for stream, start, end in work.lanes(*free[w])]
+        free[w] = work.run(*free[w])
+
     for _ in range(steps):
         begin = max(device for _, device in free)
-        lanes = {worker.name: [] for worker in workers}
-        ready: list[list[tuple[int, int]]] = []
+        lanes.update({name: [] for name in names})
+        ready: list[list[int]] = [[] for _ in workers]
         for w, worker in enumerate(workers):
-            now = worker.lead.run(*free[w])
             if worker.lead != NOTHING:
-                lanes[worker.name] += _lanes("before the last micro-batch", free[w], now, worker.lead)
-            ready.append([])
+                run(w, "before the last micro-batch", worker.lead)
             for k, segment in enumerate(worker.segments):
-                after = segment.run(*now)
-                lanes[worker.name] += _lanes(f"segment {k}", now, after, segment)
-                now = after
-                ready[-1].append(now)
-            free[w] = now
+                run(w, f"segment {k}", segment)
+                ready[w].append(max(free[w]))
         for bucket, (duration, segment_index) in enumerate(zip(allreduce_ns, after_segment, strict=True)):
-            start = max(network, *(max(times[segment_index]) for times in ready))
+            start = max(network, *(times[segment_index] for times in ready))
             network = start + duration
-            for worker in workers:
-                lanes[worker.name].append(("communication", f"all-reduce {bucket}", start, network))
+            for name in names:
+                lanes[name].append(("communication", f"all-reduce {bucket}", start, network))
         for w, worker in enumerate(workers):
             host, device = free[w]
-            now = (host, max(device, network) if allreduce_ns else device)
-            for what, work in (("finish", worker.finish), ("optimizer", worker.optimizer)):
-                after = work.run(*now)
-                lanes[worker.name] += _lanes(what, now, after, work)
-                now = after
-            free[w] = now
+            free[w] = (host, max(device, network) if allreduce_ns else device)
+            run(w, "finish", worker.finish)
+            run(w, "optimizer", worker.optimizer)
         ends.append(max(max(pair) for pair in free))
     shifted = {
         name: tuple((stream, what, start - begin, end - begin) for stream, what, start, end in events)
@@ -189,10 +190,9 @@ def cluster_step(
 
 
 def cluster_timeline(step: ClusterStep, name: str = "cluster") -> Timeline:
-    """The last step played, as a timeline that `qsync_opt.write_trace` writes: a lane per worker and stream.
+    """The last simulated step, as a timeline for `qsync_opt.write_trace`: a lane per worker and stream.
 
-    The host of a worker may have begun before the others were done with the step before, so the time at which the first
-    of them begins is zero.
+    Time is zero when the first host begins, which may be before the step before has ended on other workers.
 
     Args:
         step: With lanes.
@@ -207,10 +207,3 @@ def cluster_timeline(step: ClusterStep, name: str = "cluster") -> Timeline:
         for stream, what, start, end in lane
     ]
     return Timeline(name=name, iteration_ns=max((e.end_ns for e in events), default=0), events=tuple(events))
-
-
-def _lanes(what: str, before: tuple[int, int], after: tuple[int, int], work: Work) -> list[Lane]:
-    lanes = [("host", what, before[0], after[0])]
-    if work.device:
-        lanes.append(("compute", what, max(before[1], after[1] - work.device), after[1]))
-    return lanes

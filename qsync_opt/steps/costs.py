@@ -1,102 +1,37 @@
-"""What was observed of a model's training steps on one device: what each operator costs as it really runs.
+"""Costs of a model's operators on one device, observed in whole training steps, and the file that holds them.
 
 An operator costs the same wherever its kind, shapes, precision and the formats of its inputs are the same: these four
-make its *case*. Whole steps of the model are recorded under a few plans, and everything is charged to operators; a plan
-that was never run is then predicted from the cases that it consists of. So casts, fused neighbours and the types in
-which dependent operators run are priced as the runtime carries them out, and caches are as warm as they are in a step.
+are its *case*. Whole steps of the model are recorded under a few plans and charged to operators; any other plan is
+predicted from its cases. Casts, fused neighbours and the formats of dependent operators are therefore priced as the
+runtime executes them, with caches as warm as in a step.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple, Self
 
 from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Fields, decode, encode, read_json, write_json
+from qsync_opt.io import Fields, Json, decode, encode, read_json, write_json
 from qsync_opt.model import OpGraph
 from qsync_opt.numerics import FORMATS
-from qsync_opt.steps.courses import Course
+from qsync_opt.steps.memory_timeline import MemoryTimeline
 from qsync_opt.steps.queues import NEVER, NOTHING, Work
 
-NEEDED = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
-"""What every step does outside of operators."""
-
-
-def check_step_costs(costs: StepCosts, where: str = "step costs") -> None:
-    """Refuse costs that no prediction could be made of.
-
-    Args:
-        costs: What to look at.
-        where: Names them in errors.
-
-    Raises:
-        ProblemError: A phase is missing, a time or share is none, a format unknown, or an operator keeps an input that
-            it does not have.
-    """
-    for what, found in (("phases", costs.phases), ("phase_peaks", costs.phase_peaks)):
-        missing = [label for label in NEEDED if label not in found]
-        if missing:
-            raise ProblemError(
-                f"{where}: {what} lacks {missing[0]!r}; needed are {', '.join(NEEDED)}: record them again"
-            )
-    for label, work in costs.phases.items():
-        _check_work(work, f"{where}: phase {label!r}")
-    if not 0.0 <= costs.resting_share <= 1.0:
-        raise ProblemError(f"{where}: resting_share is {costs.resting_share}, but a share from 0 to 1 is needed")
-    _check_format(costs.half_format, f"{where}: half_format")
-    for case, cost in costs.cases.items():
-        what = f"{where}: case {case.key()!r}"
-        _check_work(cost.forward, f"{what}: forward")
-        _check_work(cost.backward, f"{what}: backward")
-        if cost.output:
-            _check_format(cost.output, f"{what}: output")
-        if cost.saves_inputs and not 0 <= min(cost.saves_inputs) <= max(cost.saves_inputs) < len(case.inputs):
-            raise ProblemError(
-                f"{what}: saves_inputs is {list(cost.saves_inputs)}, but it has {len(case.inputs)} inputs, counted "
-                "from 0"
-            )
-
-
-def check_places(costs: StepCosts, inputs: Mapping[str, int], moments: int) -> None:
-    """Refuse a case with more or fewer inputs than its operator has, and memory of a moment that a step has not.
-
-    Args:
-        costs: Of a model.
-        inputs: By signature, how many inputs operators have in it.
-        moments: Of a step of the model (`qsync_opt.steps.courses.moments`).
-    """
-    for moment, _ in costs.outside:
-        if not 0 <= moment < moments:
-            raise ProblemError(f"memory comes or goes at moment {moment}, but a step has {moments}; record it again")
-    for case in costs.cases:
-        if len(case.inputs) != inputs.get(case.signature, len(case.inputs)):
-            raise ProblemError(
-                f"case {case.key()!r} has formats of {len(case.inputs)} inputs, but the operator has "
-                f"{inputs[case.signature]}; record the steps again"
-            )
-
-
-def _check_work(work: Work, what: str) -> None:
-    right = all(type(x) is int for x in work) and work.host >= 0 and work.device >= 0
-    if not (right and (work.lag >= 0 or work.lag == NEVER)):
-        raise ProblemError(
-            f"{what} is {tuple(work)}, but host, device and lag in integer nanoseconds from 0 are needed"
-        )
-
-
-def _check_format(name: str, what: str) -> None:
-    if name not in FORMATS:
-        raise ProblemError(f"{what} is {name!r}, but allowed are {', '.join(FORMATS)}")
-
-
 STEP_COSTS_FORMAT = "qsync-step-costs/1"
+PHASE_LABELS = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
+"""Labels of the phases of every step."""
+SIZES = ("result_bytes", "forward_net_bytes", "backward_net_bytes", "forward_peak_bytes", "backward_peak_bytes")
+"""Fields of a `CaseCost` that are memory."""
+_MIN_NET_BYTES = -(1 << 62)
+"""Net sizes are below zero where a pass frees more than it leaves behind."""
 
 
 class Case(NamedTuple):
-    """What decides what an operator costs.
+    """The properties that decide the cost of an operator.
 
     Attributes:
         signature: Kind, shapes and arguments, as in the graph.
@@ -114,10 +49,10 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, key: str, where: str = "case") -> Case:
-        """From the text.
+        """The inverse of `key`.
 
         Raises:
-            ProblemError: It is none; ``where`` names what it stands in.
+            ProblemError: The text is no case; ``where`` names its place.
         """
         if key.count("|") < 2:
             raise ProblemError(f"{where}: {key!r} is no case; 'signature|precision|formats of inputs' is needed")
@@ -126,121 +61,137 @@ class Case(NamedTuple):
         return cls(signature, precision, ("",) if inputs == "-" else formats)
 
 
-class RecordedCourses(NamedTuple):
-    """Memory of the operators of a compiled step under one recorded plan: per operator, in order, case and course."""
-
-    cases: tuple[Case, ...]
-    courses: tuple[Course, ...]
-
-
-SIZES = ("result_bytes", "forward_net_bytes", "backward_net_bytes", "forward_peak_bytes", "backward_peak_bytes")
-"""Fields of a `CaseCost` that are memory."""
-LEAST_NET_BYTES = -(1 << 62)
-"""A pass may free more than it leaves behind: net sizes are below zero then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaseCost:
-    """Mean cost of a case over the ``samples`` of it.
-
-    Times are on the host and the device (`Work`), memory in bytes as the device's allocator counts it. ``output`` is
-    the format that it delivers, "" for none. ``saves_inputs`` (positions) and ``saves_output`` tell what stays until
-    the backward pass as it is. The ``net`` pair is what the passes leave behind, results that die meanwhile not
-    subtracted; the ``peak`` pair the most that exists beyond what did before; ``backward_late_bytes`` what the next
-    operator's backward pass leaves behind (below zero: gives back) because of this one. ``kernel_ns`` is the running
-    time of its forward and backward kernels alone. ``scaled_from`` names the precision that a cost was scaled from
-    (`qsync_opt.steps.fitting`), "" where it was observed. ``course`` says how the memory of an operator of a
-    compiled step comes and goes.
-    """
-
-    output: str
-    samples: int
-    forward: Work = NOTHING
-    backward: Work = NOTHING
-    saves_inputs: tuple[int, ...] = ()
-    saves_output: bool = False
-    result_bytes: int = 0
-    forward_net_bytes: int = 0
-    backward_net_bytes: int = 0
-    forward_peak_bytes: int = 0
-    backward_peak_bytes: int = 0
-    backward_late_bytes: int = 0
-    kernel_ns: int = 0
-    scaled_from: str = ""
-    course: Course = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        for seldom in ("scaled_from", "backward_late_bytes"):
-            if not data[seldom]:
-                del data[seldom]
-        del data["course"]
-        if self.course:
-            data["course"] = [list(entry) for entry in self.course]
-        return data | {
-            "forward": work_json(self.forward),
-            "backward": work_json(self.backward),
-            "saves_inputs": list(self.saves_inputs),
-        }
-
-    @classmethod
-    def from_json(cls, data: Any, where: str) -> Self:
-        """Read it from its JSON object.
-
-        Raises:
-            ProblemError: Something is missing, unknown or not what it should be.
-        """
-        reader = Fields(data, where)
-        if "saves_output" not in reader:
-            reader.fail("the key 'saves_output' is missing; add it")
-        cost = cls(
-            output=_text(reader.take("output"), f"{where}: output"),
-            samples=reader.integer("samples"),
-            forward=read_work(reader.take("forward"), f"{where}: forward"),
-            backward=read_work(reader.take("backward"), f"{where}: backward"),
-            saves_inputs=reader.integers("saves_inputs"),
-            saves_output=reader.flag("saves_output"),
-            result_bytes=reader.integer("result_bytes"),
-            forward_net_bytes=reader.integer("forward_net_bytes", minimum=LEAST_NET_BYTES),
-            backward_net_bytes=reader.integer("backward_net_bytes", minimum=LEAST_NET_BYTES),
-            forward_peak_bytes=reader.integer("forward_peak_bytes"),
-            backward_peak_bytes=reader.integer("backward_peak_bytes"),
-            backward_late_bytes=reader.integer("backward_late_bytes", minimum=LEAST_NET_BYTES)
-            if "backward_late_bytes" in reader
-            else 0,
-            kernel_ns=reader.integer("kernel_ns"),
-            scaled_from=reader.text("scaled_from") if "scaled_from" in reader else "",
-            course=_rows(reader.take("course"), 3, f"{where}: course") if "course" in reader else (),
-        )
-        reader.finish()
-        return cost
-
-
-def work_json(work: Work) -> list[int | None]:
-    """A piece of work as JSON; a lag of work that launches nothing is null."""
-    return [work.host, work.device, None if work.lag < 0 else work.lag]
-
-
-def read_work(data: Any, where: str) -> Work:
-    """A piece of work from JSON.
-
-    Raises:
-        ProblemError: It is none.
-    """
-    right = isinstance(data, list) and len(data) == 3 and all(type(x) is int and x >= 0 for x in data[:2])
-    if not right or not (data[2] is None or (type(data[2]) is int and data[2] >= 0)):
+def _read_work(data: Any, where: str) -> Work:
+    is_valid = isinstance(data, list) and len(data) == 3 and all(type(x) is int and x >= 0 for x in data[:2])
+    if not is_valid or not (data[2] is None or (type(data[2]) is int and data[2] >= 0)):
         raise ProblemError(f"{where} is {data!r}, but [host, device, lag or null] in integer nanoseconds is needed")
     return Work(data[0], data[1], NEVER if data[2] is None else data[2])
 
 
+def _write_work(work: Work) -> list[int | None]:
+    """Work as JSON; the lag of work that launches nothing is null."""
+    return [work.host, work.device, None if work.lag < 0 else work.lag]
+
+
+def _read_rows(length: int) -> Callable[[Any, str], Any]:
+    """Reader of a list of rows of ``length`` integers."""
+
+    def read(data: Any, where: str) -> Any:
+        if not isinstance(data, list) or not all(
+            isinstance(row, list) and len(row) == length and all(type(x) is int for x in row) for row in data
+        ):
+            raise ProblemError(f"{where} is {str(data)[:80]}, but a list of rows of {length} integers is needed")
+        return tuple(tuple(row) for row in data)
+
+    return read
+
+
+def _write_rows(rows: Any) -> list[list[int]]:
+    return [list(row) for row in rows]
+
+
+_JsonWork = Annotated[Work, Json(read=_read_work, write=_write_work)]
+_read_timeline = _read_rows(3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseCost:
+    """Mean cost of a case.
+
+    Attributes:
+        output: Format of the result, "" for none.
+        samples: How many were observed.
+        forward: Time of the forward pass.
+        backward: Time of the backward pass.
+        saves_inputs: Positions of inputs that are kept as they are until the backward pass.
+        saves_output: Whether the result is.
+        result_bytes: Storage of the result; bytes are as the device's allocator counts them.
+        forward_net_bytes: Growth of memory over the pass, results that are freed meanwhile not subtracted.
+        backward_net_bytes: The same of the backward pass.
+        forward_peak_bytes: Most memory beyond that at the beginning of the pass.
+        backward_peak_bytes: The same of the backward pass.
+        backward_late_bytes: Growth over the *next* operator's backward pass because of this one.
+        kernel_ns: Running time of the forward and backward kernels alone.
+        scaled_from: Precision that the cost was scaled from (`qsync_opt.steps.fitting`); "" if it was observed.
+        timeline: Of a compiled step: when the operator's memory is allocated and freed.
+    """
+
+    output: Annotated[str, Json(empty=True)]
+    samples: int
+    forward: _JsonWork = NOTHING
+    backward: _JsonWork = NOTHING
+    saves_inputs: tuple[int, ...] = ()
+    saves_output: bool = False
+    result_bytes: int = 0
+    forward_net_bytes: Annotated[int, Json(minimum=_MIN_NET_BYTES)] = 0
+    backward_net_bytes: Annotated[int, Json(minimum=_MIN_NET_BYTES)] = 0
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+    backward_late_bytes: Annotated[int, Json(minimum=_MIN_NET_BYTES, omitted=True)] = 0
+    kernel_ns: int = 0
+    scaled_from: Annotated[str, Json(omitted=True)] = ""
+    timeline: Annotated[MemoryTimeline, Json(key="course", omitted=True, read=_read_timeline, write=_write_rows)] = ()
+
+
+class RecordedTimelines(NamedTuple):
+    """Memory of a compiled step under one recorded plan: case and timeline of each operator, in order."""
+
+    cases: tuple[Case, ...]
+    timelines: tuple[MemoryTimeline, ...]
+
+
+def _field(data: Any, where: str) -> tuple[Fields, str]:
+    """One value as the field of an object, for checks of its kind; ``where`` ends with the key."""
+    parent, _, key = where.rpartition(": ")
+    return Fields({key: data}, parent), key
+
+
+def _read_recorded(data: Any, where: str) -> tuple[RecordedTimelines, ...]:
+    fields, key = _field(data, where)
+    plans = []
+    for i, plan in enumerate(fields.sequence(key)):
+        at = f"{where}[{i}]"
+        if not isinstance(plan, list) or not all(
+            isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) for row in plan
+        ):
+            raise ProblemError(f"{at} is {str(plan)[:80]}, but a list of [case, course] is needed")
+        cases = tuple(Case.parse(key, at) for key, _ in plan)
+        plans.append(RecordedTimelines(cases, tuple(_read_timeline(rows, at) for _, rows in plan)))
+    return tuple(plans)
+
+
+def _write_recorded(plans: tuple[RecordedTimelines, ...]) -> list[Any]:
+    return [
+        [[case.key(), _write_rows(timeline)] for case, timeline in zip(plan.cases, plan.timelines, strict=True)]
+        for plan in plans
+    ]
+
+
+def _read_cases(data: Any, where: str) -> dict[Case, CaseCost]:
+    fields, name = _field(data, where)
+    items = fields.mapping(name).items()
+    return {Case.parse(key, where): decode(CaseCost, item, f"{where} {key!r}") for key, item in items}
+
+
+def _write_cases(cases: Mapping[Case, CaseCost]) -> dict[str, Any]:
+    return {case.key(): encode(cost) for case, cost in cases.items()}
+
+
+def _read_texts(data: Any, where: str) -> dict[str, str]:
+    fields, key = _field(data, where)
+    for name, value in fields.mapping(key).items():
+        if not isinstance(value, str):
+            raise ProblemError(f"{where} {name!r} is {value!r}, but it must be a text")
+    return dict(data)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCheck:
-    """One recorded plan: measured, and predicted from the cases that it contributed to (the residual of the fit)."""
+    """Residual of the fit: a recorded plan as measured, and as predicted from the cases that it contributed to."""
 
     plan: str
     predicted_ns: int
-    measured_ns: int
+    measured_ns: Annotated[int, Json(minimum=1)]  # errors are relative to it
     predicted_bytes: int
     measured_bytes: int
 
@@ -263,47 +214,49 @@ class StepCosts:
         device: Where it was recorded.
         model: Name of the graph.
         fingerprint: Of the graph.
-        half_format: 16-bit format that 8-bit operators deliver.
+        half_format: 16-bit format of the results of 8-bit operators.
         cases: Costs by case.
-        phases: What a phase does outside of all operators, by label: "forward", "forward|end", "backward",
-            "backward|end", "optimizer", "zero_grad".
-        phase_peaks: Bytes beyond what existed at their beginning, by the same labels.
+        phases: Work outside of all operators, by label: "forward", "forward|end", "backward", "backward|end",
+            "optimizer", "zero_grad"; some steps have "copies" and "clip".
+        phase_peaks: Bytes beyond those in use when a phase begins, by the same labels.
         roots: Operator to the one whose storage its result lives in, where that is another.
-        held: Operator to the operator after which the program lets go of its result; "" means after the step.
+        held: Operator to the operator after which the program releases its result; "" means after the step.
         resident_bytes: In use between steps: parameters, state of the optimizer, buckets, workspaces.
-        casts: Device time of casts by "A>B", fitted; for cases that were never met.
+        casts: Device time of casts by "A>B", fitted; for cases that were not observed.
         cast_host_ns: Time on the host of one cast.
-        checks: Residuals.
-        resting_share: Time on the host under a plan of FP32 alone, which stands aside, as a share of what it would be
-            if that plan were carried out like others.
+        resting_share: Time on the host under a plan of FP32 alone, for which the runtime stands aside, as a share of
+            the time if that plan were executed like others.
         waits: Whether the host waits for the device in every step, so that each begins on an idle device.
-        graphs: Compiled graphs per pass, 0 if the model is not compiled. What their kernels cost is divided among the
-            operators in them (`qsync_opt.steps.compiled.trace`). Gradients are ready when their graph ends: if there is
-            one only, after the whole backward pass. The net sizes of a case are then what it has in use when the passes
-            need most, and ``phase_peaks`` what the phases have; that of the optimizer is all that its phase needs.
-        outside: Memory of compiled steps that belongs to no operator: moments (`qsync_opt.steps.courses`) and the
-            bytes that come or, below zero, go then.
-        courses: Memory of compiled steps under every recorded plan; the course of a case is the mean of it over them.
+        graphs: Compiled graphs per pass, 0 if the model is not compiled. The cost of their kernels is divided among
+            their operators (`qsync_opt.steps.compiled.trace`). Gradients are ready when their graph ends: if there is
+            only one, after the whole backward pass. The net sizes of a case are then its memory in use at the peak of
+            the passes, and ``phase_peaks`` that of the phases; the optimizer's includes all that its phase needs.
+        outside: Memory of compiled steps that belongs to no operator: pairs of a moment
+            (`qsync_opt.steps.memory_timeline`) and the bytes that memory grows by then.
+        timelines: Memory of compiled steps under every recorded plan; the timeline of a case is the mean over them.
+        checks: Residuals.
     """
 
     device: DeviceIdentity
     model: str
     fingerprint: str
     half_format: str
-    cases: Mapping[Case, CaseCost]
-    phases: Mapping[str, Work]
+    cases: Annotated[Mapping[Case, CaseCost], Json(read=_read_cases, write=_write_cases)]
+    phases: Mapping[str, _JsonWork]
     phase_peaks: Mapping[str, int]
-    roots: Mapping[str, str]
-    held: Mapping[str, str]
+    roots: Annotated[Mapping[str, str], Json(read=_read_texts, write=dict)]
+    held: Annotated[Mapping[str, str], Json(read=_read_texts, write=dict)]
     resident_bytes: int
     casts: Mapping[str, CostFit] = field(default_factory=dict)
     cast_host_ns: int = 0
+    resting_share: Annotated[float, Json(optional=True)] = 1.0
+    waits: Annotated[bool, Json(optional=True)] = False
+    graphs: Annotated[int, Json(optional=True)] = 0
+    outside: Annotated[tuple[tuple[int, int], ...], Json(optional=True, read=_read_rows(2), write=_write_rows)] = ()
+    timelines: Annotated[
+        tuple[RecordedTimelines, ...], Json(key="courses", optional=True, read=_read_recorded, write=_write_recorded)
+    ] = ()
     checks: tuple[StepCheck, ...] = ()
-    resting_share: float = 1.0
-    waits: bool = False
-    graphs: int = 0
-    outside: tuple[tuple[int, int], ...] = ()
-    courses: tuple[RecordedCourses, ...] = ()
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse another model.
@@ -319,76 +272,16 @@ class StepCosts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
-        return {
-            "format": STEP_COSTS_FORMAT,
-            "device": encode(self.device),
-            "model": self.model,
-            "fingerprint": self.fingerprint,
-            "half_format": self.half_format,
-            "cases": {case.key(): cost.to_json() for case, cost in self.cases.items()},
-            "phases": {name: work_json(work) for name, work in self.phases.items()},
-            "phase_peaks": dict(self.phase_peaks),
-            "roots": dict(self.roots),
-            "held": dict(self.held),
-            "resident_bytes": self.resident_bytes,
-            "casts": {pair: {f.name: getattr(fit, f.name) for f in fields(fit)} for pair, fit in self.casts.items()},
-            "cast_host_ns": self.cast_host_ns,
-            "resting_share": self.resting_share,
-            "waits": self.waits,
-            "graphs": self.graphs,
-            "outside": [list(entry) for entry in self.outside],
-            "courses": [
-                [[case.key(), [list(entry) for entry in course]] for case, course in zip(*plan, strict=True)]
-                for plan in self.courses
-            ],
-            "checks": [{f.name: getattr(check, f.name) for f in fields(check)} for check in self.checks],
-        }
+        return encode(self, version=STEP_COSTS_FORMAT)
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Self:
         """Read the object; ``where`` names it in errors.
 
         Raises:
-            ProblemError: Something is missing, unknown or not what it should be.
+            ProblemError: A key is missing, unknown or has an unusable value.
         """
-        reader = Fields(data, where)
-        reader.version(STEP_COSTS_FORMAT)
-        costs = cls(
-            device=decode(DeviceIdentity, reader.take("device"), f"{where}: device"),
-            model=reader.text("model"),
-            fingerprint=reader.text("fingerprint"),
-            half_format=reader.text("half_format"),
-            cases={
-                Case.parse(key, f"{where}: cases"): CaseCost.from_json(item, f"{where}: cases {key!r}")
-                for key, item in reader.mapping("cases").items()
-            },
-            phases={
-                name: read_work(work, f"{where}: phases {name!r}") for name, work in reader.mapping("phases").items()
-            },
-            phase_peaks=_sizes(Fields(reader.mapping("phase_peaks"), f"{where}: phase_peaks")),
-            roots=_texts(reader, "roots"),
-            held=_texts(reader, "held"),
-            resident_bytes=reader.integer("resident_bytes"),
-            casts={
-                pair: decode(CostFit, item, f"{where}: casts {pair!r}")
-                for pair, item in reader.mapping("casts").items()
-            },
-            cast_host_ns=reader.integer("cast_host_ns"),
-            resting_share=reader.number("resting_share") if "resting_share" in reader else 1.0,
-            waits=reader.flag("waits"),
-            graphs=reader.integer("graphs") if "graphs" in reader else 0,
-            outside=_rows(reader.take("outside"), 2, f"{where}: outside") if "outside" in reader else (),
-            courses=tuple(
-                _recorded_courses(plan, f"{where}: courses[{i}]")
-                for i, plan in enumerate(reader.sequence("courses") if "courses" in reader else ())
-            ),
-            checks=tuple(
-                StepCheck(**_check(Fields(item, f"{where}: checks[{i}]")))
-                for i, item in enumerate(reader.sequence("checks"))
-            ),
-        )
-        reader.finish()
-        return costs
+        return decode(cls, data, where, version=STEP_COSTS_FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file.
@@ -399,67 +292,6 @@ class StepCosts:
         write_json(path, self.to_json())
 
 
-def on_one_queue(costs: StepCosts) -> StepCosts:
-    """On a cpu the host is the device: nothing is launched ahead, and who waits for the network waits for all."""
-
-    def one(work: Work) -> Work:
-        return Work(0, work.host, work.host)
-
-    return replace(
-        costs,
-        cases={
-            case: replace(cost, forward=one(cost.forward), backward=one(cost.backward))
-            for case, cost in costs.cases.items()
-        },
-        phases={label: one(work) for label, work in costs.phases.items()},
-    )
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise ProblemError(f"{what} is {value!r}, but it must be a text")
-    return value
-
-
-def _rows(data: Any, length: int, where: str) -> Any:
-    """Rows of so many integers each."""
-    right = isinstance(data, list) and all(
-        isinstance(row, list) and len(row) == length and all(type(x) is int for x in row) for row in data
-    )
-    if not right:
-        raise ProblemError(f"{where} is {str(data)[:80]}, but a list of rows of {length} integers is needed")
-    return tuple(tuple(row) for row in data)
-
-
-def _recorded_courses(data: Any, where: str) -> RecordedCourses:
-    right = isinstance(data, list) and all(
-        isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) for row in data
-    )
-    if not right:
-        raise ProblemError(f"{where} is {str(data)[:80]}, but a list of [case, course] is needed")
-    cases = tuple(Case.parse(key, where) for key, _ in data)
-    return RecordedCourses(cases, tuple(_rows(course, 3, where) for _, course in data))
-
-
-def _texts(reader: Fields, key: str) -> dict[str, str]:
-    return {name: _text(value, f"{reader.where}: {key} {name!r}") for name, value in reader.mapping(key).items()}
-
-
-def _sizes(reader: Fields) -> dict[str, int]:
-    return {name: reader.integer(name) for name in reader}
-
-
-def _check(reader: Fields) -> dict[str, Any]:
-    # Errors are relative to the measured time.
-    data = {"plan": reader.text("plan")} | {
-        f.name: reader.integer(f.name, minimum=int(f.name == "measured_ns"))
-        for f in fields(StepCheck)
-        if f.name != "plan"
-    }
-    reader.finish()
-    return data
-
-
 def load_step_costs(path: str | os.PathLike[str]) -> StepCosts:
     """Read a file of step costs.
 
@@ -467,3 +299,75 @@ def load_step_costs(path: str | os.PathLike[str]) -> StepCosts:
         ProblemError: It cannot be read, or is no such file.
     """
     return StepCosts.from_json(read_json(path, (STEP_COSTS_FORMAT,)), str(path))
+
+
+def check_step_costs(costs: StepCosts, inputs: Mapping[str, int], moments: int) -> None:
+    """Refuse costs that no prediction can be based on.
+
+    Args:
+        costs: Of a model.
+        inputs: Number of inputs of an operator, by signature.
+        moments: Of a step of the model (`qsync_opt.steps.memory_timeline.moments`).
+
+    Raises:
+        ProblemError: A phase is missing, a time, share or format invalid, a case has another number of inputs than its
+            operator or saves one that it does not have, or memory changes at a moment that a step does not have.
+    """
+    where = f"step costs of {costs.device.name!r}"
+    for name, by_phase in (("phases", costs.phases), ("phase_peaks", costs.phase_peaks)):
+        missing = [label for label in PHASE_LABELS if label not in by_phase]
+        if missing:
+            raise ProblemError(
+                f"{where}: {name} lacks {missing[0]!r}; needed are {', '.join(PHASE_LABELS)}: record them again"
+            )
+    for label, work in costs.phases.items():
+        _check_work(work, f"{where}: phase {label!r}")
+    if not 0.0 <= costs.resting_share <= 1.0:
+        raise ProblemError(f"{where}: resting_share is {costs.resting_share}, but a share from 0 to 1 is needed")
+    _check_format(costs.half_format, f"{where}: half_format")
+    for case, cost in costs.cases.items():
+        what = f"{where}: case {case.key()!r}"
+        _check_work(cost.forward, f"{what}: forward")
+        _check_work(cost.backward, f"{what}: backward")
+        if cost.output:
+            _check_format(cost.output, f"{what}: output")
+        if cost.saves_inputs and not 0 <= min(cost.saves_inputs) <= max(cost.saves_inputs) < len(case.inputs):
+            raise ProblemError(
+                f"{what}: saves_inputs is {list(cost.saves_inputs)}, but it has {len(case.inputs)} inputs, counted "
+                "from 0"
+            )
+    for moment, _ in costs.outside:
+        if not 0 <= moment < moments:
+            raise ProblemError(f"memory comes or goes at moment {moment}, but a step has {moments}; record it again")
+    for case in costs.cases:
+        if len(case.inputs) != inputs.get(case.signature, len(case.inputs)):
+            raise ProblemError(
+                f"case {case.key()!r} has formats of {len(case.inputs)} inputs, but the operator has "
+                f"{inputs[case.signature]}; record the steps again"
+            )
+
+
+def _check_work(work: Work, what: str) -> None:
+    is_valid = all(type(x) is int for x in work) and work.host >= 0 and work.device >= 0
+    if not (is_valid and (work.lag >= 0 or work.lag == NEVER)):
+        raise ProblemError(
+            f"{what} is {tuple(work)}, but host, device and lag in integer nanoseconds from 0 are needed"
+        )
+
+
+def _check_format(name: str, what: str) -> None:
+    if name not in FORMATS:
+        raise ProblemError(f"{what} is {name!r}, but allowed are {', '.join(FORMATS)}")
+
+
+def on_one_queue(costs: StepCosts) -> StepCosts:
+    """The costs on a cpu, where the host is the device: nothing is launched ahead of its execution."""
+
+    def one(work: Work) -> Work:
+        return Work(0, work.host, work.host)
+
+    return replace(
+        costs,
+        cases={c: replace(v, forward=one(v.forward), backward=one(v.backward)) for c, v in costs.cases.items()},
+        phases={label: one(work) for label, work in costs.phases.items()},
+    )

@@ -1,4 +1,4 @@
-"""Which plans should be recorded so that most others consist of cases that were met? Uniform ones, and a few mixed."""
+"""Plans to record so that most other plans consist of observed cases: uniform ones, and a few mixed ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qsync_opt.steps.cases import StepFlow
 from qsync_opt.steps.costs import Case
 
 MIXED = "mixed"
-"""How the names of plans that are not uniform begin."""
+"""Prefix of the names of plans that are not uniform."""
 CANDIDATES = 24
 """Random plans among which each mixed one is chosen."""
 
@@ -33,9 +33,9 @@ def covering_plans(
     Args:
         graph: The model.
         available: Precisions of every adjustable operator.
-        mixed: How many plans beyond the uniform ones; each is, of some random plans, the one with the most cases that
+        mixed: Number of plans besides the uniform ones; each is, of some random plans, the one with the most cases that
             no plan before it has.
-        half_format: 16-bit format that 8-bit operators deliver.
+        half_format: 16-bit format of the results of 8-bit operators.
         seed: Of the random plans.
 
     Returns:
@@ -59,11 +59,11 @@ def covering_plans(
     def cases(plan: Mapping[str, str]) -> set[Case]:
         return set(flow.cases(plan, lambda _: None)[0])
 
-    met = {case for plan in plans.values() for case in cases(plan)}
+    covered = {case for plan in plans.values() for case in cases(plan)}
     generator = random.Random(seed)
     for k in range(mixed):
-        drawn = [{name: generator.choice(available[name]) for name in names} for _ in range(CANDIDATES)]
-        best = max(drawn, key=lambda plan: len(cases(plan) - met))
+        candidates = [{name: generator.choice(available[name]) for name in names} for _ in range(CANDIDATES)]
+        best = max(candidates, key=lambda plan: len(cases(plan) - covered))
         plans[f"{MIXED} {k}"] = best
-        met |= cases(best)
+        covered |= cases(best)
     return plans

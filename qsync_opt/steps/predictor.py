@@ -1,7 +1,7 @@
-"""How long does a worker's step take under a plan that was never run, and how much memory does it need?
+"""Prediction of a worker's step under any plan: its time and its peak memory.
 
-Times are those of two queues (`qsync_opt.steps.queues`), put together from observed cases (`qsync_opt.steps.costs`). A
-case that was never met is made of the nearest one that was, with casts for the inputs in which they differ.
+Times are those of two queues (`qsync_opt.steps.queues`), composed from observed cases (`qsync_opt.steps.costs`). A case
+that was not observed is derived from the nearest one that was, with casts for the inputs in which they differ.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_integer, near_match
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.steps.cases import CaseComposer, StepFlow
-from qsync_opt.steps.costs import Case, CaseCost, StepCosts, check_places, check_step_costs, on_one_queue
-from qsync_opt.steps.course_lookup import CourseLookup
-from qsync_opt.steps.courses import Course, moments
+from qsync_opt.steps.costs import Case, CaseCost, StepCosts, check_step_costs, on_one_queue
 from qsync_opt.steps.memory import Lifetimes, StepMemory, compiled_step_memory, step_memory
-from qsync_opt.steps.queues import Around, Work, compose
+from qsync_opt.steps.memory_timeline import MemoryTimeline, moments
+from qsync_opt.steps.queues import StepCycle, Work, compose
+from qsync_opt.steps.timeline_lookup import TimelineLookup
 
 _Entry = tuple[CaseCost, str, int, int, int]
-"""Cost of a case, format delivered, time on the host, on the device forward and backward."""
+"""Cost of a case, format of the result, time on the host, on the device forward and backward."""
 
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A plan on one worker, as the predictor holds it: format delivered and cost per operator, in order; sums of them.
+    """A plan on one worker with the format and cost of each operator, in order, and their sums.
 
     ``host_ns`` is the time on the host of forward and backward pass, ``device_ns`` the time on the device of each
     segment.
@@ -45,15 +45,15 @@ class StepPredictor:
     Args:
         graph: The model.
         costs: Recorded on the device.
-        borders: Positions of operators (in forward order) in whose backward pass a gradient bucket is completed, in
-            the order of the backward pass; the work is cut behind each.
-        slowed: Nanoseconds by which each segment takes longer on the device, because all-reduces run beside it
-            (`qsync_opt.steps.cluster.slowed_segments`); empty: by none.
-        micro_batches: Forward and backward passes per step, whose gradients are added up; buckets are reduced in the
+        borders: Positions of operators (in forward order) whose backward pass completes a gradient bucket, in the order
+            of the backward pass; each ends a segment of the work.
+        slowed: Nanoseconds by which each segment takes longer on the device because of all-reduces that run beside it
+            (`qsync_opt.steps.cluster.slowed_segments`); empty: none.
+        micro_batches: Forward and backward passes per step, whose gradients are accumulated; buckets are reduced in the
             last one alone.
 
     Raises:
-        ProblemError: The costs are of another model, or there is no micro-batch.
+        ProblemError: The costs are invalid or of another model, or there is no micro-batch.
     """
 
     def __init__(
@@ -66,24 +66,20 @@ class StepPredictor:
         micro_batches: int = 1,
     ) -> None:
         costs.check_graph(graph)
-        check_step_costs(costs, f"step costs of {costs.device.name!r}")
+        self._flow = flow = StepFlow(graph, costs.half_format)
+        inputs = {flow.signature(i): len(sources) for i, sources in enumerate(flow.inputs)}
+        check_step_costs(costs, inputs, moments(len(graph)))
         check_integer(micro_batches, "micro_batches", minimum=1)
         self.micro_batches = micro_batches
         self.graph = graph
         self.costs = costs = on_one_queue(costs) if costs.device.kind == "cpu" else costs
-        self._flow = StepFlow(graph, costs.half_format)
-        check_places(
-            costs,
-            {self._flow.signature(i): len(found) for i, found in enumerate(self._flow.inputs)},
-            moments(len(graph)),
-        )
         self._lifetimes = Lifetimes(graph, costs.roots, costs.held)
-        self._courses = CourseLookup(costs.courses, self._flow.users)
+        self._timelines = TimelineLookup(costs.timelines, flow.users)
         self._cases: dict[Case, CaseCost] = dict(costs.cases)
-        self._composer = CaseComposer(graph, costs, self._flow)
+        self._composer = CaseComposer(graph, costs, flow)
         self._position = {operator.name: i for i, operator in enumerate(graph)}
         self._set_borders(borders)
-        self._around = Around(costs.phases, micro_batches)
+        self.cycle = StepCycle(costs.phases, micro_batches)
         self._slowed = tuple(slowed) or (0,) * self.segments
         self._slowed_ns = sum(self._slowed)
         if len(self._slowed) != self.segments or not all(n >= 0 for n in self._slowed):
@@ -107,36 +103,8 @@ class StepPredictor:
             name = operator.name if operator.role is Role.ADJUSTABLE else ""
             self._slots.append((name, first, tuple(others), self._tables[position], segment))
 
-    @property
-    def composed(self) -> Mapping[Case, Case]:
-        """Cases that were never met, and of which one that was each is made."""
-        return self._composer.composed
-
-    @property
-    def segments(self) -> int:
-        """Number of pieces that forward and backward pass are cut into: one per border, and the rest."""
-        return len(self._borders) + 1
-
-    def cost(self, position: int, case: Case) -> CaseCost:
-        """Cost of a case; where it was never met, of the nearest one with casts.
-
-        Raises:
-            ProblemError: The operator was never met in this precision.
-        """
-        known = self._cases.get(case)
-        if known is None:
-            known = self._cases[case] = self._composer.compose(position, case)
-        return known
-
-    def _slow_entry(self, position: int, key: tuple[str, ...]) -> _Entry:
-        cost = self.cost(position, Case(self._flow.signature(position), key[0], key[1:]))
-        host = cost.forward.host + cost.backward.host
-        entry = (cost, cost.output, host, cost.forward.device, cost.backward.device)
-        self._tables[position][key] = entry
-        return entry
-
     def plan(self, plan: Mapping[str, str]) -> PlannedStep:
-        """Work a plan out in full.
+        """Predict all operators under a plan.
 
         Args:
             plan: Precision of every adjustable operator.
@@ -164,7 +132,7 @@ class StepPredictor:
                 key = (precision, formats[first])
             else:
                 key = (precision, formats[first], *[formats[source] for source in others])
-            entry = table.get(key) or self._slow_entry(position, key)
+            entry = table.get(key) or self._new_entry(position, key)
             cost, output, host_ns, forward_ns, backward_ns = entry
             costs.append(cost)
             formats.append(output)
@@ -175,7 +143,7 @@ class StepPredictor:
         return PlannedStep(plan=dict(plan), formats=formats, costs=costs, host_ns=host, device_ns=devices)
 
     def change(self, step: PlannedStep, name: str, precision: str) -> None:
-        """Give one operator another precision; what follows from it is worked out again, and nothing else.
+        """Give one operator another precision; only operators that this affects are predicted again.
 
         Raises:
             ProblemError: The operator is no adjustable one of the model, or it was never recorded in this precision, or
@@ -186,10 +154,10 @@ class StepPredictor:
         before = step.plan[name]
         step.plan[name] = precision
         try:
-            self._follow(step, self._position[name])
+            self._update_from(step, self._position[name])
         except ProblemError:
             step.plan[name] = before
-            self._follow(step, self._position[name])
+            self._update_from(step, self._position[name])
             raise
 
     def _refuse(self, name: str) -> NoReturn:
@@ -200,17 +168,17 @@ class StepPredictor:
             "operators of this model"
         )
 
-    def _follow(self, step: PlannedStep, position: int) -> None:
-        """Work out anew what an operator costs, and whatever follows from what it delivers."""
-        waiting = [position]
+    def _update_from(self, step: PlannedStep, position: int) -> None:
+        """Predict an operator again, and every operator that its result affects."""
+        pending = [position]
         formats, costs = step.formats, step.costs
-        while waiting:
-            position = min(waiting)
-            waiting.remove(position)
+        while pending:
+            position = min(pending)
+            pending.remove(position)
             own, _, _, table, segment = self._slots[position]
             inputs = self._flow.inputs[position]
             key = (step.plan[own] if own else "", *[formats[source] for source in inputs])
-            cost, output, host_ns, forward_ns, backward_ns = table.get(key) or self._slow_entry(position, key)
+            cost, output, host_ns, forward_ns, backward_ns = table.get(key) or self._new_entry(position, key)
             before = costs[position]
             if cost is before:
                 continue
@@ -220,72 +188,79 @@ class StepPredictor:
             step.device_ns[segment] += backward_ns - before.backward.device
             if output != formats[position]:
                 formats[position] = output
-                waiting += [user for user in self._flow.users[position] if user not in waiting]
+                pending += [user for user in self._flow.users[position] if user not in pending]
+
+    def _new_entry(self, position: int, key: tuple[str, ...]) -> _Entry:
+        cost = self.cost(position, Case(self._flow.signature(position), key[0], key[1:]))
+        host = cost.forward.host + cost.backward.host
+        entry = (cost, cost.output, host, cost.forward.device, cost.backward.device)
+        self._tables[position][key] = entry
+        return entry
 
     def steady_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
-        """Time that one step of this worker takes at least when steps follow one another without a pause.
+        """Least time of one step of this worker when steps follow one another without a pause.
 
         It is the longest of three cycles: the host's, the device's own, and the one through the network, where a bucket
-        is ready at the end of a segment and the collectives from it on follow. In a cluster the slowest worker's time
-        is everybody's: a cycle that runs through several workers is never longer than the longest of theirs, because
-        what a worker does before and after the network adds up. `qsync_opt.steps.cluster` plays the same step by step.
+        is ready at the end of a segment and its all-reduce and all later ones follow. In a cluster the slowest worker's
+        time is everybody's: a cycle that runs through several workers is never longer than the longest of theirs,
+        because the times before and after the network add up. `qsync_opt.steps.cluster` simulates this step by step. A
+        host that waits for its device in every step cannot run ahead: then it is the time of a single step.
 
         Args:
-            step: A plan worked out.
+            step: A predicted plan.
             tails: For each bucket its segment, and the time of its all-reduce and all later ones.
-
-        A host that waits for its device in every step cannot run ahead: then it is the time of a single step.
 
         Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
         """
         if self.costs.graphs == 1:
             tails = [(self.segments - 1, tail) for _, tail in tails]
-        if self.costs.waits and self.costs.device.kind != "cpu":
-            return self._around.standing_ns(self.lead_of(step), self.segments_of(step), tails)
-        host, device = self._around.steady_ns(step.host_ns, step.device_ns, self._slowed_ns, tails)
-        share = self.resting_share(step.plan)
-        if share < 1.0:
-            # On a cpu the host is the device, and all of it is less when the plan stands aside.
-            host, device = round(share * host), round((share if self.costs.device.kind == "cpu" else 1.0) * device)
+        on_cpu = self.costs.device.kind == "cpu"
+        if self.costs.waits and not on_cpu:
+            return self.cycle.standing_ns(self.lead_of(step), self.segments_of(step), tails)
+        host, device = self.cycle.steady_ns(step.host_ns, step.device_ns, self._slowed_ns, tails)
+        share = self.costs.resting_share
+        if share < 1.0 and all(precision == "FP32" for precision in step.plan.values()):
+            # The runtime stands aside for a plan of FP32 alone. On a cpu the host is the device.
+            host, device = round(share * host), round((share if on_cpu else 1.0) * device)
         return max(host, device)
 
     def captured_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
         """As `steady_ns`, when forward and backward pass are replayed as CUDA graphs (`qsync_opt.graphed`).
 
-        The host launches them at once, so it counts with the optimizer alone; gradients are handed over after the whole
-        backward pass, so no all-reduce overlaps it.
+        The host launches them at once, so that it counts only outside of the passes; gradients are delivered after the
+        whole backward pass, so that no all-reduce overlaps it.
         """
-        return self._around.captured_ns(sum(step.device_ns) - self._slowed_ns, tails)
+        return self.cycle.captured_ns(sum(step.device_ns) - self._slowed_ns, tails)
 
-    def resting_share(self, plan: Mapping[str, str]) -> float:
-        """Share of the host's time that a plan takes: less than 1 for one of FP32 alone, which stands aside."""
-        if self.costs.resting_share >= 1.0 or any(precision != "FP32" for precision in plan.values()):
-            return 1.0
-        return self.costs.resting_share
+    @property
+    def segments(self) -> int:
+        """Number of segments of forward and backward pass: one per border, and the rest."""
+        return len(self._borders) + 1
 
     def segments_of(self, step: PlannedStep) -> list[Work]:
-        """Work of each segment, launches and all."""
+        """Work of each segment."""
         phases, costs = self.costs.phases, step.costs
         pieces = [phases["forward"], *[cost.forward for cost in costs], phases["forward|end"], phases["backward"]]
-        found, after = [], len(costs)
+        segments, end = [], len(costs)
         for border, slowed in zip((*self._borders, 0), self._slowed, strict=True):
-            pieces += [cost.backward for cost in reversed(costs[border:after])]
-            whole = compose(pieces)  # where the device waits for the host it has the time that it loses
-            found.append(whole._replace(device=whole.device + slowed))
-            pieces, after = [], border
-        return found
+            pieces += [cost.backward for cost in reversed(costs[border:end])]
+            segment = compose(pieces)  # where the device waits for the host, a slower device loses nothing
+            segments.append(segment._replace(device=segment.device + slowed))
+            pieces, end = [], border
+        return segments
 
     def lead_of(self, step: PlannedStep) -> Work:
-        """What comes before the last micro-batch of a step: the ones before it, and copies from the host's memory."""
-        return self._around.lead(
+        """Work before the last micro-batch of a step: earlier ones, and copies from the host's memory."""
+        return self.cycle.lead(
             lambda: [s._replace(device=s.device - n) for s, n in zip(self.segments_of(step), self._slowed, strict=True)]
         )
 
     def memory(self, step: PlannedStep) -> StepMemory:
-        """Peak memory of a step under a plan that was worked out.
+        """Peak memory of a step under a predicted plan.
 
-        Of a compiled step that was not recorded it is the larger of two estimates, with the memory of operators in the
-        recorded plans that are most alike around them, and in the mean of all: too little is worse than too much.
+        For a compiled step that was not recorded it is the larger of two estimates, because too little is worse than
+        too much: one with the operators' memory in the recorded plans that are most alike around them, and one with its
+        mean over all plans.
         """
         if not self.costs.graphs:
             return step_memory(self.graph, self.costs, self._lifetimes, step.costs, self.micro_batches)
@@ -294,23 +269,39 @@ class StepPredictor:
             for position, operator in enumerate(self.graph)
         ]
 
-        def with_courses(courses: Sequence[Course]) -> StepMemory:
-            return compiled_step_memory(self.graph, self.costs, step.costs, courses, self.micro_batches)
+        def with_timelines(timelines: Sequence[MemoryTimeline]) -> StepMemory:
+            return compiled_step_memory(self.graph, self.costs, step.costs, timelines, self.micro_batches)
 
-        nearest = with_courses(self._courses.courses(cases, step.costs))
-        if self._courses.recorded(cases):
+        nearest = with_timelines(self._timelines.timelines(cases, step.costs))
+        if self._timelines.recorded(cases):
             return nearest
-        mean = with_courses([cost.course for cost in step.costs])
+        mean = with_timelines([cost.timeline for cost in step.costs])
         return max(nearest, mean, key=lambda memory: memory.peak_bytes)
 
-    def signature(self, position: int) -> str:
-        """Signature of an operator in its cases."""
-        return self._flow.signature(position)
+    @property
+    def composed(self) -> Mapping[Case, Case]:
+        """Cases that were not observed, each with the observed one that it is derived from."""
+        return self._composer.composed
+
+    def cost(self, position: int, case: Case) -> CaseCost:
+        """Cost of a case; if it was not observed, of the nearest one with casts.
+
+        Raises:
+            ProblemError: The operator was never recorded in this precision.
+        """
+        cost = self._cases.get(case)
+        if cost is None:
+            cost = self._cases[case] = self._composer.compose(position, case)
+        return cost
 
     def cost_at(self, position: int, precision: str, arrival: str) -> CaseCost:
         """Cost of an operator whose floating inputs all arrive in one format."""
         inputs = (arrival,) * len(self._flow.inputs[position])
         return self.cost(position, Case(self._flow.signature(position), precision, inputs))
+
+    def signature(self, position: int) -> str:
+        """Signature of an operator in its cases."""
+        return self._flow.signature(position)
 
     def precisions(self, name: str) -> tuple[str, ...]:
         """Precisions in which an operator was recorded, coarsest first."""

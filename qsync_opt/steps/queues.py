@@ -1,10 +1,9 @@
-"""Work on two queues: how long do host and device take when the host launches what the device runs?
+"""Time of work on two queues: the host launches kernels, and the device runs them.
 
-The host runs through the program and launches kernels; the device runs them in order and waits where the host is
-behind. Let ``h`` and ``d`` be the times at which host and device are free. A piece of work maps them to
-``h' = h + host`` and ``d' = max(d + device, h + lag)``: either the device was busy all along, or it waited for the host
-once more, last ``lag`` before its end. Such maps are closed under composition, which is associative. So a whole pass is
-one map, exact to the kernel.
+The device runs kernels in order and waits where the host is behind. Let ``h`` and ``d`` be the times at which host and
+device are free. A piece of work maps them to ``h' = h + host`` and ``d' = max(d + device, h + lag)``: either the device
+was busy throughout, or it waited for the host, for the last time ``lag`` before its end. Such maps are closed under
+composition, which is associative. A whole pass is therefore one map, exact to the kernel.
 
 Source: ours; max-plus linear systems as in F. Baccelli et al., "Synchronization and Linearity" (1992).
 """
@@ -25,7 +24,7 @@ class Work(NamedTuple):
 
     Attributes:
         host: Time on the host.
-        device: Time on the device when all of it was launched before.
+        device: Time on the device if everything was launched before.
         lag: From the beginning on the host to the end on an idle device; `NEVER` if nothing is launched.
     """
 
@@ -33,17 +32,15 @@ class Work(NamedTuple):
     device: int
     lag: int
 
-    def then(self, after: Work) -> Work:
-        """This work, and ``after`` behind it, as one piece."""
-        return Work(
-            self.host + after.host,
-            self.device + after.device,
-            max(self.lag + after.device, self.host + after.lag),
-        )
-
     def run(self, host_free: int, device_free: int) -> tuple[int, int]:
         """When host and device are free again."""
         return host_free + self.host, max(device_free + self.device, host_free + self.lag)
+
+    def lanes(self, host_free: int, device_free: int) -> list[tuple[str, int, int]]:
+        """Stream, start and end on host and device; without the device if that is not used."""
+        host_end, device_end = self.run(host_free, device_free)
+        lanes = [("host", host_free, host_end)]
+        return [*lanes, ("compute", device_end - self.device, device_end)] if self.device else lanes
 
 
 NOTHING = Work(0, 0, NEVER)
@@ -54,8 +51,7 @@ def launched(host: int, kernels: Iterable[tuple[int, int]]) -> Work:
 
     Args:
         host: Its time on the host.
-        kernels: For each kernel, in order: when it may start at the earliest, from the beginning of the stretch; and
-            for how long it occupies the device. Nanoseconds.
+        kernels: Earliest start, from the beginning of the stretch, and duration of each kernel, in order.
     """
     device = 0
     lag = NEVER
@@ -66,7 +62,7 @@ def launched(host: int, kernels: Iterable[tuple[int, int]]) -> Work:
 
 
 def compose(pieces: Iterable[Work]) -> Work:
-    """All pieces, one behind the other."""
+    """All pieces, one after another."""
     host, device, lag = NOTHING
     for h, d, l in pieces:  # noqa: E741
         lag = max(lag + d, host + l)
@@ -76,11 +72,11 @@ def compose(pieces: Iterable[Work]) -> Work:
 
 
 Tails = Sequence[tuple[int, int]]
-"""For each bucket its segment, and the time of its all-reduce and all later ones."""
+"""For each gradient bucket the segment that completes it, and the time of its all-reduce and all later ones."""
 
 
-class Around:
-    """What a step does besides the forward and backward pass of its last micro-batch.
+class StepCycle:
+    """The recurring step of a worker: everything around the last micro-batch's forward and backward pass.
 
     Args:
         phases: Work outside of operators, by label; those of copies and clipping may be missing.
@@ -90,7 +86,7 @@ class Around:
     def __init__(self, phases: Mapping[str, Work], micro_batches: int) -> None:
         self.copies = phases.get("copies", NOTHING)
         self.finish = phases["backward|end"]
-        self.after = compose([phases.get("clip", NOTHING), phases["optimizer"], phases["zero_grad"]])
+        self.optimizer = compose([phases.get("clip", NOTHING), phases["optimizer"], phases["zero_grad"]])
         self.earlier = micro_batches - 1
 
     def steady_ns(self, host_ns: int, device_ns: Sequence[int], slowed_ns: int, tails: Tails) -> tuple[int, int]:
@@ -99,12 +95,12 @@ class Around:
         Args:
             host_ns: Of one forward and backward pass.
             device_ns: Of its segments.
-            slowed_ns: Of that, what is due to all-reduces; earlier micro-batches have none.
+            slowed_ns: Part of ``device_ns`` caused by all-reduces; earlier micro-batches have none.
             tails: See `Tails`.
 
         Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
         """
-        copies, finish, after = self.copies, self.finish, self.after
+        copies, finish, optimizer = self.copies, self.finish, self.optimizer
         now, begin_host = copies.device, copies.host
         if self.earlier:
             now += self.earlier * (copies.device + sum(device_ns) - slowed_ns + finish.device)
@@ -123,13 +119,13 @@ class Around:
                 f"a bucket is ready after segment {segment}, but there are {len(ready)}: give the predictor the "
                 "borders of these buckets"
             ) from None
-        return begin_host + host_ns + finish.host + after.host, longest + finish.device + after.device
+        return begin_host + host_ns + finish.host + optimizer.host, longest + finish.device + optimizer.device
 
     def lead(self, passes: Callable[[], Sequence[Work]]) -> Work:
-        """What comes before the last micro-batch: earlier ones, and copies.
+        """Work before the last micro-batch: earlier ones, and copies.
 
         Args:
-            passes: Segments of one forward and backward pass beside which nothing is reduced.
+            passes: Segments of one forward and backward pass without all-reduces beside it.
         """
         if not self.earlier:
             return self.copies
@@ -139,12 +135,12 @@ class Around:
         """Time of a step that begins on an idle device, because the host waits for it in every step."""
         host, device = lead.run(0, 0)
         network = 0
-        last = dict(tails[::-1])  # of buckets ready at once the first has all collectives behind it
+        last = dict(tails[::-1])  # of buckets ready at once, the first is followed by all their collectives
         for k, segment in enumerate(segments):
             host, device = segment.run(host, device)
             network = max(network, device + last.get(k, 0))
         device = max(device, network)
-        for work in (self.finish, self.after):
+        for work in (self.finish, self.optimizer):
             host, device = work.run(host, device)
         return max(host, device)
 
@@ -152,5 +148,6 @@ class Around:
         """Time of a step whose passes are replayed as CUDA graphs; ``device_ns`` is that of one pass."""
         network = max((tail for _, tail in tails), default=0)
         passes = self.earlier + 1
-        host = passes * (self.copies.host + self.finish.host) + self.after.host
-        return max(host, passes * (self.copies.device + device_ns + self.finish.device) + network + self.after.device)
+        host = passes * (self.copies.host + self.finish.host) + self.optimizer.host
+        device = passes * (self.copies.device + device_ns + self.finish.device) + network + self.optimizer.device
+        return max(host, device)

@@ -1,13 +1,13 @@
-"""Who spent the time of a training step? A profiler's events, charged to operators, pass by pass.
+"""Charging of a profiler's events in a training step to operators, pass by pass.
 
-The trace must carry labels (`qsync_opt.runtimes.torch.steps.recording`): a range around every operator of the forward
+The trace must have labels (`qsync_opt.runtimes.torch.steps.recording`): a range around every operator of the forward
 pass, whose text holds the operator's name, the number that autograd gives to the next node and, under a plan, the
-precision; and ranges around the phases. Nodes of the backward pass carry that number too, so that each is charged to
-the operator that made it. Nodes without one (accumulation of gradients, with the hooks of DistributedDataParallel)
-follow the node before them, because the engine runs them at once.
+precision; and ranges around the phases. Nodes of the backward pass have that number too, so that each is charged to the
+operator that created it. Nodes without one (accumulation of gradients, with the hooks of DistributedDataParallel)
+follow the node before them, because the engine runs them immediately.
 
 Time on the host is cut where the next operator (backward: the next node) begins, so that the pieces add up to the pass.
-What a launch waits for room in the device's queue is taken off: it is no work.
+The time that a launch waits for room in the device's queue is subtracted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import math
 import os
 import statistics
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from qsync_opt.errors import ProblemError
@@ -30,12 +31,14 @@ PREFIX = "qsync-opt|"
 FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD = "forward", "backward", "optimizer", "zero_grad"
 COPIES, CLIP = "copies", "clip"
 PHASES = (COPIES, FORWARD, BACKWARD, CLIP, OPTIMIZER, ZERO_GRAD)
-"""In order; not every step copies its batch from the host's memory, or clips its gradients."""
+"""Phases of a step, in order; not every step copies its batch from the host's memory, or clips its gradients."""
 NODE = "autograd::engine::evaluate_function"
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaGraphLaunch")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
-_DIGITS = 20
-"""An autograd number has fewer."""
+BEGIN, END = "", "|end"
+"""Stand for the operator in keys of work before the first and after the last operator of a phase."""
+_MAX_DIGITS = 19
+"""Of an autograd number."""
 _BLOCKED = 20.0
 """A launch that takes this many times the median launch has waited for room in the queue."""
 
@@ -46,9 +49,12 @@ def phase_label(phase: str) -> str:
 
 
 def operator_label(name: str, sequence: int, precision: str = "") -> str:
-    """Label of the range around an operator; ``sequence`` is the number that the next autograd node will get.
+    """Label of the range around an operator.
 
-    ``precision`` is what the plan that is applied gives it, "" if none does.
+    Args:
+        name: Of the operator.
+        sequence: Number that the next autograd node will get.
+        precision: Under the applied plan, "" if there is none.
     """
     return f"{PREFIX}{sequence}{':' if precision else ''}{precision}|{name}"
 
@@ -57,7 +63,7 @@ def _read_label(label: str) -> tuple[int, str, str]:
     """Sequence number, precision and name of an operator's label."""
     number, bar, name = label[len(PREFIX) :].partition("|")
     sequence, _, precision = number.partition(":")
-    if not (bar and sequence.isdecimal() and len(sequence) < _DIGITS):
+    if not (bar and sequence.isdecimal() and len(sequence) <= _MAX_DIGITS):
         raise ProblemError(
             f"the trace has a range {label[:80]!r}, but labels of operators are {PREFIX!r}, a number, '|' and a name; "
             "record it inside step_labels(model, graph)"
@@ -90,7 +96,7 @@ class Launch(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What the device ran: a kernel, a copy, a fill."""
+    """A kernel, copy or fill on the device."""
 
     start: int
     end: int
@@ -100,7 +106,7 @@ class Kernel(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Memory of the device allocated (positive) or given back, in bytes; the block's address, 0 if it is not known."""
+    """Device memory allocated (positive) or freed, in bytes; the block's address, 0 if it is unknown."""
 
     time: int
     num_bytes: int
@@ -109,7 +115,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvents:
-    """Everything that a step's accounting needs, each sequence sorted by start.
+    """Events of a trace that are charged, each sequence sorted by start.
 
     ``calls`` are starts of operations, ``waits`` those of calls in which the host waits for the device.
     """
@@ -125,10 +131,15 @@ class StepEvents:
 
 @dataclass(slots=True)
 class Span:
-    """What one operator did in one pass, or what a phase did outside of all operators.
+    """Work of one operator in one pass, or of a phase outside of all operators.
 
-    ``kernels`` has, for each, its launch's offset on the host (within the span, waiting taken off), duration and name;
-    ``changes`` the same for memory. ``calls`` and ``launches`` count what a profiler slows down.
+    Attributes:
+        host_ns: Time on the host, without waiting.
+        calls: Operations.
+        launches: Of kernels.
+        kernels: Offset of the launch on the host (within the span, without waiting), duration and name.
+        changes: Bytes of memory allocated, or freed if below zero.
+        blocked_ns: Time that launches waited for room in the device's queue.
     """
 
     host_ns: int = 0
@@ -140,24 +151,30 @@ class Span:
 
     @property
     def device_ns(self) -> int:
-        """Time that its kernels run."""
+        """Running time of its kernels."""
         return sum(duration for _, duration, _ in self.kernels)
 
 
 Spans = dict[tuple[str, str], Span]
-"""(Phase, operator) to span; the operator is "" for what a phase does before the first and after the last of them,
-"begin" and "end" in the forward and backward phases."""
-BEGIN, END = "", "|end"
+"""(Phase, operator) to span; `BEGIN` and `END` stand for the operator outside of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpans:
     """A step charged to operators.
 
-    ``other_streams`` has the kernels that ran beside the compute stream (collectives). ``gap_ns`` is what passes on the
-    device between two kernels that were both launched in time; ``peak_bytes`` the most memory beyond that at the start.
-    ``waits`` says that the host waited for the device somewhere from the forward to the end of the backward pass.
-    ``precisions`` are those that labels name: what a plan that was applied gave to operators.
+    Attributes:
+        spans: By phase and operator.
+        order: Operators of the forward pass.
+        other_streams: Kernels beside the compute stream (collectives).
+        gap_ns: Time on the device between two kernels that were both launched in time.
+        latency_ns: From a launch to its kernel on an idle device.
+        start_ns: Of the step on the host.
+        end_ns: Of the step on the host.
+        peak_bytes: Most memory beyond that at the start.
+        waits: Whether the host waited for the device between the beginning of the forward and the end of the backward
+            pass.
+        precisions: Of operators under the applied plan, from the labels.
     """
 
     spans: Spans
@@ -173,7 +190,7 @@ class StepSpans:
 
 
 class Window(NamedTuple):
-    """A stretch on the host, and what it is charged to."""
+    """A stretch on the host, and the key of the span that it is charged to."""
 
     start: int
     end: int
@@ -184,8 +201,8 @@ def charge(events: StepEvents) -> list[StepSpans]:
     """Charge the events of a trace to operators, step by step.
 
     Returns:
-        One entry per step, in order. A step begins with a forward phase, or with the copies right before it; one that
-        accumulates gradients counts as a step per backward pass, of which the last has the optimizer's phases.
+        One entry per step, in order. A step begins with a forward phase, or with the copies right before it. When
+        gradients are accumulated, each backward pass counts as a step, and the last one has the optimizer's phases.
 
     Raises:
         ProblemError: The trace has no labels, or a phase lacks its backward pass.
@@ -207,7 +224,7 @@ def charge(events: StepEvents) -> list[StepSpans]:
 
 
 def waits_of(launches: Sequence[Launch]) -> list[tuple[int, int]]:
-    """Stretches in which a launch waited for room in the queue: (start, how long)."""
+    """Start and duration of each wait of a launch for room in the queue."""
     if not launches:
         return []
     usual = statistics.median(launch.end - launch.start for launch in launches)
@@ -221,10 +238,10 @@ def waits_of(launches: Sequence[Launch]) -> list[tuple[int, int]]:
 def _charge_step(
     events: StepEvents, phases: Sequence[Range], until: int | None, waits: Sequence[tuple[int, int]]
 ) -> StepSpans:
-    found = {phase.label[len(PREFIX) :]: phase for phase in phases}
-    if BACKWARD not in found:
+    ranges = {phase.label[len(PREFIX) :]: phase for phase in phases}
+    if BACKWARD not in ranges:
         raise ProblemError(f"the trace has a step without range {phase_label(BACKWARD)!r}")
-    forward, backward = found[FORWARD], found[BACKWARD]
+    forward, backward = ranges[FORWARD], ranges[BACKWARD]
     operators, precisions = [], {}
     for r in _between(events.ranges, forward.start, forward.end):
         if r.label[len(PREFIX) :] not in PHASES:
@@ -232,49 +249,49 @@ def _charge_step(
             operators.append((r.start, sequence, name))
             if precision:
                 precisions[name] = precision
-    windows = _forward_windows(forward, operators, backward.start)
+    windows = _consecutive(
+        [
+            (forward.start, (FORWARD, BEGIN)),
+            *((start, (FORWARD, name)) for start, _, name in operators),
+            (forward.end, (FORWARD, END)),
+        ],
+        backward.start,
+    )
     windows += _backward_windows(backward, operators, _between(events.nodes, backward.start, backward.end))
-    if COPIES in found:
-        windows.append(Window(found[COPIES].start, forward.start, (COPIES, BEGIN)))
+    if COPIES in ranges:
+        windows.append(Window(ranges[COPIES].start, forward.start, (COPIES, BEGIN)))
     after = sorted((p for p in phases if p.start >= backward.end), key=lambda p: p.start)
-    for i, phase in enumerate(after):
-        end = after[i + 1].start if i + 1 < len(after) else phase.end if until is None else until
-        windows.append(Window(phase.start, end, (phase.label[len(PREFIX) :], BEGIN)))
     if after:
-        windows.append(Window(backward.end, after[0].start, (BACKWARD, END)))
+        starts = [(phase.start, (phase.label[len(PREFIX) :], BEGIN)) for phase in after]
+        end = after[-1].end if until is None else until
+        windows += _consecutive([(backward.end, (BACKWARD, END)), *starts], end)
     windows.sort()
     order = tuple(dict.fromkeys(name for _, _, name in operators))
     waited = any(forward.start <= time < backward.end for time in events.waits)
     return replace(fill(events, windows, waits, order), waits=waited, precisions=precisions)
 
 
-def _forward_windows(forward: Range, operators: Sequence[tuple[int, int, str]], end: int) -> list[Window]:
-    first = operators[0][0] if operators else forward.end
-    windows = [Window(forward.start, first, (FORWARD, BEGIN))]
-    for i, (start, _, name) in enumerate(operators):
-        stop = operators[i + 1][0] if i + 1 < len(operators) else forward.end
-        windows.append(Window(start, stop, (FORWARD, name)))
-    windows.append(Window(forward.end, end, (FORWARD, END)))
-    return windows
+def _consecutive(starts: Sequence[tuple[int, tuple[str, str]]], end: int) -> list[Window]:
+    """Windows that each end where the next one begins."""
+    ends = [start for start, _ in starts[1:]]
+    return [Window(start, stop, key) for (start, key), stop in zip(starts, [*ends, end], strict=True)]
 
 
 def _backward_windows(
     backward: Range, operators: Sequence[tuple[int, int, str]], nodes: Sequence[Node]
 ) -> list[Window]:
-    if not nodes:
-        return [Window(backward.start, backward.end, (BACKWARD, BEGIN))]
     numbers = [sequence for _, sequence, _ in operators]
-    windows = [Window(backward.start, nodes[0].start, (BACKWARD, BEGIN))]
+    starts = [(backward.start, (BACKWARD, BEGIN))]
     name = BEGIN
-    for i, node in enumerate(nodes):
+    for node in nodes:
         if node.sequence >= 0:
-            # The last operator that began at or before this number made the node.
+            # The last operator that began at or before this number created the node.
             position = bisect.bisect_right(numbers, node.sequence) - 1
             name = operators[position][2] if position >= 0 else BEGIN
-        stop = nodes[i + 1].start if i + 1 < len(nodes) else node.end
-        windows.append(Window(node.start, stop, (BACKWARD, name)))
-    windows.append(Window(nodes[-1].end, backward.end, (BACKWARD, END)))
-    return windows
+        starts.append((node.start, (BACKWARD, name)))
+    if nodes:
+        starts.append((nodes[-1].end, (BACKWARD, END)))
+    return _consecutive(starts, backward.end)
 
 
 def _between(events: Sequence[Any], start: int, end: int) -> list[Any]:
@@ -285,82 +302,87 @@ def fill(
     events: StepEvents, windows: Sequence[Window], waits: Sequence[tuple[int, int]], order: tuple[str, ...]
 ) -> StepSpans:
     """Charge the events of one step to windows, which are sorted."""
-    starts = [w.start for w in windows]
-    spans: Spans = {}
-    base: list[int] = []
-    for w in windows:
-        span = spans.setdefault(w.key, Span())
-        base.append(span.host_ns)
-        span.host_ns += w.end - w.start
-    waited: dict[int, list[tuple[int, int]]] = {}
-
-    def window_of(time: int) -> int | None:
-        i = bisect.bisect_right(starts, time) - 1
-        return i if i >= 0 and time < windows[i].end else None
-
-    for start, length in waits:
-        i = window_of(start)
-        if i is not None:
-            waited.setdefault(i, []).append((start, length))
-            spans[windows[i].key].blocked_ns += length
-    taken = {key: 0 for key in spans}
-    shift: list[int] = []
-    for i, w in enumerate(windows):
-        shift.append(base[i] - taken[w.key])
-        taken[w.key] += sum(length for _, length in waited.get(i, ()))
-    for key, span in spans.items():
-        span.host_ns -= taken[key]
-
-    def offset(i: int, time: int) -> int:
-        lost = sum(length for start, length in waited.get(i, ()) if start < time)
-        return shift[i] + time - windows[i].start - lost
-
+    table = _Windows(windows, waits)
     for time in events.calls:
-        i = window_of(time)
-        if i is not None:
-            spans[windows[i].key].calls += 1
+        if span := table.span_at(time):
+            span.calls += 1
     launch_of = {launch.correlation: launch for launch in events.launches}
-    usage: dict[int, int] = {}
-    for kernel in events.kernels:
-        usage[kernel.stream] = usage.get(kernel.stream, 0) + 1
+    usage = Counter(kernel.stream for kernel in events.kernels)
     compute = max(usage, key=lambda stream: usage[stream], default=0)
-    others, mine = [], []
+    others, launched = [], []
     for kernel in events.kernels:
         launch = launch_of.get(kernel.correlation)
-        i = None if launch is None else window_of(launch.start)
-        if launch is None or i is None:
+        span = None if launch is None else table.span_at(launch.start)
+        if launch is None or span is None:
             continue
         if kernel.stream != compute:
             others.append(kernel)
             continue
-        mine.append((kernel, launch))
-        span = spans[windows[i].key]
+        launched.append((kernel, launch))
         span.launches += 1
-        span.kernels.append((offset(i, launch.start), kernel.end - kernel.start, kernel.name))
-    for change in events.changes:
-        i = window_of(change.time)
-        if i is not None:
-            spans[windows[i].key].changes.append(change.num_bytes)
+        span.kernels.append((table.offset(launch.start), kernel.end - kernel.start, kernel.name))
     now = peak = 0
+    start, end = windows[0].start, windows[-1].end
     for change in events.changes:
-        if windows[0].start <= change.time < windows[-1].end:
+        if span := table.span_at(change.time):
+            span.changes.append(change.num_bytes)
+        if start <= change.time < end:
             now += change.num_bytes
             peak = max(peak, now)
-    gap_ns, latency_ns = _gaps(mine)
+    gap_ns, latency_ns = _gaps(launched)
     return StepSpans(
-        spans=spans,
+        spans=table.spans,
         order=order,
         other_streams=tuple(others),
         gap_ns=gap_ns,
         latency_ns=latency_ns,
-        start_ns=windows[0].start,
-        end_ns=windows[-1].end,
+        start_ns=start,
+        end_ns=end,
         peak_bytes=peak,
     )
 
 
+class _Windows:
+    """Spans of sorted windows; several windows may belong to one span, which then continues in the next.
+
+    Waits of launches are subtracted from the spans' time on the host, and from offsets in them.
+    """
+
+    def __init__(self, windows: Sequence[Window], waits: Sequence[tuple[int, int]]) -> None:
+        self.spans: Spans = {}
+        self._windows = windows
+        self._starts = [window.start for window in windows]
+        self._waits: dict[int, list[tuple[int, int]]] = {}
+        for start, duration in waits:
+            i = self._index(start)
+            if i is not None:
+                self._waits.setdefault(i, []).append((start, duration))
+        self._offsets: list[int] = []
+        """Of each window in its span."""
+        for i, window in enumerate(windows):
+            span = self.spans.setdefault(window.key, Span())
+            self._offsets.append(span.host_ns)
+            waited = sum(duration for _, duration in self._waits.get(i, ()))
+            span.host_ns += window.end - window.start - waited
+            span.blocked_ns += waited
+
+    def _index(self, time: int) -> int | None:
+        i = bisect.bisect_right(self._starts, time) - 1
+        return i if i >= 0 and time < self._windows[i].end else None
+
+    def span_at(self, time: int) -> Span | None:
+        i = self._index(time)
+        return None if i is None else self.spans[self._windows[i].key]
+
+    def offset(self, time: int) -> int:
+        """Time on the host from the beginning of the span, without waits."""
+        i = bisect.bisect_right(self._starts, time) - 1
+        waited = sum(duration for start, duration in self._waits.get(i, ()) if start < time)
+        return self._offsets[i] + time - self._windows[i].start - waited
+
+
 def _gaps(pairs: Iterable[tuple[Kernel, Launch]]) -> tuple[float, float]:
-    """Median gap between kernels where the host was ahead, and from a launch to its kernel where the device idled."""
+    """Median time between kernels where the host was ahead, and from a launch to its kernel on an idle device."""
     ordered = sorted(pairs, key=lambda pair: pair[0].start)
     gaps, latencies = [], []
     for (before, _), (kernel, launch) in itertools.pairwise(ordered):
@@ -379,11 +401,11 @@ _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 _LARGEST_BYTES = 2**32
 _GZIP = b"\x1f\x8b"
 _LATEST_US = 1e17
-"""Clocks of traces begin at the start of the machine or in 1970; what is thousands of years later is no time."""
+"""Clocks of traces begin at the start of the machine or in 1970; times thousands of years later are invalid."""
 
 
 def read_chrome_trace(path: str | os.PathLike[str]) -> StepEvents:
-    """Read a trace file, as it is or packed by gzip (torch packs those whose name ends so).
+    """Read a trace file, plain or compressed by gzip (as torch writes it for names that end in ".gz").
 
     Args:
         path: Written by ``export_chrome_trace`` of a profiler that ran inside ``step_labels``.
@@ -395,7 +417,7 @@ def read_chrome_trace(path: str | os.PathLike[str]) -> StepEvents:
     try:
         data = read_bounded(path, _LARGEST_BYTES)
         if data is not None and data.startswith(_GZIP):
-            data = _unpacked(data)
+            data = _decompressed(data)
         trace = None if data is None else json.loads(data)
     except (OSError, ValueError, RecursionError, zlib.error) as error:  # ValueError: no UTF-8, or no JSON
         text = str(error) or type(error).__name__
@@ -405,47 +427,42 @@ def read_chrome_trace(path: str | os.PathLike[str]) -> StepEvents:
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
         raise ProblemError(f"{where!r} is no trace: it has no list 'traceEvents'; export it with export_chrome_trace")
-    found = _Found()
+    collected = _CollectedEvents()
     for i, event in enumerate(events):
         if not isinstance(event, dict):
             continue
         try:
-            found.take(event)
+            collected.add(event)
         except (TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
             name = str(event.get("name"))[:60]
             raise ProblemError(
                 f"trace {where!r} is damaged: event {i} ({name!r}) cannot be read ({error!r:.80}); export it again "
                 "with export_chrome_trace"
             ) from error
-    return found.events()
+    return collected.in_order()
 
 
-def _unpacked(data: bytes) -> bytes | None:
-    """What a gzip file holds; None if that is more than is read."""
-    unpacking = zlib.decompressobj(zlib.MAX_WBITS | 16)
-    whole = unpacking.decompress(data, _LARGEST_BYTES)
-    if unpacking.unconsumed_tail:
+def _decompressed(data: bytes) -> bytes | None:
+    """Content of a gzip file; None if it is larger than the limit."""
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    content = decompressor.decompress(data, _LARGEST_BYTES)
+    if decompressor.unconsumed_tail:
         return None
-    if not unpacking.eof:
+    if not decompressor.eof:
         raise ValueError("the packed file ends too early")
-    return whole
+    return content
 
 
-class _Found:
-    """What was found in a trace, by kind."""
+class _CollectedEvents:
+    """Events of a trace, by kind."""
 
     def __init__(self) -> None:
-        self._ranges: list[Range] = []
-        self._nodes: list[Node] = []
-        self._launches: list[Launch] = []
-        self._kernels: list[Kernel] = []
-        self._calls: list[int] = []
-        self._changes: list[Change] = []
+        self._events: dict[str, list[Any]] = {f.name: [] for f in fields(StepEvents)}
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         arguments = event.get("args") or {}
         if event.get("name") == "[memory]" and "Bytes" in arguments:
-            self._changes.append(Change(_ns(event["ts"]), int(arguments["Bytes"])))
+            self._events["changes"].append(Change(_ns(event["ts"]), int(arguments["Bytes"])))
         if event.get("ph") != "X" or "ts" not in event:
             return
         name, category = str(event.get("name")), event.get("cat")
@@ -455,27 +472,20 @@ class _Found:
             raise ValueError(f"dur is {event['dur']}")
         if category in _ON_DEVICE:
             stream = int(arguments.get("stream", 0))
-            self._kernels.append(Kernel(start, end, int(arguments.get("correlation", -1)), stream, name))
+            self._events["kernels"].append(Kernel(start, end, int(arguments.get("correlation", -1)), stream, name))
         elif category in _RUNTIME:
             if name.startswith(LAUNCHES):
-                self._launches.append(Launch(start, end, int(arguments.get("correlation", -1))))
+                self._events["launches"].append(Launch(start, end, int(arguments.get("correlation", -1))))
         elif category in ("cpu_op", "user_annotation"):
             if name.startswith(PREFIX):
-                self._ranges.append(Range(start, end, name))
+                self._events["ranges"].append(Range(start, end, name))
             elif name.startswith(NODE):
-                self._nodes.append(Node(start, end, _sequence(arguments)))
+                self._events["nodes"].append(Node(start, end, _sequence(arguments)))
             else:
-                self._calls.append(start)
+                self._events["calls"].append(start)
 
-    def events(self) -> StepEvents:
-        return StepEvents(
-            ranges=sorted(self._ranges),
-            nodes=sorted(self._nodes),
-            launches=sorted(self._launches),
-            kernels=sorted(self._kernels),
-            calls=sorted(self._calls),
-            changes=sorted(self._changes),
-        )
+    def in_order(self) -> StepEvents:
+        return StepEvents(**{kind: sorted(events) for kind, events in self._events.items()})
 
 
 def _ns(microseconds: Any) -> int:
@@ -486,6 +496,6 @@ def _ns(microseconds: Any) -> int:
 
 
 def _sequence(arguments: Mapping[str, Any]) -> int:
-    """Number of a node; those that accumulate gradients have none, or the largest there is."""
+    """Number of a node; those that accumulate gradients have none, or the largest possible."""
     number = int(arguments.get("Sequence number", -1))
     return number if number < 2**62 else -1

@@ -1,12 +1,11 @@
-"""How much memory does the code need that a compiler generated for a training step, allocation by allocation?
+"""Peak memory of the code that a compiler generated for a training step, allocation by allocation.
 
 Inductor writes a function ``call`` per pass: it allocates results (``empty_strided_cuda``), gives a result the memory
-of one that is no longer needed (``buf7 = buf2; del buf2``), calls kernels, and deletes what nothing reads any more.
-Read as text, statement by statement, it says what is in use at any time without anything being run. What the forward
-pass returns beside the model's own results is what it saved for the backward pass, which deletes it when it is done
-with it.
+of one that is no longer needed (``buf7 = buf2; del buf2``), calls kernels, and deletes tensors after their last use.
+Its statements, read in order as text, tell the memory in use at any time without being run. The forward pass returns,
+besides the model's own results, the tensors that it saved for the backward pass, which deletes them after use.
 
-Nothing here depends on a device. What libraries need besides for the time of a call is not in the code and is given.
+Nothing here depends on a device. The results of library calls are not in the code: their sizes are arguments.
 
 Source: ours; the rules of the code are those of torch 2.11 to 2.13.
 """
@@ -15,12 +14,12 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.steps.courses import ROUNDED_BYTES
+from qsync_opt.steps.memory_timeline import ROUNDED_BYTES
 
 _ITEM_BYTES = {
     "bool": 1,
@@ -41,7 +40,7 @@ _ITEM_BYTES = {
     "complex64": 8,
 }
 _TANGENT = "tangents_"
-"""How arguments of the backward pass begin that are gradients of the model's results."""
+"""Prefix of the arguments of the backward pass that are gradients of the model's results."""
 
 
 class GeneratedPass(NamedTuple):
@@ -49,7 +48,7 @@ class GeneratedPass(NamedTuple):
 
     Attributes:
         text: The module that the compiler wrote.
-        sizes: Bytes of the results of calls of libraries, by name.
+        sizes: Bytes of the results of library calls, by name.
     """
 
     text: str
@@ -57,7 +56,7 @@ class GeneratedPass(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """Bytes in use at most beyond what was there before the step, in which pass, and by which statement."""
+    """Most bytes in use beyond those before the step, with the pass and statement that reach it."""
 
     peak_bytes: int
     phase: str
@@ -72,7 +71,7 @@ class _Storage:
 
 @dataclass(slots=True)
 class _Pass:
-    """What is in use while the code of a pass is followed."""
+    """Memory in use while the code of a pass is interpreted."""
 
     sizes: Mapping[str, int]
     now: int
@@ -81,11 +80,11 @@ class _Pass:
     names: dict[str, list[_Storage]] = field(default_factory=dict)
 
     def allocate(self, num_bytes: int, statement: str) -> _Storage:
-        found = _Storage(_rounded(num_bytes))
-        self.now += found.num_bytes
+        storage = _Storage(_rounded(num_bytes))
+        self.now += storage.num_bytes
         if self.now > self.peak:
             self.peak, self.statement = self.now, statement
-        return found
+        return storage
 
     def bind(self, name: str, storages: Iterable[_Storage]) -> None:
         new = list(storages)
@@ -105,24 +104,24 @@ class _Pass:
 
 
 def step_peak(forward: GeneratedPass, backward: GeneratedPass, *, tangents_held: bool) -> Peak:
-    """Most memory that the passes of a step have in use beyond what was there before: gradients are theirs.
+    """Peak memory of the passes of a step beyond the memory before it, gradients included.
 
     Args:
-        forward: Code of the forward pass. Of what it returns to the model's caller, only the loss is held on to.
+        forward: Code of the forward pass. Of the model's results, only the loss is kept.
         backward: Code of the backward pass.
-        tangents_held: Whether gradients of the model's results stay to the end of the backward pass, not only until
-            the code has read them.
+        tangents_held: Whether gradients of the model's results are kept until the end of the backward pass, not only
+            until the code has read them.
 
     Raises:
-        UnsupportedError: The code is not what this was written for.
+        UnsupportedError: The code has an unknown form.
     """
     try:
         first = _Pass(forward.sizes, 0)
-        known = [_Storage(0, 1) for _ in _arguments(forward.text)]  # parameters and the batch are there before
-        returned = _followed(first, forward.text, known)
-        wanted, specs = _arguments(backward.text), _argument_bytes(backward.text)
-        tangents = sum(name.startswith(_TANGENT) for name in wanted)
-        saved = returned[len(returned) - (len(wanted) - tangents) :]
+        inputs = [_Storage(0, 1) for _ in _arguments(forward.text)]  # parameters and the batch exist before
+        returned = _interpret(first, forward.text, inputs)
+        names, sizes = _arguments(backward.text), _argument_bytes(backward.text)
+        tangents = sum(name.startswith(_TANGENT) for name in names)
+        saved = returned[len(returned) - (len(names) - tangents) :]
         for storages in returned:
             for storage in storages:
                 storage.holders += 1
@@ -132,16 +131,16 @@ def step_peak(forward: GeneratedPass, backward: GeneratedPass, *, tangents_held:
             for storage in storages:
                 first.release(storage)
         second = _Pass(backward.sizes, first.now)
-        given = [storages[0] if storages else _Storage(0, 1) for storages in saved]
-        given += [second.allocate(specs.get(name, 0), name) for name in wanted if name.startswith(_TANGENT)]
+        arguments = [storages[0] if storages else _Storage(0, 1) for storages in saved]
+        arguments += [second.allocate(sizes.get(name, 0), name) for name in names if name.startswith(_TANGENT)]
         if tangents_held:
-            for storage in given[len(saved) :]:
+            for storage in arguments[len(saved) :]:
                 storage.holders += 1
-        # The pass alone holds on to what was saved; each of its arguments does so once.
+        # Only the pass keeps the saved tensors, once per argument.
         for storages in saved:
             for storage in storages:
                 storage.holders -= 1
-        _followed(second, backward.text, given)
+        _interpret(second, backward.text, arguments)
     except (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError) as failure:
         raise UnsupportedError(
             f"the compiler's code cannot be followed ({type(failure).__name__}: {failure}); that of torch 2.11 to 2.13 "
@@ -153,45 +152,45 @@ def step_peak(forward: GeneratedPass, backward: GeneratedPass, *, tangents_held:
     )
 
 
-def _followed(state: _Pass, text: str, given: Sequence[_Storage]) -> list[list[_Storage]]:
-    """Follow the code of a pass; what it returns, one entry per result."""
+def _interpret(state: _Pass, text: str, arguments: Sequence[_Storage]) -> list[list[_Storage]]:
+    """Interpret the code of a pass; returns the storages of each result."""
     statements = _statements(_function(text, "call").body)
     members = _members(statements)
     state.peak = max(state.peak, state.now)
     returned: list[list[_Storage]] = []
     for statement in statements:
-        told = ast.unparse(statement)
+        source = ast.unparse(statement)
         if isinstance(statement, ast.Assign):
             target: Any = statement.targets[0]
             if isinstance(target, ast.Tuple):
-                for name, storage in zip(target.elts, given, strict=True):
+                for name, storage in zip(target.elts, arguments, strict=True):
                     state.bind(name.id, [storage])  # type: ignore[attr-defined]
             elif isinstance(target, ast.Name):
-                _assign(state, target.id, statement.value, members, told)
+                _assign(state, target.id, statement.value, members, source)
         elif isinstance(statement, ast.Delete):
             for deleted in statement.targets:
                 if isinstance(deleted, ast.Name):
                     state.drop(deleted.id)
         elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
-            returned = [_shown(state, value) for value in statement.value.elts]
+            returned = [_viewed(state, value) for value in statement.value.elts]
     return returned
 
 
-def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]], told: str) -> None:
+def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]], statement: str) -> None:
     if isinstance(value, ast.Call):
         called = ast.unparse(value.func)
         if called.startswith("empty_strided"):
-            state.bind(name, [state.allocate(_strided_bytes(value.args[0], value.args[1], value.args[2]), told)])
+            state.bind(name, [state.allocate(_strided_bytes(value.args[0], value.args[1], value.args[2]), statement)])
         elif called == "reinterpret_tensor" or _is_view(called):
-            state.bind(name, _shown(state, value.args[0]))
+            state.bind(name, _viewed(state, value.args[0]))
         elif name in state.sizes:
-            state.bind(name, [state.allocate(state.sizes[name], told)])
-        else:  # what it delivers gets names later, and comes into being here
+            state.bind(name, [state.allocate(state.sizes[name], statement)])
+        else:  # its results get names later, and are allocated here
             state.drop(name)
             for member in members.get(name, ()):
                 if member not in state.sizes:
-                    raise KeyError(f"size of {member} in {told}")
-                state.bind(f"{name}[{member}]", [state.allocate(state.sizes[member], told)])
+                    raise KeyError(f"size of {member} in {statement}")
+                state.bind(f"{name}[{member}]", [state.allocate(state.sizes[member], statement)])
     elif isinstance(value, (ast.Name, ast.Subscript)):
         source = value.value if isinstance(value, ast.Subscript) else value
         member = f"{getattr(source, 'id', '')}[{name}]"
@@ -203,27 +202,27 @@ def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]
 
 
 def _is_view(called: str) -> bool:
-    """Whether a call of a library shows its first operand's data."""
+    """Whether a library call returns a view of its first operand."""
     return ".view." in called or called.endswith((".view_dtype", ".as_strided.default", ".permute.default"))
 
 
-def _shown(state: _Pass, value: Any) -> list[_Storage]:
-    """Storages of an expression that moves no data."""
+def _viewed(state: _Pass, value: Any) -> list[_Storage]:
+    """Storages of an expression that copies no data."""
     while isinstance(value, ast.Call) and value.args:
         value = value.args[0]
     return list(state.names.get(value.id, ())) if isinstance(value, ast.Name) else []
 
 
 def _members(statements: Sequence[ast.stmt]) -> dict[str, list[str]]:
-    """Which results are taken out of which, or are another name of it."""
-    found: dict[str, list[str]] = {}
+    """Names of the parts, or other names, of each result."""
+    members: dict[str, list[str]] = {}
     for statement in statements:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Name, ast.Subscript)):
             value, part = statement.value, statement.targets[0]
             whole = value.value if isinstance(value, ast.Subscript) else value
             if isinstance(whole, ast.Name) and isinstance(part, ast.Name):
-                found.setdefault(whole.id, []).append(part.id)
-    return found
+                members.setdefault(whole.id, []).append(part.id)
+    return members
 
 
 def _function(text: str, name: str) -> ast.FunctionDef:
@@ -234,16 +233,11 @@ def _function(text: str, name: str) -> ast.FunctionDef:
 
 
 def _statements(body: Iterable[ast.stmt]) -> list[ast.stmt]:
-    """Statements in the order in which they run; those inside of a ``with`` are as others."""
-    return list(_flat(body))
-
-
-def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements in execution order, those inside of ``with`` included."""
+    flat: list[ast.stmt] = []
     for statement in body:
-        if isinstance(statement, ast.With):
-            yield from _flat(statement.body)
-        else:
-            yield statement
+        flat += _statements(statement.body) if isinstance(statement, ast.With) else [statement]
+    return flat
 
 
 def _arguments(text: str) -> list[str]:
@@ -255,20 +249,20 @@ def _arguments(text: str) -> list[str]:
 
 
 def _argument_bytes(text: str) -> dict[str, int]:
-    """Bytes of the arguments, from the example that the compiler writes for them."""
-    found = {}
+    """Bytes of the arguments, from the compiler's example of them."""
+    sizes = {}
     for node in ast.walk(ast.parse(text)):
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
             continue
         call, name = node.value, node.targets[0]
         if isinstance(name, ast.Name) and ast.unparse(call.func) == "rand_strided":
             dtype = next(word.value for word in call.keywords if word.arg == "dtype")
-            found[name.id] = _strided_bytes(call.args[0], call.args[1], dtype)
-    return found
+            sizes[name.id] = _strided_bytes(call.args[0], call.args[1], dtype)
+    return sizes
 
 
 def _strided_bytes(shape: ast.expr, stride: ast.expr, dtype: Any) -> int:
-    """Bytes of the storage of a tensor of such a shape and stride."""
+    """Bytes of a tensor's storage."""
     sizes, strides = ast.literal_eval(shape), ast.literal_eval(stride)
     if math.prod(sizes) == 0:
         return 0

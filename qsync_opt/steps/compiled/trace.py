@@ -1,16 +1,16 @@
-"""Who spent the time of a compiled training step? Kernels of a compiled graph, charged to the operators inside them.
+"""Charging of a compiled training step: kernels of compiled graphs to the operators inside them.
 
-A compiler fuses operators across the borders that costs are charged to. It can say, however, in which order a compiled
+A compiler fuses operators across the borders that costs are charged to. It reports, however, in which order a compiled
 graph runs its kernels and which operators are in each (`Scheduled`). A kernel's time is divided among its operators by
-the bytes that they make it move: what an operator reads is its own, and what is written is charged to whom it is
-written for, so that the cast of a result to a reader's format, which is fused into the writer, costs the reader.
+the bytes that they move: reads are charged to the operator that reads, writes to the operator they are written for, so
+that the cast of a result to a reader's format, which is fused into the writer, is charged to the reader.
 
-The trace has no labels of operators. What a graph called on the host is laid beside what it was to call: fused kernels
-one by one, calls of libraries by name between them. A fused kernel too many or too few is an error, for then nothing
-can be said about any of them.
+The trace has no labels of operators. The calls of a graph on the host are matched with its schedule: fused kernels one
+by one, library calls by name between them. A fused kernel too many or too few is an error, because then none of them
+can be identified.
 
-Of memory, what each operator has in use when the passes need most is kept: a compiler computes gradients of weights
-when it likes, so that operators do not take turns, and what they leave behind says nothing about the peak.
+Of memory, each operator's share at the peak of the passes is kept: a compiler computes gradients of weights at a time
+of its choice, so that operators do not take turns, and the memory that they leave behind tells nothing about the peak.
 
 Source: ours.
 """
@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.steps.courses import Block, Placed, backward_moment, blocks, forward_moment, written_for
+from qsync_opt.steps.memory_timeline import Block, ChargedChange, backward_moment, blocks, forward_moment, take_reader
 from qsync_opt.steps.trace import (
     BACKWARD,
     BEGIN,
@@ -46,17 +46,17 @@ from qsync_opt.steps.trace import (
 
 _LATER = (CLIP, OPTIMIZER, ZERO_GRAD)
 _AHEAD = 3
-"""What is allocated is looked for in what so many calls write, for a compiler allocates some of it before it calls."""
+"""Number of calls whose writes are searched for an allocation: a compiler allocates some of them in advance."""
 
 
 class Scheduled(NamedTuple):
-    """One thing that a compiled graph does.
+    """One entry of a compiled graph's schedule.
 
     Attributes:
-        fused: Whether it is a kernel of the compiler's own; else a call of a library, or nothing.
-        calls: Names under which a library's call may be seen, without namespace.
-        shares: Operators in it, and the share of each; they add up to 1. Empty if no operator is known.
-        writes: What it writes for others: the operator that wants it, and its bytes.
+        fused: Whether it is a kernel of the compiler; else a library call, or nothing.
+        calls: Names that a library call may have in a trace, without namespace.
+        shares: Operators in it with their shares, which add up to 1. Empty if no operator is known.
+        writes: Bytes that it writes, with the operator that reads them.
     """
 
     fused: bool
@@ -66,7 +66,7 @@ class Scheduled(NamedTuple):
 
 
 class HostCall(NamedTuple):
-    """An operation, or a compiler's kernel, that the host launched inside a compiled graph."""
+    """An operation, or a compiler's kernel, that the host calls inside a compiled graph."""
 
     start: int
     end: int
@@ -75,14 +75,14 @@ class HostCall(NamedTuple):
 
 
 class ChargedStep(NamedTuple):
-    """A step charged to operators, and the blocks of memory that its passes had in use."""
+    """A step charged to operators, and the blocks of memory of its passes."""
 
     spans: StepSpans
     blocks: tuple[Block, ...]
 
 
 class CompiledEvents(NamedTuple):
-    """Events of a trace: as of any step, the stretches in which compiled graphs ran, and what the host called."""
+    """Events of a trace: those of any step, the ranges of compiled graphs, and the calls of the host in them."""
 
     events: StepEvents
     graphs: Sequence[Range]
@@ -90,17 +90,17 @@ class CompiledEvents(NamedTuple):
 
 
 def matched(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> list[Scheduled | None]:
-    """What each call of a graph was.
+    """The entry of the schedule for each call of a graph.
 
     Args:
-        schedule: Of the graph, in its order.
-        calls: What the host called while the graph ran, none inside another, by time.
+        schedule: Of the graph, in order.
+        calls: Of the host while the graph ran, none inside another, by time.
 
     Returns:
-        One entry per call; None where a library's call is not in the schedule (a part of what is before it).
+        One entry per call; None for a library call that is not in the schedule (a part of the entry before it).
 
     Raises:
-        ProblemError: The graph launched another number of fused kernels than it was to.
+        ProblemError: The graph launched another number of fused kernels than scheduled.
     """
     expected = [i for i, entry in enumerate(schedule) if entry.fused]
     seen = [i for i, call in enumerate(calls) if call.fused]
@@ -109,18 +109,18 @@ def matched(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> list[Sc
             f"a compiled graph was to launch {len(expected)} fused kernels and launched {len(seen)}; its steps cannot "
             "be charged to operators"
         )
-    found: list[Scheduled | None] = [None] * len(calls)
+    entries: list[Scheduled | None] = [None] * len(calls)
     for entry, call in zip(expected, seen, strict=True):
-        found[call] = schedule[entry]
+        entries[call] = schedule[entry]
     borders = zip([-1, *expected], [*expected, len(schedule)], [-1, *seen], [*seen, len(calls)], strict=True)
     for first, last, begin, end in borders:
         place = first + 1
         for i in range(begin + 1, end):
             name = calls[i].name.rpartition("::")[2]
-            there = next((k for k in range(place, last) if name in schedule[k].calls), None)
-            if there is not None:
-                found[i], place = schedule[there], there + 1
-    return found
+            match = next((k for k in range(place, last) if name in schedule[k].calls), None)
+            if match is not None:
+                entries[i], place = schedule[match], match + 1
+    return entries
 
 
 def charge_compiled(
@@ -132,16 +132,16 @@ def charge_compiled(
     """Charge the events of compiled steps to operators, step by step.
 
     Args:
-        trace: With the phases labelled.
-        forward: What the graphs of the forward pass do, in the order in which they run.
-        backward: What those of the backward pass do.
+        trace: With labelled phases.
+        forward: Schedules of the graphs of the forward pass, in execution order.
+        backward: Schedules of those of the backward pass.
         order: Operators of the model in the order of the forward pass.
 
     Returns:
         One entry per step, in order.
 
     Raises:
-        ProblemError: A pass ran another number of graphs, or not the kernels that it was to run.
+        ProblemError: A pass ran another number of graphs, or other kernels than scheduled.
     """
     marks = {phase_label(phase): phase for phase in (FORWARD, BACKWARD, *_LATER)}
     phases = [r for r in trace.events.ranges if r.label in marks]
@@ -153,41 +153,43 @@ def charge_compiled(
     for i, first in enumerate(starts):
         last = starts[i + 1] if i + 1 < len(starts) else len(phases)
         end = phases[last].start if last < len(phases) else phases[last - 1].end
-        found = {marks[r.label]: r for r in phases[first:last]}
-        if BACKWARD not in found:
+        ranges = {marks[r.label]: r for r in phases[first:last]}
+        if BACKWARD not in ranges:
             raise ProblemError(f"the trace has a step without range {phase_label(BACKWARD)!r}")
         windows: list[Window] = []
         entries: dict[str, Scheduled] = {}
-        _pass_windows(trace, FORWARD, found[FORWARD], found[BACKWARD].start, forward, windows, entries)
-        later = sorted((found[p] for p in _LATER if p in found), key=lambda r: r.start)
+        _pass_windows(trace, FORWARD, ranges[FORWARD], ranges[BACKWARD].start, forward, windows, entries)
+        later = sorted((ranges[p] for p in _LATER if p in ranges), key=lambda r: r.start)
         until = later[0].start if later else end
-        _pass_windows(trace, BACKWARD, found[BACKWARD], until, backward, windows, entries)
+        _pass_windows(trace, BACKWARD, ranges[BACKWARD], until, backward, windows, entries)
         for k, phase in enumerate(later):
             stop = later[k + 1].start if k + 1 < len(later) else end
             windows.append(Window(phase.start, stop, (marks[phase.label], BEGIN)))
         windows.sort()
-        begin = found[FORWARD].start
+        begin = ranges[FORWARD].start
         peak, later_bytes = _peaks(trace.events.changes, begin, until, end)
         events = replace(trace.events, changes=[c for c in trace.events.changes if begin <= c.time <= peak])
         spans = fill(events, windows, waits, tuple(order))
         spans.spans.setdefault((OPTIMIZER, BEGIN), Span()).changes = [later_bytes]
-        waited = any(begin <= time < found[BACKWARD].end for time in trace.events.waits)
+        waited = any(begin <= time < ranges[BACKWARD].end for time in trace.events.waits)
         most = max(spans.peak_bytes, later_bytes)
         whole = replace(spans, spans=_divided(spans.spans, entries), waits=waited, peak_bytes=most)
-        placed = _placed([c for c in trace.events.changes if begin <= c.time < until], windows, entries, order)
-        steps.append(ChargedStep(whole, blocks(placed, len(order))))
+        changes = _charged_changes(
+            [c for c in trace.events.changes if begin <= c.time < until], windows, entries, order
+        )
+        steps.append(ChargedStep(whole, blocks(changes, len(order))))
     return steps
 
 
-def _placed(
+def _charged_changes(
     changes: Sequence[Change], windows: Sequence[Window], entries: Mapping[str, Scheduled], order: Sequence[str]
-) -> list[Placed]:
-    """Changes of memory, with whom they are charged to and when they come about."""
+) -> list[ChargedChange]:
+    """Changes of memory with their operators and moments."""
     positions = {name: i for i, name in enumerate(order)}
     count = len(order)
-    found: list[Placed] = []
-    waiting = iter(changes)
-    change = next(waiting, None)
+    charged: list[ChargedChange] = []
+    pending = iter(changes)
+    change = next(pending, None)
     forward, backward = -1, count
     writes = {label: list(entry.writes) for label, entry in entries.items()}
     labels = list(entries)
@@ -195,24 +197,24 @@ def _placed(
     for window in windows:
         phase, label = window.key
         entry = entries.get(label)
-        main = entry.shares[0][0] if entry is not None else ""
-        if entry is not None and not entry.fused and main in positions:
+        first = entry.shares[0][0] if entry is not None else ""
+        if entry is not None and not entry.fused and first in positions:
             if phase == FORWARD:
-                forward = max(forward, positions[main])
+                forward = max(forward, positions[first])
             else:
-                backward = min(backward, positions[main])
+                backward = min(backward, positions[first])
         moment = forward_moment(forward) if phase == FORWARD else backward_moment(backward, count)
         while change is not None and change.time < window.end:
-            whose = ""
+            operator = ""
             if change.num_bytes > 0:
-                whose = written_for(change.num_bytes, [writes[k] for k in follows.get(label, ())], main)
-            found.append(Placed(change.num_bytes, change.address, whose, moment))
-            change = next(waiting, None)
-    return found
+                operator = take_reader(change.num_bytes, [writes[k] for k in follows.get(label, ())], first)
+            charged.append(ChargedChange(change.num_bytes, change.address, operator, moment))
+            change = next(pending, None)
+    return charged
 
 
 def _peaks(changes: Sequence[Change], begin: int, until: int, end: int) -> tuple[int, int]:
-    """When most memory is in use from ``begin`` to ``until``, and how much at most from there to ``end``."""
+    """Time of the memory peak from ``begin`` to ``until``, and the peak from there to ``end``."""
     mine = [change for change in changes if begin <= change.time < end]
     used = list(itertools.accumulate((change.num_bytes for change in mine), initial=0))[1:]
     passes = [(total, -change.time) for change, total in zip(mine, used, strict=True) if change.time < until]
@@ -230,10 +232,10 @@ def _pass_windows(
     windows: list[Window],
     entries: dict[str, Scheduled],
 ) -> None:
-    """Windows of a pass: before its graphs, one per call of them, and after them.
+    """Add the windows of a pass: before its graphs, one per call of them, and after them.
 
-    What comes between two graphs (gradients are accumulated, and handed to DistributedDataParallel) follows the one
-    before it. A call's window begins where the call before it ended, because that is where what it writes is allocated.
+    Work between two graphs (accumulation of gradients, and the hooks of DistributedDataParallel) belongs to the one
+    before it. A call's window begins where the call before it ended, because its results are allocated there.
     """
     graphs = [g for g in trace.graphs if whole.start <= g.start < whole.end]
     if len(graphs) != len(schedules):
@@ -255,16 +257,16 @@ def _pass_windows(
 
 
 def _divided(spans: Spans, entries: dict[str, Scheduled]) -> Spans:
-    """Spans of calls, divided among the operators of each."""
-    found: Spans = {}
+    """Spans of calls, divided among their operators."""
+    divided: Spans = {}
     for (phase, name), span in spans.items():
         entry = entries.get(name)
         shares = ((name, 1.0),) if entry is None else entry.shares
-        given = 0
+        charged_ns = 0
         for k, (operator, share) in enumerate(shares):
-            target = found.setdefault((phase, operator), Span())
-            host = span.host_ns - given if k + 1 == len(shares) else round(share * span.host_ns)
-            given += host
+            target = divided.setdefault((phase, operator), Span())
+            host = span.host_ns - charged_ns if k + 1 == len(shares) else round(share * span.host_ns)
+            charged_ns += host
             target.kernels += [
                 (target.host_ns + round(share * offset), round(share * duration), kernel)
                 for offset, duration, kernel in span.kernels
@@ -276,4 +278,4 @@ def _divided(spans: Spans, entries: dict[str, Scheduled]) -> Spans:
                 target.launches += span.launches
                 target.changes += span.changes
                 target.blocked_ns += span.blocked_ns
-    return found
+    return divided

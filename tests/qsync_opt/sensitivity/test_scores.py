@@ -170,6 +170,27 @@ def test_precisions_that_overflow_are_excluded_with_the_reason() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("precision", "border", "tensors", "fits"),
+    [
+        ("FP16", "FP16", {"output": tensor(128, amax=1e5)}, False),
+        ("INT8", "FP16", {"output": tensor(128, amax=1e5)}, False),
+        ("INT8", "BF16", {"output": tensor(128, amax=1e5)}, True),
+        ("BF16", "BF16", {"output": tensor(128, amax=1e5)}, True),
+        ("FP16", "FP16", {"second_gradient": tensor(256, amax=7e4)}, False),
+        ("FP16", "FP16", {}, True),
+    ],
+)
+def test_only_fp16_at_some_border_overflows(
+    precision: str, border: str, tensors: dict[str, TensorStatistics], fits: bool
+) -> None:
+    operator = replace(measured("fc/linear"), **tensors)
+    formats = {precision: borders(border)}
+    table = sensitivities(graph(node("fc/linear", "linear")), statistics(operator), formats)
+    assert (precision in table["fc/linear"]) is fits
+    assert bool(table.excluded) is not fits
+
+
 def test_attention_in_eight_bits_is_excluded_with_the_reason() -> None:
     errors = MeasuredErrors(output=1.0, first_gradient=1.0, second_gradient=1.0, third_gradient=1.0)
     attention = replace(
@@ -217,7 +238,7 @@ def test_expected_loss_is_fisher_and_the_variance_weighed_by_the_horizon() -> No
         sensitivities(NET, MEASURED, CPU, kind=IndicatorKind.LOSS)
 
 
-def test_noise_of_operators_adds_up_before_rectifiers_flip() -> None:
+def test_noise_of_operators_adds_up_before_rectifiers_change_sign() -> None:
     flips = tuple(100.0 * ratio**0.5 for ratio in FLIP_RATIOS)
     net = graph(node("a/linear", "linear"), node("b/linear", "linear", "a/linear"), node("relu", "relu", "b/linear"))
     gains = {"output": Gain(uniform=0.0, floating=0.0)}

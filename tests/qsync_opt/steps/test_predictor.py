@@ -8,8 +8,6 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.steps import (
     Case,
-    Kept,
-    Lifetimes,
     StepCosts,
     StepFlow,
     StepPredictor,
@@ -132,15 +130,25 @@ def test_memory_is_what_counting_every_moment_gives(seed):
 
 
 def test_views_live_in_the_result_that_they_show():
+    """To keep a view for the backward pass is to keep the result behind it."""
     graph = residual_graph()
+    costs = random_step_costs(graph, PRECISIONS)
     names = [operator.name for operator in graph]
-    second = next(i for i, operator in enumerate(graph) if operator.inputs)
-    roots = {names[second]: graph.operators[second].inputs[0]}
-    lifetimes = Lifetimes(graph, roots, dict.fromkeys(names, names[-1]))
-    source = names.index(graph.operators[second].inputs[0])
-    assert lifetimes.root(second) == source
-    kept = [Kept((), i == second) for i in range(len(names))]
-    assert source in lifetimes.releases(kept).backward[second]
+    view = next(i for i, operator in enumerate(graph) if operator.inputs)
+    signature = StepFlow(graph, "BF16").signature(view)
+    peaks = []
+    for roots, inputs, output in (({names[view]: graph.operators[view].inputs[0]}, (), True), ({}, (0,), False)):
+        cases = {
+            case: replace(cost, saves_inputs=inputs, saves_output=output, result_bytes=0)
+            if case.signature == signature
+            else replace(cost, saves_inputs=(), saves_output=False, forward_peak_bytes=0, backward_peak_bytes=10**6)
+            for case, cost in costs.cases.items()
+        }
+        held = dict.fromkeys(names, names[-1])
+        predictor = StepPredictor(graph, replace(costs, cases=cases, roots=roots, held=held))
+        step = predictor.plan({operator.name: "FP32" for operator in graph.by_role(Role.ADJUSTABLE)})
+        peaks.append(predictor.memory(step).peak_bytes)
+    assert peaks[0] == peaks[1]
 
 
 def test_a_case_never_met_is_the_nearest_one_with_casts():

@@ -4,18 +4,18 @@ import random
 
 import pytest
 
-from qsync_opt.steps import (
+from qsync_opt.steps.memory_timeline import (
     Block,
-    Placed,
+    ChargedChange,
     backward_moment,
     blocks,
-    course_of,
     forward_moment,
-    mean_course,
+    mean_timeline,
     moment_of,
     moments,
     owner_of,
-    written_for,
+    take_reader,
+    timeline_of,
 )
 
 COUNT = 5
@@ -28,11 +28,11 @@ def _step(seed, *, addresses):
     for moment in sorted(generator.choices(range(moments(COUNT)), k=60)):
         if alive and generator.random() < 0.45:
             address = generator.choice(list(alive))
-            changes.append(Placed(-alive.pop(address), address if addresses else 0, "", moment))
+            changes.append(ChargedChange(-alive.pop(address), address if addresses else 0, "", moment))
         else:
             address, size = 1000 + len(changes), generator.randint(1, 9)
             alive[address] = size
-            changes.append(Placed(size, address if addresses else 0, f"o{generator.randrange(COUNT)}", moment))
+            changes.append(ChargedChange(size, address if addresses else 0, f"o{generator.randrange(COUNT)}", moment))
         used.append(used[-1] + changes[-1].num_bytes)
     return changes, used
 
@@ -49,19 +49,19 @@ def test_the_sum_of_blocks_has_the_peak_of_every_moment(seed, addresses):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_courses_add_up_to_the_blocks_they_are_made_of(seed):
+def test_timelines_add_up_to_the_blocks_they_are_made_of(seed):
     changes, _ = _step(seed, addresses=True)
     found = blocks(changes, COUNT)
     for position in range(COUNT):
         own = [block for block in found if block.operator == f"o{position}"]
-        course = mean_course([course_of(own, position, COUNT)] * 2)
+        timeline = mean_timeline([timeline_of(own, position, COUNT)] * 2)
         for moment in range(moments(COUNT)):
-            total = sum(entry[2] for entry in course if moment_of(entry, position, COUNT) <= moment)
+            total = sum(entry[2] for entry in timeline if moment_of(entry, position, COUNT) <= moment)
             assert total == sum(block.num_bytes for block in own if block.begin <= moment < block.end)
 
 
 def test_what_was_in_use_before_goes_for_good():
-    changes = [Placed(-7, 3, "", 4), Placed(2, 4, "o1", 6)]
+    changes = [ChargedChange(-7, 3, "", 4), ChargedChange(2, 4, "o1", 6)]
     assert blocks(changes, COUNT) == (Block("", 6, moments(COUNT), -7), Block("o1", 6, moments(COUNT), 2))
 
 
@@ -72,16 +72,16 @@ def test_moments_follow_the_passes():
 
 
 def test_operators_alike_are_taken_together():
-    first = course_of([Block("a", 2, backward_moment(1, COUNT), 100)], 1, COUNT)
-    second = course_of([Block("b", 4, backward_moment(3, COUNT), 300)], 3, COUNT)
-    assert mean_course([first, second]) == ((0, 0, 200), (1, 0, -200))
-    assert mean_course([first, {}]) == ((0, 0, 50), (1, 0, -50))
+    first = timeline_of([Block("a", 2, backward_moment(1, COUNT), 100)], 1, COUNT)
+    second = timeline_of([Block("b", 4, backward_moment(3, COUNT), 300)], 3, COUNT)
+    assert mean_timeline([first, second]) == ((0, 0, 200), (1, 0, -200))
+    assert mean_timeline([first, {}]) == ((0, 0, 50), (1, 0, -50))
 
 
 def test_a_block_belongs_to_the_operator_that_its_kernel_writes_it_for():
     calls = [[("reader", 1000), ("writer", 4000)], [("next", 1000)]]
-    assert written_for(4096, calls, "other") == "writer"
-    assert [written_for(1024, calls, "other") for _ in range(3)] == ["reader", "next", "other"]
+    assert take_reader(4096, calls, "other") == "writer"
+    assert [take_reader(1024, calls, "other") for _ in range(3)] == ["reader", "next", "other"]
     assert calls == [[], []]
 
 

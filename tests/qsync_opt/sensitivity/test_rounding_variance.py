@@ -13,13 +13,11 @@ from qsync_opt.sensitivity import (
     OperatorStatistics,
     ProductSizes,
     TensorStatistics,
-    overflow_reason,
     variances,
 )
 
 N, K, M = 64, 512, 256
 BF16 = PrecisionFormats(output="BF16", gradient_input="BF16", gradient_output="BF16")
-FP16 = PrecisionFormats(output="FP16", gradient_input="FP16", gradient_output="FP16")
 FULL = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
 PER_TENSOR = NoiseOptions(weight_granularity=Granularity.TENSOR)
 
@@ -222,16 +220,6 @@ def test_attention_uses_measured_errors_and_refuses_other_precisions() -> None:
     assert variances(operator, "FP32", FULL).output.total == 0
     with pytest.raises(UnsupportedError, match="no noise formula for scaled_dot_product_attention in INT8"):
         variances(operator, "INT8", BF16)
-
-
-def test_overflow_is_named() -> None:
-    operator = replace(linear(), output=tensor(N * M, 1.0, amax=1e5))
-    reason = overflow_reason(operator, "FP16", FP16)
-    assert reason == "FP16 overflows: output reaches 1e+05, the largest number of FP16 is 65504"
-    assert overflow_reason(operator, "INT8", FP16) == reason
-    assert overflow_reason(operator, "INT8", BF16) is None
-    assert overflow_reason(operator, "BF16", BF16) is None
-    assert overflow_reason(replace(linear(), second_gradient=tensor(4, 1.0, amax=7e4)), "FP16", FP16) is not None
 
 
 def test_options_are_checked() -> None:

@@ -1,11 +1,15 @@
+from dataclasses import replace
+
 import pytest
 
 from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.numerics import formats_for
 from qsync_opt.sensitivity import (
     Curvature,
     Distances,
     GradientNoise,
     IndicatorKind,
+    ModelStatistics,
     Noise,
     OperatorKind,
     OperatorSensitivity,
@@ -14,19 +18,18 @@ from qsync_opt.sensitivity import (
     ProductSizes,
     SensitivityTable,
     TensorStatistics,
-    fisher_score,
-    hessian_increase,
-    random_score,
-    weight_variance,
+    sensitivities,
 )
+from qsync_opt.testing import make_graph, make_operator
 
 
 def tensor(elements, mean_square=1.0):
     return TensorStatistics(elements=elements, amax=3.0, square_sum=elements * mean_square)
 
 
-def operator(name="a", *, weight=True, curvatures=()):
-    return OperatorStatistics(
+def values(kind, *, weight=True, seed=0, name="a", **changes):
+    """Sensitivities of one operator: INT8 with results in BF16, BF16 and FP32."""
+    operator = OperatorStatistics(
         name=name,
         op_type="linear" if weight else "matmul",
         kind=OperatorKind.PRODUCT,
@@ -34,12 +37,21 @@ def operator(name="a", *, weight=True, curvatures=()):
         products=(ProductSizes(products=1, rows=8, contraction=16, columns=16),),
         first_parameter=None,
         second_parameter="a.weight" if weight else None,
-        first=tensor(128),
-        second=tensor(256),
+        first=replace(tensor(128), mean_square_amax={"tensor": 9.0}),
+        second=replace(tensor(256), mean_square_amax={"channel": 4.0, "tensor": 9.0}),
         output=tensor(128),
         output_gradient=tensor(128, 0.25),
-        curvatures=dict(curvatures),
+        **changes,
     )
+    graph = make_graph([make_operator(name)])
+    statistics = ModelStatistics(batches=1, operators=(operator,))
+    formats = formats_for(("INT8", "BF16", "FP32"), "BF16")
+    table = sensitivities(graph, statistics, formats, kind=IndicatorKind(kind), seed=seed)
+    return dict(table[name])
+
+
+INT8_FIRST, INT8_SECOND, BF16 = 9.0 / 127**2 / 6, 4.0 / 127**2 / 6, 4.0**-7 / 28
+"""Variances per element."""
 
 
 def output_noise(total):
@@ -49,33 +61,32 @@ def output_noise(total):
 
 
 def test_hessian_takes_the_trace_that_fits_the_noise():
-    measured = operator(curvatures={"first": Curvature(uniform=4.0, floating=10.0)})
-    noise = {"first": ((0.5, "tensor"), (0.1, "floating"))}
-    assert hessian_increase(measured, noise) == pytest.approx(0.5 * (0.5 * 4 + 0.1 * 10))
+    traces = {"first": Curvature(uniform=4.0, floating=10.0), "output": Curvature(uniform=1.0, floating=3.0)}
+    found = values("hessian", curvatures=traces)
+    assert found["INT8"] == pytest.approx(0.5 * (INT8_FIRST * 4 + BF16 * 3))
+    assert found["BF16"] == pytest.approx(0.5 * (BF16 * 10 + BF16 * 3))
 
 
 def test_a_negative_trace_is_no_gain():
-    measured = operator(curvatures={"second": Curvature(uniform=-4.0, floating=-4.0)})
-    assert hessian_increase(measured, {"second": ((1.0, "channel"),)}) == 0.0
+    assert values("hessian", curvatures={"second": Curvature(uniform=-4.0, floating=-4.0)})["INT8"] == 0.0
 
 
 def test_fisher_is_squared_gradient_times_squared_error():
-    assert fisher_score(operator(), output_noise(3.0)) == pytest.approx(0.25 * 3.0)
+    volume = 8 * 16 * 16
+    error = volume * (INT8_FIRST + INT8_SECOND + INT8_FIRST * INT8_SECOND) + 128 * BF16
+    assert values("fisher")["INT8"] == pytest.approx(0.25 * error)
 
 
 def test_weights_alone():
-    noise = {"first": ((9.0, "tensor"),), "second": ((0.5, "channel"),)}
-    assert weight_variance(operator(), noise) == pytest.approx(256 * 0.5)
-    assert weight_variance(operator(weight=False), noise) == 0.0
+    assert values("weight")["INT8"] == pytest.approx(256 * INT8_SECOND)
+    assert values("weight", weight=False)["INT8"] == 0.0
 
 
 def test_chance_is_the_same_everywhere_and_falls_with_precision():
-    first = {precision: random_score("block/linear", precision, 7) for precision in ("INT8", "FP8", "BF16", "FP32")}
-    assert first == {precision: random_score("block/linear", precision, 7) for precision in first}
-    assert first["INT8"] == pytest.approx(4 * first["FP8"])
-    assert first["FP8"] == pytest.approx(4 * first["BF16"])
+    first = values("random", seed=7, name="block/linear")
+    assert first["INT8"] == pytest.approx(16 * first["BF16"])
     assert first["FP32"] == 0.0
-    assert random_score("block/linear", "INT8", 8) != first["INT8"]
+    assert values("random", seed=8, name="block/linear")["INT8"] != first["INT8"]
     # Pinned: a change of the drawing would change plans.
     assert first["INT8"] == pytest.approx(0.435595705477915)
 

@@ -1,4 +1,4 @@
-"""Courses of memory are taken from the recorded plan around whose operator most is the same."""
+"""Memory timelines are taken from the recorded plan around whose operator most is the same."""
 
 import json
 import random
@@ -8,7 +8,8 @@ import pytest
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Role
-from qsync_opt.steps import Case, CaseCost, CourseLookup, RecordedCourses, StepCosts, StepFlow, StepPredictor
+from qsync_opt.steps import Case, CaseCost, RecordedTimelines, StepCosts, StepFlow, StepPredictor
+from qsync_opt.steps.timeline_lookup import TimelineLookup
 from qsync_opt.testing import random_step_costs, residual_graph
 
 
@@ -16,69 +17,72 @@ def _cases(precisions):
     return tuple(Case("op", precision, ("FP32",)) for precision in precisions)
 
 
-def _courses(*sizes):
+def _timelines(*sizes):
     return tuple(((0, 0, size), (1, 0, -size)) for size in sizes)
 
 
 def _costs(cases):
-    return [CaseCost(output="FP32", samples=1, course=((0, 0, -1),)) for _ in cases]
+    return [CaseCost(output="FP32", samples=1, timeline=((0, 0, -1),)) for _ in cases]
 
 
 def _found(recorded, precisions):
     cases = _cases(precisions)
-    return CourseLookup(recorded).courses(cases, _costs(cases))
+    return TimelineLookup(recorded).timelines(cases, _costs(cases))
 
 
-def test_a_recorded_plan_has_its_own_courses():
+def test_a_recorded_plan_has_its_own_timelines():
     generator = random.Random(0)
     recorded = []
     for _ in range(4):
         precisions = [generator.choice("ab") for _ in range(20)]
-        recorded.append(RecordedCourses(_cases(precisions), _courses(*generator.sample(range(1, 1000), 20))))
+        recorded.append(RecordedTimelines(_cases(precisions), _timelines(*generator.sample(range(1, 1000), 20))))
     for plan in recorded:
-        lookup = CourseLookup(recorded)
-        assert lookup.courses(plan.cases, _costs(plan.cases)) == list(plan.courses)
+        lookup = TimelineLookup(recorded)
+        assert lookup.timelines(plan.cases, _costs(plan.cases)) == list(plan.timelines)
         assert lookup.recorded(list(plan.cases))
         assert not lookup.recorded(plan.cases[:-1])
 
 
 def test_neighbours_alike_go_before_the_same_place():
-    recorded = [RecordedCourses(_cases("aab"), _courses(1, 2, 3)), RecordedCourses(_cases("bac"), _courses(4, 5, 6))]
-    assert _found(recorded, "bac")[1] == _courses(5)[0]
-    assert _found(recorded, "aab")[1] == _courses(2)[0]
+    recorded = [
+        RecordedTimelines(_cases("aab"), _timelines(1, 2, 3)),
+        RecordedTimelines(_cases("bac"), _timelines(4, 5, 6)),
+    ]
+    assert _found(recorded, "bac")[1] == _timelines(5)[0]
+    assert _found(recorded, "aab")[1] == _timelines(2)[0]
 
 
 def test_the_same_place_goes_before_another_with_the_same_neighbours():
-    long = RecordedCourses(_cases("a" * 40), _courses(*range(1, 41)))
-    assert _found([long], "a" * 40)[20] == _courses(21)[0]
+    long = RecordedTimelines(_cases("a" * 40), _timelines(*range(1, 41)))
+    assert _found([long], "a" * 40)[20] == _timelines(21)[0]
 
 
 def test_of_places_equally_alike_those_of_the_plan_that_is_more_alike_count():
     first, second = ["a"] * 40, ["a"] * 40
     first[30], second[35] = "b", "b"
     recorded = [
-        RecordedCourses(_cases(first), _courses(*range(40))),
-        RecordedCourses(_cases(second), _courses(*range(40, 80))),
+        RecordedTimelines(_cases(first), _timelines(*range(40))),
+        RecordedTimelines(_cases(second), _timelines(*range(40, 80))),
     ]
-    assert _found(recorded, first)[5] == _courses(5)[0]
-    assert _found(recorded, second)[5] == _courses(45)[0]
+    assert _found(recorded, first)[5] == _timelines(5)[0]
+    assert _found(recorded, second)[5] == _timelines(45)[0]
 
 
 def test_places_equally_alike_count_alike():
-    recorded = [RecordedCourses(_cases("ab"), _courses(10, 1)), RecordedCourses(_cases("ac"), _courses(30, 1))]
-    assert _found(recorded, "aa")[0] == _courses(20)[0]
+    recorded = [RecordedTimelines(_cases("ab"), _timelines(10, 1)), RecordedTimelines(_cases("ac"), _timelines(30, 1))]
+    assert _found(recorded, "aa")[0] == _timelines(20)[0]
 
 
 def test_operators_that_read_the_result_go_before_neighbours():
     """Whoever reads it, wherever that is; a lookup that knows of no readers goes by neighbours."""
     users = ((4,), (), (), (), ())
     recorded = [
-        RecordedCourses(_cases("aaaab"), _courses(1, 0, 0, 0, 0)),
-        RecordedCourses(_cases("abbbc"), _courses(2, 0, 0, 0, 0)),
+        RecordedTimelines(_cases("aaaab"), _timelines(1, 0, 0, 0, 0)),
+        RecordedTimelines(_cases("abbbc"), _timelines(2, 0, 0, 0, 0)),
     ]
     cases = _cases("aaaac")
-    assert CourseLookup(recorded, users).courses(cases, _costs(cases))[0] == _courses(2)[0]
-    assert CourseLookup(recorded).courses(cases, _costs(cases))[0] == _courses(1)[0]
+    assert TimelineLookup(recorded, users).timelines(cases, _costs(cases))[0] == _timelines(2)[0]
+    assert TimelineLookup(recorded).timelines(cases, _costs(cases))[0] == _timelines(1)[0]
 
 
 def test_readers_far_away_are_not_mixed_up():
@@ -86,21 +90,21 @@ def test_readers_far_away_are_not_mixed_up():
     users = ((30,), *[()] * 39)
     plans = [["a"] * 40 for _ in range(2)]
     plans[1][30] = "b"
-    recorded = [RecordedCourses(_cases(plan), _courses(*[k] * 40)) for k, plan in enumerate(plans, 1)]
-    lookup = CourseLookup(recorded, users)
+    recorded = [RecordedTimelines(_cases(plan), _timelines(*[k] * 40)) for k, plan in enumerate(plans, 1)]
+    lookup = TimelineLookup(recorded, users)
     for k, plan in enumerate(plans, 1):
-        assert lookup.courses(_cases(plan), _costs(_cases(plan)))[0] == _courses(k)[0]
+        assert lookup.timelines(_cases(plan), _costs(_cases(plan)))[0] == _timelines(k)[0]
 
 
-def test_a_case_that_was_never_recorded_has_the_course_of_its_cost():
-    recorded = [RecordedCourses(_cases("ab"), _courses(10, 1))]
+def test_a_case_that_was_never_recorded_has_the_timeline_of_its_cost():
+    recorded = [RecordedTimelines(_cases("ab"), _timelines(10, 1))]
     assert _found(recorded, "ad")[1] == ((0, 0, -1),)
 
 
-def test_recorded_courses_come_back_from_their_file():
+def test_recorded_timelines_come_back_from_their_file():
     graph = residual_graph()
     cases = _cases("ab")
-    costs = replace(random_step_costs(graph, ["FP32"]), courses=(RecordedCourses(cases, _courses(10, 1)),))
+    costs = replace(random_step_costs(graph, ["FP32"]), timelines=(RecordedTimelines(cases, _timelines(10, 1)),))
     data = json.loads(json.dumps(costs.to_json()))
     assert StepCosts.from_json(data, "costs") == costs
     for wrong in ("x", [["op|a|FP32"]], [[1, []]], [["op|a|FP32", [[0, 0]]]]):
@@ -112,14 +116,14 @@ def _peaks(mean, recorded):
     """Bytes beyond those between steps of a recorded plan, and of one that differs in one operator."""
     graph = residual_graph()
     costs = random_step_costs(graph, ["FP32", "BF16"])
-    cases = {case: replace(cost, course=((0, 0, mean),)) for case, cost in costs.cases.items()}
+    cases = {case: replace(cost, timeline=((0, 0, mean),)) for case, cost in costs.cases.items()}
     costs = replace(costs, cases=cases, graphs=1, phase_peaks=dict.fromkeys(costs.phase_peaks, 0))
     names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
     plan = dict.fromkeys(names, "FP32")
     step = StepPredictor(graph, costs).plan(plan)
     flow = StepFlow(graph, costs.half_format)
     own = tuple(flow.case(i, plan.get(o.name, ""), step.formats) for i, o in enumerate(graph))
-    known = replace(costs, courses=(RecordedCourses(own, (((0, 0, recorded),),) * len(own)),))
+    known = replace(costs, timelines=(RecordedTimelines(own, (((0, 0, recorded),),) * len(own)),))
     predictor = StepPredictor(graph, known)
     steps = [predictor.plan(plan), predictor.plan(plan | {names[-1]: "BF16"})]
     return [predictor.memory(step).peak_bytes - costs.resident_bytes for step in steps], len(graph)
@@ -142,9 +146,9 @@ def test_a_copy_takes_memory_only_where_the_operator_did_not_have_the_tensor_its
     source = graph.operators[flow.inputs[position][0]]
     size = 4 * source.output_elements
     met, new = (Case(flow.signature(position), "FP32", (form,)) for form in ("FP32", "BF16"))
-    course = ((0, 0, size if held else size - 1), (1, 0, 1))
-    cases = {case: replace(cost, course=course) for case, cost in costs.cases.items()}
+    timeline = ((0, 0, size if held else size - 1), (1, 0, 1))
+    cases = {case: replace(cost, timeline=timeline) for case, cost in costs.cases.items()}
     missing = {case for case in cases if case.signature == met.signature and case.precision == "FP32" and case != met}
     predictor = StepPredictor(graph, replace(costs, cases={c: v for c, v in cases.items() if c not in missing}))
-    found = predictor.cost(position, new).course
-    assert found == (course if held else (*course, (0, 0, size), (1, 1, -size)))
+    found = predictor.cost(position, new).timeline
+    assert found == (timeline if held else (*timeline, (0, 0, size), (1, 1, -size)))

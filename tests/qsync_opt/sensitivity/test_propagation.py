@@ -4,16 +4,15 @@ import pytest
 
 from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.sensitivity import (
-    Effect,
     ModelStatistics,
+    Noise,
     OperatorKind,
     OperatorStatistics,
     ProductSizes,
-    Propagation,
     Signal,
     TensorStatistics,
-    distances,
 )
+from qsync_opt.sensitivity.propagation import Effect, Propagation
 
 ROWS, WIDTH = 8, 16
 
@@ -82,13 +81,6 @@ RESIDUAL = graph(
 )
 
 
-def test_distances_are_longest_paths_despite_shortcuts() -> None:
-    far = distances(RESIDUAL)
-    assert {name: far.to_input[name] for name in "abc"} == {"a": 0, "b": 1, "c": 2}
-    assert (far.to_input["head"], far.to_loss["head"]) == (3, 0)
-    assert {name: far.to_loss[name] for name in "abc"} == {"a": 3, "b": 2, "c": 1}
-
-
 def own(operator: OperatorStatistics) -> float:
     """Sum over rows of |x|^2 |g|^2 for evenly spread signals."""
     return operator.products[0].volume * operator.first.mean_square * operator.output_gradient.mean_square
@@ -149,12 +141,12 @@ def test_a_mask_of_huge_numbers_does_not_amplify() -> None:
     assert effect.independent == pytest.approx(own(b) * 128.0 / (ROWS * WIDTH))
 
 
-def test_rectifiers_add_flips_that_grow_with_the_root_of_the_noise() -> None:
+def test_rectifiers_add_sign_changes_that_grow_with_the_root_of_the_noise() -> None:
     chain = graph(node("a", "linear"), node("r", "relu", "a"), node("b", "linear", "r"))
     a, b = (linear(n, output=128.0, gradient=2.0) for n in "ab")
     effect = Propagation(chain, model(a, b)).output_effect("a")
     assert effect.kink == pytest.approx(2 / math.pi * own(a))
-    small, large = (effect.variance(independent=r, shared=0.0) for r in (1e-8, 4e-8))
+    small, large = (effect.variance(Noise(independent=r), 1.0) for r in (1e-8, 4e-8))
     assert large == pytest.approx(2 * small, rel=1e-3)
 
 

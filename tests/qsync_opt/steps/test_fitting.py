@@ -1,12 +1,23 @@
 """Time on the host: what a profiler lengthens is scaled back to what the same phase took untraced."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from qsync_opt.costs import DeviceIdentity
 from qsync_opt.model import Role
-from qsync_opt.steps import BACKWARD, BEGIN, FORWARD, Span, StepSample, StepSpans, fit_step_costs, kernel_paces
+from qsync_opt.steps import (
+    BACKWARD,
+    BEGIN,
+    FORWARD,
+    Span,
+    StepPredictor,
+    StepSample,
+    StepSpans,
+    fit_step_costs,
+    kernel_paces,
+)
 from qsync_opt.testing import stacked_graph
 
 DEVICE = DeviceIdentity(name="gpu", kind="cuda", threads=1, versions={})
@@ -104,3 +115,33 @@ def test_kernels_are_scaled_to_steps_that_the_device_paced():
     assert kernel_paces([plain], {"a": 101_000}) == {}
     costs = fit_step_costs(graph, [device], DEVICE, half_format="BF16", paces={"a": 1.03})
     assert costs.phases["backward"].device == 103_000
+
+
+def simulated(host_ns, kernels, host, device):
+    """Kernel by kernel: each starts when it was launched and the one before is done."""
+    for offset, duration in kernels:
+        device = max(device, host + offset) + duration
+    return host + host_ns, device
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_work_on_two_queues_is_exact_to_the_kernel(seed):
+    """Of one stretch, and of the two that clipping and the optimizer's step are together."""
+    source, graph = random.Random(seed), stacked_graph(1)
+    plain = sample("a", graph, "FP32", traced=1_000, blocked=0, measured=1_000.0)
+    stretches = {}
+    for phase in ("clip", "optimizer", "zero_grad"):
+        offsets = sorted(source.randrange(900) for _ in range(source.randrange(4)))
+        stretches[phase] = [(offset, source.randrange(1, 900)) for offset in offsets]
+    added = {(p, BEGIN): Span(host_ns=1_000, kernels=[(*k, "k") for k in v]) for p, v in stretches.items()}
+    measured = {**plain.host_ns, **dict.fromkeys(stretches, 1_000.0)}
+    spans = replace(plain.spans, spans={**plain.spans.spans, **added})
+    costs = fit_step_costs(graph, [replace(plain, spans=spans, host_ns=measured)], DEVICE, half_format="BF16")
+    for host, device in ((0, 0), (0, 5_000), (3_000, 10)):
+        for phase, kernels in stretches.items():
+            assert costs.phases[phase].run(host, device) == simulated(1_000, kernels, host, device)
+        whole = StepPredictor(graph, costs).cycle.optimizer.run(host, device)
+        for kernels in stretches.values():
+            host, device = simulated(1_000, kernels, host, device)
+        assert whole == (host, device)
+    assert costs.phases["forward"].run(1_000, 5) == (2_000, 5)  # without kernels the device does not wait
