@@ -1,4 +1,4 @@
-"""What a plan costs: iteration time, memory and sensitivity, by rules alone; no solver and no formulation is asked."""
+"""Iteration time, memory and sensitivity of a plan, by the rules of the problem format alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
+from qsync_opt.views import Tabular
 
 NS_PER_S = 10**9
 BYTES_PER_KIB = 1024
@@ -18,10 +18,7 @@ BYTES_PER_KIB = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastTime:
-    """One cast that really happens: ``producer`` and ``consumer`` are the two ends of its edge.
-
-    ``charged_to`` is the operator whose forward (or backward) it lengthens.
-    """
+    """A cast on the edge from ``producer`` to ``consumer``; ``charged_to`` is the one of both that it lengthens."""
 
     producer: str
     consumer: str
@@ -43,14 +40,24 @@ class OperatorTime:
     backward_casts: tuple[CastTime, ...]
 
     @property
+    def forward_casts_ns(self) -> int:
+        """Time to cast its inputs."""
+        return sum(cast.duration_ns for cast in self.forward_casts)
+
+    @property
+    def backward_casts_ns(self) -> int:
+        """Time to cast the gradients that its users deliver."""
+        return sum(cast.duration_ns for cast in self.backward_casts)
+
+    @property
     def forward_total_ns(self) -> int:
         """Own forward and the casts of its inputs."""
-        return self.forward_ns + sum(cast.duration_ns for cast in self.forward_casts)
+        return self.forward_ns + self.forward_casts_ns
 
     @property
     def backward_total_ns(self) -> int:
         """Own backward and the casts of the gradients that its users deliver."""
-        return self.backward_ns + sum(cast.duration_ns for cast in self.backward_casts)
+        return self.backward_ns + self.backward_casts_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +80,7 @@ class DeviceEvaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(Tabular):
     """A whole plan: what it costs and which limits it breaks.
 
     ``bucket_start_ns`` is S_k: when the all-reduce of bucket k starts. ``violations`` are texts, empty if feasible.
@@ -121,16 +128,6 @@ class Evaluation:
             "feasible": self.feasible,
             "violations": list(self.violations),
         }
-
-    def to_pandas(self) -> Any:
-        """A pandas table with one row per device type and operator. See `qsync_opt.report.tables`.
-
-        Raises:
-            NotInstalledError: pandas is missing; the text holds the install line.
-        """
-        from qsync_opt.report.tables import evaluation_table
-
-        return evaluation_table(self)
 
 
 def evaluate(problem: Problem, plan: Plan) -> Evaluation:
@@ -194,21 +191,19 @@ def iteration_time(problem: Problem, devices: tuple[DeviceEvaluation, ...]) -> t
 def evaluate_device(problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]) -> DeviceEvaluation:
     """One device under the precisions of *all* its operators (`Plan.resolve` or `propagate` give them)."""
     forward, backward, buffers_kib = _casts(problem, device, precisions)
-    times, costs, forward_end_ns = [], [], 0
-    for operator in problem.operators:
+    costs = [device.operators[operator.name][precisions[operator.name]] for operator in problem.operators]
+    times, forward_end_ns = [], 0
+    for operator, cost in zip(problem.operators, costs, strict=True):
         name = operator.name
-        precision = precisions[name]
-        cost = device.operators[name][precision]
         time = OperatorTime(
             name=name,
-            precision=precision,
+            precision=precisions[name],
             forward_ns=cost.forward_ns,
             backward_ns=cost.backward_ns,
             forward_casts=tuple(forward.get(name, ())),
             backward_casts=tuple(backward.get(name, ())),
         )
         times.append(time)
-        costs.append(cost)
         forward_end_ns += time.forward_total_ns if time.forward_casts else cost.forward_ns
     ready = [0] * len(problem.communication.allreduce_ns)
     now_ns = forward_end_ns
@@ -232,15 +227,15 @@ def edge_casts(
     device: ProblemDevice,
     producer: ProblemOperator,
     consumer: ProblemOperator,
-    given_precision: str,
-    wanted_precision: str,
+    producer_precision: str,
+    consumer_precision: str,
 ) -> tuple[CastTime | None, CastTime | None]:
     """Forward and backward cast of one edge, each None where the formats at its two ends agree.
 
-    The forward cast is charged to the consumer, the backward cast to the producer. ``given_precision`` is the
-    producer's, ``wanted_precision`` the consumer's. That casts of one output may be shared is the caller's business.
+    The forward cast is charged to the consumer, the backward cast to the producer. The caller handles casts of one
+    output that are shared.
     """
-    given, wanted = device.precisions[given_precision], device.precisions[wanted_precision]
+    before, after = device.precisions[producer_precision], device.precisions[consumer_precision]
 
     def cast(source: str, target: str, charged_to: str) -> CastTime | None:
         if source == target:
@@ -254,8 +249,8 @@ def edge_casts(
             charged_to=charged_to,
         )
 
-    forward = cast(given.output, wanted_precision, consumer.name)
-    return forward, cast(wanted.gradient_output, given.gradient_input, producer.name)
+    forward = cast(before.output, consumer_precision, consumer.name)
+    return forward, cast(after.gradient_output, before.gradient_input, producer.name)
 
 
 def cast_buffer_kib(problem: Problem, producer: ProblemOperator, target: str) -> int:
@@ -271,25 +266,24 @@ def _casts(
     backward: dict[str, list[CastTime]] = {}
     buffers_kib = 0
     shared: set[tuple[str, str]] = set()
-    # Of most edges both ends agree.
-    agree = {
+    uncast = {  # the pairs of precisions of most edges
         (low, high)
         for low, before in device.precisions.items()
         for high, after in device.precisions.items()
         if before.output == high and after.gradient_output == before.gradient_input
     }
     for consumer in problem.operators:
-        wanted = precisions[consumer.name]
+        target = precisions[consumer.name]
         for name in consumer.inputs:
-            given = precisions[name]
-            if (given, wanted) in agree:
+            precision = precisions[name]
+            if (precision, target) in uncast:
                 continue
             producer = problem.operators[problem.index(name)]
-            there, back = edge_casts(device, producer, consumer, given, wanted)
-            cast_before = problem.cast_sharing == "producer" and (name, wanted) in shared
-            if there is not None and not cast_before:
-                shared.add((name, wanted))
-                buffers_kib += cast_buffer_kib(problem, producer, wanted)
+            there, back = edge_casts(device, producer, consumer, precision, target)
+            is_repeated = problem.cast_sharing == "producer" and (name, target) in shared
+            if there is not None and not is_repeated:
+                shared.add((name, target))
+                buffers_kib += cast_buffer_kib(problem, producer, target)
                 forward.setdefault(consumer.name, []).append(there)
             if back is not None:
                 backward.setdefault(name, []).append(back)

@@ -21,6 +21,7 @@ from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan, plan_from_json
 from qsync_opt.training.problem import Problem
 from qsync_opt.training.solution import relative_gap
+from qsync_opt.views import Displayed, Tabular
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -145,8 +146,8 @@ class TradeOff:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Front(Displayed, Tabular):
     """Trade-offs from the largest use to the least; ``device`` is None for a front against time.
 
     ``reused`` tells how many points came from the cache.
@@ -188,22 +189,6 @@ class Front:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file, whole or not at all."""
         write_json(path, self.to_json())
-
-    def to_pandas(self) -> Any:
-        """The points as a table; see `qsync_opt.report.tables`."""
-        from qsync_opt.report.tables import front_table
-
-        return front_table(self)
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import front_text
-
-        return front_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import front_html
-
-        return front_html(self)
 
 
 def pareto_front(

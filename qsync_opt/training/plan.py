@@ -23,14 +23,15 @@ from qsync_opt.io import (
 from qsync_opt.model import Role
 from qsync_opt.training.problem import Problem, ProblemDevice
 from qsync_opt.training.propagation import propagate
+from qsync_opt.views import Displayed, Tabular
 
 PLAN_FORMAT = "qsync-plan/1"
 _SHOWN = 3
 """How many differing operators an error names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(Displayed, Tabular):
     """Device type to operator to precision.
 
     ``problem`` is the name of the problem it was made for. Every adjustable operator of every device is named;
@@ -135,26 +136,6 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file, whole or not at all."""
         write_json(path, self.to_json(), digest=True)
-
-    def to_pandas(self) -> Any:
-        """A pandas table with one row per device type and operator. See `qsync_opt.report.tables`.
-
-        Raises:
-            NotInstalledError: pandas is missing; the text holds the install line.
-        """
-        from qsync_opt.report.tables import plan_table
-
-        return plan_table(self)
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import plan_text
-
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import plan_html
-
-        return plan_html(self)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -18,6 +18,7 @@ from qsync_opt.io import LARGEST_INTEGER, Extras, check_integer, check_name, che
 from qsync_opt.model import Role
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.training.propagation import missing_casts
+from qsync_opt.views import Displayed, Tabular
 
 
 def check_sums(problem: Problem, device: ProblemDevice) -> None:
@@ -222,8 +223,8 @@ class Optimum:
         object.__setattr__(self, "devices", MappingProxyType(plans))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Problem(Displayed, Tabular):
     """A whole precision-allocation problem, checked.
 
     ``formats`` maps number formats, from the lowest rank to the highest, to bytes per element. ``operators`` are in
@@ -391,19 +392,3 @@ class Problem:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the problem file, whole or not at all."""
         write_json(path, self.to_json())
-
-    def to_pandas(self) -> Any:
-        """A pandas table with one row per device type, operator and precision; see `qsync_opt.report.tables`."""
-        from qsync_opt.report.tables import problem_table
-
-        return problem_table(self)
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import problem_text
-
-        return problem_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import problem_html
-
-        return problem_html(self)

@@ -11,6 +11,7 @@ from typing import Any
 from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.training.evaluation import Evaluation
 from qsync_opt.training.plan import Plan
+from qsync_opt.views import Displayed
 
 TINY = 1e-12
 """Least denominator of a relative gap."""
@@ -88,8 +89,8 @@ class Answer:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Solution(Displayed):
     """A checked answer.
 
     ``evaluation`` is the independent evaluation of ``plan``; both are None where there is no plan, and ``reason`` then
@@ -163,13 +164,3 @@ class Solution:
             "solve_seconds": self.solve_seconds,
             "reason": self.reason,
         }
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import solution_text
-
-        return solution_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import solution_html
-
-        return solution_html(self)
