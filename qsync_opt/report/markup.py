@@ -27,7 +27,7 @@ def verdict(report: Report) -> str:
     evaluation = report.evaluation
     if evaluation.feasible:
         return "The plan keeps every limit."
-    broken = broken_limits(report.problem, tuple(evaluation.devices.values()), evaluation.iteration_ns)
+    broken = broken_limits(report.problem, evaluation.devices.values(), evaluation.iteration_ns)
     return f"The plan is not feasible: it breaks {' and '.join(limit.text for limit in broken)}."
 
 
@@ -166,8 +166,8 @@ def measured_words(report: Report) -> list[str]:
 
 def peak_words(report: Report, device: DeviceEvaluation) -> list[str]:
     """What a device's memory is made of and where its peak is, as far as the problem tells."""
-    curve = report.memory[device.name]
-    if curve is None:
+    timeline = report.memory[device.name]
+    if timeline is None:
         table = report.problem.device(device.name).operators
         costs = sorted(
             ((table[time.name][time.precision].memory_kib, time.name) for time in device.operators), reverse=True
@@ -178,19 +178,19 @@ def peak_words(report: Report, device: DeviceEvaluation) -> list[str]:
             "drawing adds them up in model order, with the cast buffers of each operator's inputs.",
             f"Most is taken by {_listed(most)}." if most else "No operator takes any.",
         ]
-    parts = curve.breakdown
+    parts = timeline.breakdown
     constant = (
         ("parameters", parts.parameters_bytes),
         ("optimizer state", parts.optimizer_bytes),
         ("all-reduce buckets", parts.buckets_bytes),
     )
     always = [f"{name} ({_bytes(size)})" for name, size in constant if size]
-    held = max(curve.held_bytes)
     return [
         f"Throughout the iteration stay {_listed(always)}." if always else "Nothing stays throughout the iteration.",
-        f"Activations and cast buffers grow to {_bytes(held)} until the forward pass ends, and go as backward runs.",
+        f"Activations and cast buffers grow to {_bytes(max(timeline.live_bytes))} until the forward pass ends, "
+        "and go as backward runs.",
         f"On top, gradients ({_bytes(parts.gradients_bytes)}) and passing buffers ({_bytes(parts.transient_bytes)}) "
-        f"are counted as one allowance that covers their worst moment, at {curve.peak_operator}; it is drawn "
+        f"are counted as one allowance that covers their worst moment, at {timeline.peak_operator}; it is drawn "
         "throughout, so the highest point is the memory that is held against the limit.",
     ]
 

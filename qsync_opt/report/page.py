@@ -21,18 +21,17 @@ import qsync_opt
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import write_text
 from qsync_opt.model import Role
-from qsync_opt.report.contents import MemoryCurve, Report
+from qsync_opt.report.contents import Report
 from qsync_opt.report.markup import front_markup, memory_markup, slot, summary_markup, timeline_markup
 from qsync_opt.training import (
     COMMUNICATION,
     COMPUTE,
     Alternative,
     DeviceEvaluation,
-    Explanation,
     Front,
-    OperatorTime,
+    MemoryTimeline,
     TimelineEvent,
-    cast_buffer_kib,
+    cast_buffers_kib,
 )
 
 REPORT_FORMAT = "qsync-report/1"
@@ -106,30 +105,15 @@ def _device(report: Report, device: DeviceEvaluation) -> dict[str, Any]:
             "precision": [formats[time.precision] for time in times],
             "forward_ns": [time.forward_ns for time in times],
             "backward_ns": [time.backward_ns for time in times],
-            "cast_ns": [
-                time.forward_total_ns - time.forward_ns + time.backward_total_ns - time.backward_ns for time in times
-            ],
+            "cast_ns": [time.forward_casts_ns + time.backward_casts_ns for time in times],
             "memory_kib": [explanation.memory_kib for explanation in explanations],
-            "buffer_kib": [_buffers_kib(report, time) for time in times],
+            "buffer_kib": [cast_buffers_kib(report.problem, time.forward_casts) for time in times],
             "sensitivity": [explanation.sensitivity for explanation in explanations],
             "reason": [explanation.reason for explanation in explanations],
-            "alternatives": [_alternatives(explanation, formats) for explanation in explanations],
+            "alternatives": [[_alternative(a, formats) for a in e.alternatives] for e in explanations],
         },
         "memory": _memory(report.memory[device.name]),
     }
-
-
-def _buffers_kib(report: Report, time: OperatorTime) -> int:
-    """KiB of the cast buffers of an operator's inputs."""
-    problem = report.problem
-    return sum(
-        cast_buffer_kib(problem, problem.operators[problem.index(cast.producer)], cast.target)
-        for cast in time.forward_casts
-    )
-
-
-def _alternatives(explanation: Explanation, formats: dict[str, int]) -> list[list[Any]]:
-    return [_alternative(alternative, formats) for alternative in explanation.alternatives]
 
 
 def _alternative(alternative: Alternative, formats: dict[str, int]) -> list[Any]:
@@ -146,23 +130,16 @@ def _alternative(alternative: Alternative, formats: dict[str, int]) -> list[Any]
     ]
 
 
-def _memory(curve: MemoryCurve | None) -> dict[str, Any] | None:
-    if curve is None:
+def _memory(timeline: MemoryTimeline | None) -> dict[str, Any] | None:
+    if timeline is None:
         return None
-    parts = curve.breakdown
+    parts = ("parameters", "optimizer", "buckets", "gradients", "transient", "activations", "casts", "total")
     return {
-        "times_ns": list(curve.times_ns),
-        "held_bytes": list(curve.held_bytes),
-        "peak_ns": curve.peak_ns,
-        "peak_operator": curve.peak_operator,
-        "parameters_bytes": parts.parameters_bytes,
-        "optimizer_bytes": parts.optimizer_bytes,
-        "buckets_bytes": parts.buckets_bytes,
-        "gradients_bytes": parts.gradients_bytes,
-        "transient_bytes": parts.transient_bytes,
-        "activations_bytes": parts.activations_bytes,
-        "casts_bytes": parts.casts_bytes,
-        "total_bytes": parts.total_bytes,
+        "times_ns": list(timeline.times_ns),
+        "held_bytes": list(timeline.live_bytes),
+        "peak_ns": timeline.peak_ns,
+        "peak_operator": timeline.peak_operator,
+        **{f"{part}_bytes": getattr(timeline.breakdown, f"{part}_bytes") for part in parts},
     }
 
 

@@ -9,6 +9,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.training.blocks import identical_blocks, joined
+    from qsync_opt.training.breakdown import MemoryBreakdown, MemoryTimeline, memory_breakdown, memory_timeline
     from qsync_opt.training.buckets import (
         BucketOptions,
         GradientBucket,
@@ -22,32 +23,29 @@ if TYPE_CHECKING:
     from qsync_opt.training.comparison import PlanDifference, compare_plans
     from qsync_opt.training.evaluation import (
         BYTES_PER_KIB,
+        BrokenLimit,
         CastTime,
         DeviceEvaluation,
         Evaluation,
         OperatorTime,
-        cast_buffer_kib,
+        broken_limits,
+        cast_buffers_kib,
         evaluate,
         evaluate_device,
         iteration_time,
     )
     from qsync_opt.training.explanation import (
         Alternative,
-        BrokenLimit,
         Explainer,
         Explanation,
         Overview,
         Saving,
-        broken_limits,
         overview,
     )
     from qsync_opt.training.memory import (
         MEMORY_KEY,
         OPERATORS_KEY,
-        MemoryBreakdown,
         MemoryModel,
-        StaticMemory,
-        memory_breakdown,
         model_memory,
         storage_roots,
     )
@@ -126,6 +124,7 @@ __all__ = [
     "MeasuredPasses",
     "MemoryBreakdown",
     "MemoryModel",
+    "MemoryTimeline",
     "OperatorCost",
     "OperatorTime",
     "Overview",
@@ -139,14 +138,13 @@ __all__ = [
     "Saving",
     "Solution",
     "SolveOptions",
-    "StaticMemory",
     "TerminationStatus",
     "Timeline",
     "TimelineEvent",
     "broken_limits",
     "build_problem",
     "calibrate",
-    "cast_buffer_kib",
+    "cast_buffers_kib",
     "compare_plans",
     "device_tables",
     "evaluate",
@@ -162,6 +160,7 @@ __all__ = [
     "load_plan",
     "load_problem",
     "memory_breakdown",
+    "memory_timeline",
     "merge_by_operator",
     "missing_casts",
     "model_memory",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.io import format_memory, format_time
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
 from qsync_opt.views import Tabular
@@ -77,6 +78,28 @@ class DeviceEvaluation:
     memory_kib: int
     memory_limit_kib: int
     sensitivity: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenLimit:
+    """A limit that does not hold: of the iteration time in ns (``device`` is None), or of a device's memory in KiB."""
+
+    device: str | None
+    value: int
+    limit: int
+
+    @property
+    def text(self) -> str:
+        """What is broken and by how much."""
+        if self.device is None:
+            return f"the latency limit of {format_time(self.limit)} by {format_time(self.value - self.limit)}"
+        excess = format_memory(self.value - self.limit)
+        return f"the memory limit of {self.device}, {format_memory(self.limit)}, by {excess}"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object."""
+        kind = "latency" if self.device is None else "memory"
+        return {"kind": kind, "device": self.device, "value": self.value, "limit": self.limit}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,25 +176,35 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
         )
     precisions = plan.resolve(problem)
     devices = {device.name: evaluate_device(problem, device, precisions[device.name]) for device in problem.devices}
-    starts, iteration_ns = iteration_time(problem, tuple(devices.values()))
-    violations = [
-        f"memory of {device.name!r}: {device.memory_kib} KiB, but the limit is {device.memory_limit_kib} KiB"
-        for device in devices.values()
-        if device.memory_kib > device.memory_limit_kib
-    ]
-    if iteration_ns > problem.latency_limit_ns:
-        violations.append(f"iteration time: {iteration_ns} ns, but the limit is {problem.latency_limit_ns} ns")
+    starts, iteration_ns = iteration_time(problem, devices.values())
     return Evaluation(
         objective=math.fsum(time.sensitivity for time in devices.values()),
         iteration_ns=iteration_ns,
         latency_limit_ns=problem.latency_limit_ns,
         devices=MappingProxyType(devices),
         bucket_start_ns=starts,
-        violations=tuple(violations),
+        violations=tuple(
+            f"iteration time: {broken.value} ns, but the limit is {broken.limit} ns"
+            if broken.device is None
+            else f"memory of {broken.device!r}: {broken.value} KiB, but the limit is {broken.limit} KiB"
+            for broken in broken_limits(problem, devices.values(), iteration_ns)
+        ),
     )
 
 
-def iteration_time(problem: Problem, devices: tuple[DeviceEvaluation, ...]) -> tuple[tuple[int, ...], int]:
+def broken_limits(problem: Problem, devices: Iterable[DeviceEvaluation], iteration_ns: int) -> tuple[BrokenLimit, ...]:
+    """The limits that an evaluated plan breaks: memory by device, then latency."""
+    broken = [
+        BrokenLimit(device=device.name, value=device.memory_kib, limit=device.memory_limit_kib)
+        for device in devices
+        if device.memory_kib > device.memory_limit_kib
+    ]
+    if iteration_ns > problem.latency_limit_ns:
+        broken.append(BrokenLimit(device=None, value=iteration_ns, limit=problem.latency_limit_ns))
+    return tuple(broken)
+
+
+def iteration_time(problem: Problem, devices: Collection[DeviceEvaluation]) -> tuple[tuple[int, ...], int]:
     """Start of each bucket's all-reduce, and the iteration time, in ns.
 
     With one device it is the iteration time that this device and the fixed-precision peers alone would have.
@@ -190,7 +223,8 @@ def iteration_time(problem: Problem, devices: tuple[DeviceEvaluation, ...]) -> t
 
 def evaluate_device(problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]) -> DeviceEvaluation:
     """One device under the precisions of *all* its operators (`Plan.resolve` or `propagate` give them)."""
-    forward, backward, buffers_kib = _casts(problem, device, precisions)
+    forward, backward = _casts(problem, device, precisions)
+    buffers_kib = cast_buffers_kib(problem, (cast for casts in forward.values() for cast in casts))
     costs = [device.operators[operator.name][precisions[operator.name]] for operator in problem.operators]
     times, forward_end_ns = [], 0
     for operator, cost in zip(problem.operators, costs, strict=True):
@@ -253,18 +287,21 @@ def edge_casts(
     return forward, cast(after.gradient_output, before.gradient_input, producer.name)
 
 
-def cast_buffer_kib(problem: Problem, producer: ProblemOperator, target: str) -> int:
-    """Memory that a forward cast of an operator's output to a format takes, in KiB."""
-    return -(-producer.output_elements * problem.formats[target] // BYTES_PER_KIB)
+def cast_buffers_kib(problem: Problem, casts: Iterable[CastTime]) -> int:
+    """Memory of the results of forward casts in KiB, each rounded up."""
+    operators, formats = problem.operators, problem.formats
+    return sum(
+        -(-operators[problem.index(cast.producer)].output_elements * formats[cast.target] // BYTES_PER_KIB)
+        for cast in casts
+    )
 
 
 def _casts(
     problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]
-) -> tuple[dict[str, list[CastTime]], dict[str, list[CastTime]], int]:
-    """Casts by the operator they are charged to, forward and backward, and the KiB of all cast buffers."""
+) -> tuple[dict[str, list[CastTime]], dict[str, list[CastTime]]]:
+    """Casts by the operator they are charged to, forward and backward."""
     forward: dict[str, list[CastTime]] = {}
     backward: dict[str, list[CastTime]] = {}
-    buffers_kib = 0
     shared: set[tuple[str, str]] = set()
     uncast = {  # the pairs of precisions of most edges
         (low, high)
@@ -283,8 +320,7 @@ def _casts(
             is_repeated = problem.cast_sharing == "producer" and (name, target) in shared
             if there is not None and not is_repeated:
                 shared.add((name, target))
-                buffers_kib += cast_buffer_kib(problem, producer, target)
                 forward.setdefault(consumer.name, []).append(there)
             if back is not None:
                 backward.setdefault(name, []).append(back)
-    return forward, backward, buffers_kib
+    return forward, backward
