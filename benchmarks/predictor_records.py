@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from qsync_opt.costs import CostFit, DeviceIdentity
-from qsync_opt.io import Fields
+from qsync_opt.io import decode, encode
 from qsync_opt.runtimes.torch.steps import StepRecords
 from qsync_opt.steps import Block, KeptTensors, Span, StepSample, StepSpans
 
@@ -14,7 +14,7 @@ from qsync_opt.steps import Block, KeptTensors, Span, StepSample, StepSpans
 def records_json(records: StepRecords) -> dict[str, Any]:
     """Everything but the names of kernels and what ran on other streams."""
     return {
-        "device": records.device.to_json(),
+        "device": encode(records.device),
         "half_format": records.half_format,
         "casts": {pair: asdict(fit) for pair, fit in records.casts.items()},
         "cast_host_ns": records.cast_host_ns,
@@ -26,7 +26,7 @@ def records_json(records: StepRecords) -> dict[str, Any]:
 def records_from_json(data: dict[str, Any]) -> StepRecords:
     """Read what `records_json` wrote."""
     return StepRecords(
-        device=DeviceIdentity.from_fields(Fields(data["device"], "device")),
+        device=decode(DeviceIdentity, data["device"], "device"),
         half_format=data["half_format"],
         casts={pair: CostFit(**fit) for pair, fit in data["casts"].items()},
         cast_host_ns=data["cast_host_ns"],

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, Network, load_cluster
+    from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, load_cluster
     from qsync_opt.cluster.datasheets import DATA_SHEETS, DataSheet, data_sheet
+    from qsync_opt.cluster.network import Link, Network
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -19,6 +20,7 @@ __all__ = [
     "DataSheet",
     "DeviceRole",
     "DeviceType",
+    "Link",
     "Network",
     "data_sheet",
     "load_cluster",

@@ -1,4 +1,4 @@
-"""Which devices train together, how many of each, how much memory they may use, and how fast the network is.
+"""Device types of a cluster, how many workers each has, their memory limits, and the links between them.
 
 A cluster file is YAML::
 
@@ -7,8 +7,12 @@ A cluster file is YAML::
       - {name: A100, count: 8, role: fixed, memory: 40 GiB, precisions: [FP32], profile: a100.json}
       - {name: T4, count: 8, role: planned, memory: 15 GiB, precisions: [INT8, FP16, FP32], profile: t4.json}
     network: {latency: 20 us, bandwidth: 10 Gbit/s, source: data sheet}
+    links:
+      - {from: A100, to: A100, latency: 5 us, bandwidth: 300 GB/s, source: measured}
 
 A type without ``profile`` is estimated from the data sheet of its ``hardware`` (or of the GPU that it is named after).
+``links`` may be left out. A link holds for both directions unless the other direction has an entry of its own; pairs
+of types without a link have the figures of ``network``.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ from __future__ import annotations
 import enum
 import itertools
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import yaml
 
+from qsync_opt.cluster.network import Link, Network, ring_allreduce_ns
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     RATE_BYTES_PER_S,
@@ -31,19 +36,21 @@ from qsync_opt.io import (
     Fields,
     check_integer,
     check_name,
-    check_number,
+    freeze,
     near_match,
     parse_quantity,
     read_text,
 )
 from qsync_opt.numerics import FORMATS
 
+AnyLink = TypeVar("AnyLink", bound=Link)
+
 LARGEST_BYTES = 2**20
-"""Of a cluster file; reading YAML is slow."""
+"""Largest cluster file that is read: YAML is slow to parse."""
 LARGEST_VALUES = 100_000
-"""That a cluster file may stand for, aliases written out."""
+"""Most values of a cluster file, aliases written out."""
 LONGEST_NUMBER = 300
-"""Characters of an integer."""
+"""Most characters of an integer."""
 
 
 class DeviceRole(enum.StrEnum):
@@ -98,45 +105,16 @@ class DeviceType:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """The slowest link that an all-reduce crosses: start-up time per message and bytes per second.
-
-    ``source`` says where the figures are from (a measurement, a data sheet).
-    """
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    source: str
-
-    def __post_init__(self) -> None:
-        check_number(self.latency_s, "network: latency in seconds")
-        check_number(self.bandwidth_bytes_per_s, "network: bandwidth in bytes per second")
-        if self.bandwidth_bytes_per_s == 0:
-            raise ProblemError("network: bandwidth is 0 bytes per second, but it must be above zero")
-        check_name(self.source, "network: source")
-
-    def allreduce_ns(self, num_bytes: int, num_workers: int) -> int:
-        """Time of one all-reduce over a ring, in nanoseconds; 0 for a single worker.
-
-        Each worker sends ``2 (N - 1)`` messages of ``num_bytes / N``: a reduce-scatter and an all-gather.
-
-        Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009),
-        with the alpha-beta (start-up time, time per byte) cost of a message.
-        """
-        check_integer(num_bytes, "all-reduce: bytes")
-        check_integer(num_workers, "all-reduce: workers", minimum=1)
-        messages = 2 * (num_workers - 1)
-        seconds = messages * (self.latency_s + num_bytes / num_workers / self.bandwidth_bytes_per_s)
-        return round(seconds * 1e9)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Device types and the network between them; at least one type is planned."""
+    """Device types and the links between them; at least one type is planned.
+
+    ``links`` maps pairs of device types (sender, receiver) to their link; see `link`.
+    """
 
     name: str
     devices: tuple[DeviceType, ...]
     network: Network
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name(self.name, "cluster name")
@@ -150,6 +128,13 @@ class Cluster:
                 f"cluster {self.name!r} has no device type whose role is planned, so there is nothing to plan; "
                 "give at least one"
             )
+        freeze(self, "links")
+        for name in itertools.chain(*self.links):
+            if name not in names:
+                raise ProblemError(
+                    f"cluster {self.name!r}: a link is for device type {name!r}{near_match(str(name), names)}; "
+                    f"the cluster has {', '.join(names)}"
+                )
 
     @property
     def num_workers(self) -> int:
@@ -180,6 +165,31 @@ class Cluster:
             f"cluster {self.name!r} has no device type {name!r}{near_match(name, names)}; it has {', '.join(names)}"
         )
 
+    def link(self, sender: str, receiver: str) -> Link:
+        """The link from workers of one device type to workers of another, or of the same.
+
+        Returns:
+            The entry for this direction, else that for the other direction, else the network's figures.
+
+        Raises:
+            ProblemError: Unknown device type.
+        """
+        pair = self.device(sender).name, self.device(receiver).name
+        return self.links.get(pair) or self.links.get(pair[::-1]) or self.network
+
+    def allreduce_ns(self, num_bytes: int) -> int:
+        """Time of one all-reduce over a ring of all workers, in nanoseconds; 0 for a single worker.
+
+        The ring passes the device types in the order of ``devices``, all workers of a type one after the other.
+
+        Source: the ring of `ring_allreduce_ns`; the order of types is ours.
+        """
+        names = [device.name for device in self.devices]
+        neighbors = [(device.name, device.name) for device in self.devices if device.count > 1]
+        if len(names) > 1:
+            neighbors += zip(names, names[1:] + names[:1], strict=True)
+        return ring_allreduce_ns(itertools.starmap(self.link, neighbors), num_bytes, self.num_workers)
+
     @classmethod
     def from_mapping(cls, data: Any, where: str = "cluster", folder: Path | None = None) -> Self:
         """Build a cluster from parsed YAML.
@@ -200,7 +210,8 @@ class Cluster:
                 _read_device(item, f"{where}: devices[{position}]", folder)
                 for position, item in enumerate(reader.sequence("devices"))
             ),
-            network=_read_network(network),
+            network=_read_link(Network, network),
+            links=_read_links(reader) if "links" in reader else {},
         )
         reader.finish()
         return cluster
@@ -253,14 +264,25 @@ def _read_device(item: Any, where: str, folder: Path | None) -> DeviceType:
     return device
 
 
-def _read_network(reader: Fields) -> Network:
-    network = Network(
+def _read_links(cluster: Fields) -> dict[tuple[str, str], Link]:
+    links: dict[tuple[str, str], Link] = {}
+    for position, item in enumerate(cluster.sequence("links")):
+        reader = Fields(item, f"{cluster.where}: links[{position}]")
+        pair = reader.text("from"), reader.text("to")
+        if pair in links:
+            reader.fail(f"there is a link from {pair[0]!r} to {pair[1]!r} already; keep one")
+        links[pair] = _read_link(Link, reader)
+    return links
+
+
+def _read_link(kind: type[AnyLink], reader: Fields) -> AnyLink:
+    link = kind(
         latency_s=parse_quantity(reader.take("latency"), TIME_S, f"{reader.where}: latency"),
         bandwidth_bytes_per_s=parse_quantity(reader.take("bandwidth"), RATE_BYTES_PER_S, f"{reader.where}: bandwidth"),
         source=reader.text("source"),
     )
     reader.finish()
-    return network
+    return link
 
 
 def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Iterator[int]) -> None:

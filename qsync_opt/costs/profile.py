@@ -10,12 +10,22 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Fields, check_integer, check_name, check_number, read_json, write_json
+from qsync_opt.io import (
+    Json,
+    check_fields,
+    check_integer,
+    check_name,
+    check_number,
+    decode,
+    encode,
+    freeze,
+    read_json,
+    write_json,
+)
 from qsync_opt.model import OpGraph
 from qsync_opt.numerics import FORMATS, PrecisionFormats
 
@@ -37,21 +47,7 @@ class CostFit:
     samples: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("base_ns", "ns_per_mi_elements", "samples"):
-            check_integer(getattr(self, name), f"fitted cost: {name}")
-        check_number(self.worst_error, "fitted cost: worst_error")
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read a fit from its JSON object."""
-        fit = cls(
-            base_ns=data.integer("base_ns"),
-            ns_per_mi_elements=data.integer("ns_per_mi_elements"),
-            worst_error=data.number("worst_error"),
-            samples=data.integer("samples"),
-        )
-        data.finish()
-        return fit
+        check_fields(self, "fitted cost")
 
     def ns(self, elements: int) -> int:
         """Time for ``elements`` elements in nanoseconds, rounded as the problem file rounds it."""
@@ -131,44 +127,10 @@ class MeasuredCost:
     backward_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in _INTEGERS:
-            check_integer(getattr(self, name), f"operator cost: {name}")
+        check_fields(self, "operator cost")
         for position in self.saves_inputs:
             check_integer(position, "operator cost: position in saves_inputs")
-        if not isinstance(self.saves_output, bool):
-            raise ProblemError(f"operator cost: saves_output is {self.saves_output!r}, but it must be true or false")
-        if self.alias_input is not None:
-            check_integer(self.alias_input, "operator cost: alias_input")
 
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read one cost from its JSON object."""
-        saves_output = data.take("saves_output")
-        cost = cls(
-            **{name: data.integer(name) for name in _INTEGERS},
-            saves_inputs=data.integers("saves_inputs"),
-            saves_output=saves_output,
-            alias_input=data.take("alias_input"),
-        )
-        data.finish()
-        return cost
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this cost."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        data["saves_inputs"] = list(self.saves_inputs)
-        return data
-
-
-_INTEGERS = (
-    "forward_ns",
-    "backward_ns",
-    "host_forward_ns",
-    "host_backward_ns",
-    "saved_bytes",
-    "forward_workspace_bytes",
-    "backward_workspace_bytes",
-)
 
 PROFILE_FORMAT = "qsync-profile/1"
 DEVICE_KINDS = ("cpu", "cuda")
@@ -180,8 +142,8 @@ class DeviceIdentity:
 
     name: str
     kind: str
-    threads: int
-    versions: Mapping[str, str]
+    threads: Annotated[int, Json(minimum=1)]
+    versions: Annotated[Mapping[str, str], Json(checked=False)]
 
     def __post_init__(self) -> None:
         check_name(self.name, "device name")
@@ -193,23 +155,7 @@ class DeviceIdentity:
         for library, version in self.versions.items():
             check_name(library, f"device {self.name!r}: library")
             check_name(version, f"device {self.name!r}: version of {library}")
-        object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this identity."""
-        return {"name": self.name, "kind": self.kind, "threads": self.threads, "versions": dict(self.versions)}
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read an identity from its JSON object."""
-        identity = cls(
-            name=data.text("name"),
-            kind=data.text("kind"),
-            threads=data.integer("threads", minimum=1),
-            versions=data.mapping("versions"),
-        )
-        data.finish()
-        return identity
+        freeze(self, "versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,21 +170,7 @@ class OptimizerCost:
 
     def __post_init__(self) -> None:
         check_name(self.name, "optimizer name")
-        for name in ("step_ns", "zero_grad_ns", "state_bytes", "workspace_bytes"):
-            check_integer(getattr(self, name), f"optimizer {self.name!r}: {name}")
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read the cost from its JSON object."""
-        cost = cls(
-            name=data.text("name"),
-            step_ns=data.integer("step_ns"),
-            zero_grad_ns=data.integer("zero_grad_ns"),
-            state_bytes=data.integer("state_bytes"),
-            workspace_bytes=data.integer("workspace_bytes"),
-        )
-        data.finish()
-        return cost
+        check_fields(self, f"optimizer {self.name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,17 +187,7 @@ class IterationCheck:
 
     def __post_init__(self) -> None:
         check_name(self.precision, "whole iteration: precision")
-        for f in fields(self):
-            if f.name != "precision":
-                check_integer(getattr(self, f.name), f"whole iteration in {self.precision}: {f.name}")
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read the comparison from its JSON object."""
-        times = {f.name: data.integer(f.name) for f in fields(cls) if f.name != "precision"}
-        check = cls(precision=data.text("precision"), **times)
-        data.finish()
-        return check
+        check_fields(self, f"whole iteration in {self.precision}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +203,7 @@ class IterationOverhead:
     iterations: tuple[IterationCheck, ...] = ()
 
     def __post_init__(self) -> None:
-        check_integer(self.forward_ns_per_operator, "overhead: forward_ns_per_operator")
-        check_integer(self.backward_ns_per_operator, "overhead: backward_ns_per_operator")
+        check_fields(self, "overhead")
 
     @property
     def residual(self) -> float:
@@ -293,20 +214,6 @@ class IterationOverhead:
             for i in self.iterations
         )
         return max(errors, default=0.0)
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read the overhead from its JSON object."""
-        overhead = cls(
-            forward_ns_per_operator=data.integer("forward_ns_per_operator"),
-            backward_ns_per_operator=data.integer("backward_ns_per_operator"),
-            iterations=tuple(
-                IterationCheck.from_fields(Fields(item, f"{data.where}: iterations[{position}]"))
-                for position, item in enumerate(data.sequence("iterations"))
-            ),
-        )
-        data.finish()
-        return overhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,12 +229,12 @@ class DeviceProfile:
     fingerprint: str
     options: Mapping[str, str | int | float | bool]
     formats: Mapping[str, PrecisionFormats]
-    measurements: Mapping[str, Mapping[str, MeasuredCost]]
-    operators: Mapping[str, str]
-    casts: Mapping[str, CostFit]
-    gradient_sums: Mapping[str, CostFit]
     optimizer: OptimizerCost
     overhead: IterationOverhead = field(default_factory=IterationOverhead)
+    casts: Mapping[str, CostFit]
+    gradient_sums: Mapping[str, CostFit]
+    measurements: Mapping[str, Mapping[str, MeasuredCost]]
+    operators: Annotated[Mapping[str, str], Json(checked=False)]
 
     def __post_init__(self) -> None:
         check_name(self.model, "profile: model")
@@ -364,10 +271,8 @@ class DeviceProfile:
                 _check_format(name, f"profile: cast {pair!r}")
         for name in self.gradient_sums:
             _check_format(name, "profile: gradient_sums")
-        for name in ("options", "formats", "operators", "casts", "gradient_sums"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        frozen = {key: MappingProxyType(dict(costs)) for key, costs in self.measurements.items()}
-        object.__setattr__(self, "measurements", MappingProxyType(frozen))
+        freeze(self, "options", "formats", "operators", "casts", "gradient_sums")
+        freeze(self, "measurements", depth=2)
 
     def cost(self, operator: str) -> Mapping[str, MeasuredCost]:
         """Cost of ``operator`` per precision.
@@ -417,25 +322,7 @@ class DeviceProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this profile."""
-        overhead = _plain(self.overhead)
-        overhead["iterations"] = [_plain(i) for i in self.overhead.iterations]
-        return {
-            "format": PROFILE_FORMAT,
-            "device": self.device.to_json(),
-            "model": self.model,
-            "fingerprint": self.fingerprint,
-            "options": dict(self.options),
-            "formats": {name: _plain(borders) for name, borders in self.formats.items()},
-            "optimizer": _plain(self.optimizer),
-            "overhead": overhead,
-            "casts": {pair: _plain(fit) for pair, fit in self.casts.items()},
-            "gradient_sums": {name: _plain(fit) for name, fit in self.gradient_sums.items()},
-            "measurements": {
-                key: {precision: cost.to_json() for precision, cost in costs.items()}
-                for key, costs in self.measurements.items()
-            },
-            "operators": dict(self.operators),
-        }
+        return encode(self, version=PROFILE_FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, whole or not at all."""
@@ -448,28 +335,7 @@ class DeviceProfile:
         Raises:
             ProblemError: Unknown, missing or unusable entry.
         """
-        reader = Fields(data, where)
-        if reader.take("format") != PROFILE_FORMAT:
-            reader.fail(f"format is {reader.take('format')!r}, but allowed is {PROFILE_FORMAT!r}")
-        measurements = Fields(reader.take("measurements"), f"{where}: measurements")
-        profile = cls(
-            device=DeviceIdentity.from_fields(Fields(reader.take("device"), f"{where}: device")),
-            model=reader.text("model"),
-            fingerprint=reader.text("fingerprint"),
-            options=reader.mapping("options"),
-            formats={name: _read_formats(child) for name, child in reader.children("formats")},
-            optimizer=OptimizerCost.from_fields(Fields(reader.take("optimizer"), f"{where}: optimizer")),
-            overhead=IterationOverhead.from_fields(Fields(reader.take("overhead"), f"{where}: overhead")),
-            casts={pair: CostFit.from_fields(child) for pair, child in reader.children("casts")},
-            gradient_sums={name: CostFit.from_fields(child) for name, child in reader.children("gradient_sums")},
-            measurements={
-                key: {precision: MeasuredCost.from_fields(cost) for precision, cost in measurements.children(key)}
-                for key in reader.mapping("measurements")
-            },
-            operators=reader.mapping("operators"),
-        )
-        reader.finish()
-        return profile
+        return decode(cls, data, where, version=PROFILE_FORMAT)
 
 
 def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
@@ -484,17 +350,3 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
 def _check_format(name: str, what: str) -> None:
     if name not in FORMATS:
         raise ProblemError(f"{what}: unknown format {name!r}; allowed are {', '.join(FORMATS)}")
-
-
-def _read_formats(data: Fields) -> PrecisionFormats:
-    borders = PrecisionFormats(
-        output=data.text("output"),
-        gradient_input=data.text("gradient_input"),
-        gradient_output=data.text("gradient_output"),
-    )
-    data.finish()
-    return borders
-
-
-def _plain(item: Any) -> dict[str, Any]:
-    return {f.name: getattr(item, f.name) for f in fields(item)}

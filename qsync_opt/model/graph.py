@@ -14,10 +14,10 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io import Fields, parse_json, read_json, write_json
+from qsync_opt.io import Fields, Json, decode, encode, parse_json, read_json, write_json
 from qsync_opt.views import Displayed, Tabular
 
 
@@ -95,6 +95,28 @@ class ParameterSpec:
     spec: TensorSpec
 
 
+def _read_parameter(data: Any, where: str) -> ParameterSpec:
+    fields = Fields(data, where, error=ModelError)
+    spec = TensorSpec(shape=fields.integers("shape"), dtype=fields.text("dtype"))
+    parameter = ParameterSpec(name=fields.text("name"), spec=spec)
+    fields.finish()
+    return parameter
+
+
+def _write_parameter(parameter: ParameterSpec) -> dict[str, Any]:
+    return {"name": parameter.name, "shape": list(parameter.spec.shape), "dtype": parameter.spec.dtype}
+
+
+def _read_tensor(data: Any, where: str) -> TensorSpec:
+    match data:
+        case [str(dtype), list(sizes)] if all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+            return TensorSpec(shape=tuple(sizes), dtype=dtype)
+    raise ModelError(f'{where} is {data!r}, but a tensor is written ["float32", [2, 3]]')
+
+
+_TensorInFile = Annotated[TensorSpec, Json(read=_read_tensor, write=lambda spec: [spec.dtype, list(spec.shape)])]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """One torch-level operation of the forward pass (or one ONNX node of a foreign file).
@@ -109,16 +131,16 @@ class Operator:
     """
 
     name: str
-    op_type: str
-    module: str
+    op_type: Annotated[str, Json(key="type")]
+    module: Annotated[str, Json(empty=True)]
     role: Role
     inputs: tuple[str, ...]
-    input_specs: tuple[TensorSpec, ...]
-    output_specs: tuple[TensorSpec, ...]
+    input_specs: Annotated[tuple[_TensorInFile, ...], Json(key="input_tensors")]
+    output_specs: Annotated[tuple[_TensorInFile, ...], Json(key="output_tensors")]
     parameters: tuple[str, ...]
     onnx_nodes: tuple[str, ...]
     flops: int
-    num_bytes: int
+    num_bytes: Annotated[int, Json(key="bytes")]
     signature: str
 
     def __post_init__(self) -> None:
@@ -148,8 +170,8 @@ class OpGraph(Displayed, Tabular):
     """
 
     name: str
+    parameters: tuple[Annotated[ParameterSpec, Json(read=_read_parameter, write=_write_parameter)], ...] = ()
     operators: tuple[Operator, ...]
-    parameters: tuple[ParameterSpec, ...] = ()
     _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _consumers: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
@@ -271,29 +293,7 @@ FORMAT = "qsync-graph/1"
 
 def graph_to_json(graph: OpGraph) -> dict[str, Any]:
     """Return ``graph`` as a JSON-ready mapping with its format version."""
-    return {
-        "format": FORMAT,
-        "name": graph.name,
-        "parameters": [{"name": p.name, "shape": list(p.spec.shape), "dtype": p.spec.dtype} for p in graph.parameters],
-        "operators": [_operator_to_json(operator) for operator in graph.operators],
-    }
-
-
-def _operator_to_json(operator: Operator) -> dict[str, Any]:
-    return {
-        "name": operator.name,
-        "type": operator.op_type,
-        "module": operator.module,
-        "role": operator.role.value,
-        "inputs": list(operator.inputs),
-        "input_tensors": [[spec.dtype, list(spec.shape)] for spec in operator.input_specs],
-        "output_tensors": [[spec.dtype, list(spec.shape)] for spec in operator.output_specs],
-        "parameters": list(operator.parameters),
-        "onnx_nodes": list(operator.onnx_nodes),
-        "flops": operator.flops,
-        "bytes": operator.num_bytes,
-        "signature": operator.signature,
-    }
+    return encode(graph, version=FORMAT)
 
 
 def save_graph(graph: OpGraph, path: str | os.PathLike[str]) -> None:
@@ -311,7 +311,8 @@ def load_graph(path: str | os.PathLike[str]) -> OpGraph:
     Raises:
         ModelError: The file is missing, is not JSON, has another format version, an unknown key or an unusable value.
     """
-    return _graph(read_json(path, (FORMAT,), error=ModelError), os.fspath(path))
+    data = read_json(path, (FORMAT,), error=ModelError)
+    return decode(OpGraph, data, os.fspath(path), version=FORMAT, error=ModelError)
 
 
 def parse_graph(text: str, *, where: str) -> OpGraph:
@@ -320,64 +321,5 @@ def parse_graph(text: str, *, where: str) -> OpGraph:
     Raises:
         ModelError: As in ``load_graph``.
     """
-    return _graph(parse_json(text, (FORMAT,), where=where, error=ModelError), where)
-
-
-def _graph(data: Any, where: str) -> OpGraph:
-    fields = Fields(data, where, error=ModelError)
-    fields.take("format")
-    name = fields.text("name")
-    parameters = tuple(
-        _parameter(Fields(entry, f"{where}: parameters[{i}]", error=ModelError))
-        for i, entry in enumerate(fields.sequence("parameters"))
-    )
-    operators = tuple(
-        _operator(Fields(entry, f"{where}: operators[{i}]", error=ModelError))
-        for i, entry in enumerate(fields.sequence("operators"))
-    )
-    fields.finish()
-    return OpGraph(name=name, operators=operators, parameters=parameters)
-
-
-def _parameter(fields: Fields) -> ParameterSpec:
-    spec = TensorSpec(shape=fields.integers("shape"), dtype=fields.text("dtype"))
-    parameter = ParameterSpec(name=fields.text("name"), spec=spec)
-    fields.finish()
-    return parameter
-
-
-def _operator(fields: Fields) -> Operator:
-    name = fields.text("name")
-    fields.where = f"{fields.where} {name!r}"
-    role, module = fields.take("role"), fields.take("module")
-    if role not in tuple(Role):
-        fields.fail(f"role is {role!r}, but allowed are {', '.join(Role)}")
-    if not isinstance(module, str):
-        fields.fail(f"module is {module!r}, but it must be a text (empty for the model itself)")
-    operator = Operator(
-        name=name,
-        op_type=fields.text("type"),
-        module=module,
-        role=Role(role),
-        inputs=fields.texts("inputs"),
-        input_specs=_tensors(fields, "input_tensors"),
-        output_specs=_tensors(fields, "output_tensors"),
-        parameters=fields.texts("parameters"),
-        onnx_nodes=fields.texts("onnx_nodes"),
-        flops=fields.integer("flops"),
-        num_bytes=fields.integer("bytes"),
-        signature=fields.text("signature"),
-    )
-    fields.finish()
-    return operator
-
-
-def _tensors(fields: Fields, key: str) -> tuple[TensorSpec, ...]:
-    specs = []
-    for value in fields.sequence(key):
-        match value:
-            case [str(dtype), list(sizes)] if all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
-                specs.append(TensorSpec(shape=tuple(sizes), dtype=dtype))
-            case _:
-                fields.fail(f'{key} holds {value!r}, but a tensor is written ["float32", [2, 3]]')
-    return tuple(specs)
+    data = parse_json(text, (FORMAT,), where=where, error=ModelError)
+    return decode(OpGraph, data, where, version=FORMAT, error=ModelError)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Fields, read_json, write_json
+from qsync_opt.io import Fields, decode, encode, read_json, write_json
 from qsync_opt.model import OpGraph
 from qsync_opt.numerics import FORMATS
 from qsync_opt.steps.courses import Course
@@ -321,7 +321,7 @@ class StepCosts:
         """Return the JSON object."""
         return {
             "format": STEP_COSTS_FORMAT,
-            "device": self.device.to_json(),
+            "device": encode(self.device),
             "model": self.model,
             "fingerprint": self.fingerprint,
             "half_format": self.half_format,
@@ -354,7 +354,7 @@ class StepCosts:
         reader = Fields(data, where)
         reader.version(STEP_COSTS_FORMAT)
         costs = cls(
-            device=DeviceIdentity.from_fields(Fields(reader.take("device"), f"{where}: device")),
+            device=decode(DeviceIdentity, reader.take("device"), f"{where}: device"),
             model=reader.text("model"),
             fingerprint=reader.text("fingerprint"),
             half_format=reader.text("half_format"),
@@ -370,7 +370,7 @@ class StepCosts:
             held=_texts(reader, "held"),
             resident_bytes=reader.integer("resident_bytes"),
             casts={
-                pair: CostFit.from_fields(Fields(item, f"{where}: casts {pair!r}"))
+                pair: decode(CostFit, item, f"{where}: casts {pair!r}")
                 for pair, item in reader.mapping("casts").items()
             },
             cast_host_ns=reader.integer("cast_host_ns"),

@@ -111,9 +111,7 @@ def build_problem(
         )
         if device.role is DeviceRole.PLANNED:
             extras |= memory.notes(device.name)
-    allreduce_ns = tuple(
-        sum(cluster.network.allreduce_ns(bucket.num_bytes, cluster.num_workers) for bucket in group) for group in groups
-    )
+    allreduce_ns = tuple(sum(cluster.allreduce_ns(bucket.num_bytes) for bucket in group) for group in groups)
     optimizers = [profile.optimizer for profile in used.values()]
     problem = Problem(
         name=graph.name,

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, reporting
+from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, encode, reporting
 from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
@@ -77,7 +77,7 @@ def profile(
     formats = _wanted(model, support, precisions)
     identity = model.device.identity(name)
     options: dict[str, str | int | float | bool] = {"pass": "forward", "optimization": "all"}
-    environment = {"device": identity.to_json(), "options": options, "method": METHOD, "repeats": repeats}
+    environment = {"device": encode(identity), "options": options, "method": METHOD, "repeats": repeats}
     stopwatch = _Stopwatch(model.device, repeats)
     bench = _Bench(
         model=model,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError, QSyncError, UnsupportedError, first_line
+from qsync_opt.io import encode
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.numerics import Granularity, Rounding
 from qsync_opt.runtimes.torch.capture import CapturedModel
@@ -166,7 +167,7 @@ def find_device_types(device: torch.device, options: PlanningOptions) -> DeviceT
 
     def facts() -> dict[str, Any]:
         identity = identify(device, options.device_type)
-        return {"identity": identity.to_json(), "memory": memory_budget(device, options.memory)}
+        return {"identity": encode(identity), "memory": memory_budget(device, options.memory)}
 
     told = gather_json(together(facts))
     ranks: dict[str, list[int]] = {}

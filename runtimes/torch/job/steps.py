@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.costs import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION, DeviceProfile
 from qsync_opt.errors import first_line
-from qsync_opt.io import MeasurementCache, Report
+from qsync_opt.io import MeasurementCache, Report, encode
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats
@@ -75,7 +75,7 @@ def profile_job_steps(
     kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
     formats = wanted_formats(device, precisions)
     environment = {
-        "device": identify(device, name).to_json(),
+        "device": encode(identify(device, name)),
         "options": option_values(kernels),
         "method": f"steps {METHOD}",
         "distributed": group is not None,

@@ -15,7 +15,7 @@ from torch import nn
 
 from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
 from qsync_opt.errors import ModelError, UnsupportedError, first_line
-from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, reporting
+from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, decode, encode, reporting
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats, number_format
@@ -87,7 +87,7 @@ class ProfileRun:
             call = self.calls[task.operator.name]
             bench = OperatorBench(task.operator, call, task.precision, self.device, self.options)
             try:
-                return bench.measure(self.stopwatch, self.repeats).to_json()
+                return encode(bench.measure(self.stopwatch, self.repeats))
             except (RuntimeError, NotImplementedError) as failure:
                 raise ModelError(
                     f"operator {task.operator.name!r} cannot run by itself in {task.precision} on {self.device}: "
@@ -113,9 +113,9 @@ class ProfileRun:
         digest = hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]
         key = f"optimizer {kind_of(optimizer)} {digest}"
         if (known := self.cache.get(key)) is None:
-            known = asdict(measure_optimizer(optimizer, self.device, self.stopwatch, self.repeats))
+            known = encode(measure_optimizer(optimizer, self.device, self.stopwatch, self.repeats))
             self.cache.put(key, known)
-        return OptimizerCost.from_fields(Fields(known, "measured optimizer"))
+        return decode(OptimizerCost, known, "measured optimizer")
 
     def assemble(self, identity: DeviceIdentity, optimizer: OptimizerCost) -> DeviceProfile:
         """Put the profile together from the cache; every task must be done."""
@@ -136,18 +136,20 @@ class ProfileRun:
             optimizer=optimizer,
         )
 
-    def _known(self, key: str) -> Fields:
+    def _known(self, key: str) -> dict[str, Any]:
         known = self.cache.get(key)
         assert known is not None, f"{key} was not measured"
-        return Fields(known, f"measured {key}")
+        return known
 
     def _fit(self, what: str) -> CostFit:
         specs = edge_sizes(self.graph)
-        return fit_cost((spec.elements, self._known(f"{what} {list(spec.shape)}").number("ns")) for spec in specs)
+        keys = {f"{what} {list(spec.shape)}": spec.elements for spec in specs}
+        return fit_cost((size, Fields(self._known(key), f"measured {key}").number("ns")) for key, size in keys.items())
 
     def _cost(self, operator: Operator, precision: str, casts: Mapping[str, CostFit]) -> MeasuredCost:
         """Measured cost; what the quantization of inputs takes inside an 8-bit operator is taken off: edges have it."""
-        cost = MeasuredCost.from_fields(self._known(_operator_key(operator, precision)))
+        key = _operator_key(operator, precision)
+        cost = decode(MeasuredCost, self._known(key), f"measured {key}")
         if operator.role is not Role.ADJUSTABLE or number_format(precision).bits > 8:
             return cost
         fit = casts[f"{self.formats[precision].output}>{precision}"]
@@ -282,7 +284,7 @@ def profile(
     options = dataclasses.replace(options or KernelOptions(), half_format=backend.half_format(device))
     identity = identify(device, name)
     environment = {
-        "device": identity.to_json(),
+        "device": encode(identity),
         "options": option_values(options),
         "method": METHOD,
         "repeats": repeats,

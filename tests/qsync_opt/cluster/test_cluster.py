@@ -1,8 +1,9 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qsync_opt.cluster import Cluster, DeviceRole, Network, load_cluster
+from qsync_opt.cluster import Cluster, DeviceRole, Link, Network, load_cluster
 from qsync_opt.errors import ProblemError
 
 FILE = """
@@ -37,6 +38,61 @@ def test_ring_all_reduce() -> None:
     # 2 (N - 1) messages, each of a quarter: 6 * (10 us + 250 us).
     assert network.allreduce_ns(1_000_000, 4) == 6 * 260_000
     assert network.allreduce_ns(1_000_000, 1) == 0
+
+
+LINKS = """links:
+  - {from: A100, to: A100, latency: 1 us, bandwidth: 100 GB/s, source: data sheet}
+  - {from: A100, to: T4, latency: 40 us, bandwidth: 2 GB/s, source: measured}
+"""
+
+
+def test_links_hold_both_ways_and_the_network_is_the_default(tmp_path: Path) -> None:
+    cluster = _load(tmp_path, FILE + LINKS)
+    assert cluster.link("A100", "A100") == Link(latency_s=1e-6, bandwidth_bytes_per_s=1e11, source="data sheet")
+    assert cluster.link("T4", "A100") is cluster.link("A100", "T4")
+    assert cluster.link("T4", "T4") is cluster.network
+    back = "  - {from: T4, to: A100, latency: 80 us, bandwidth: 1 GB/s, source: measured}\n"
+    both = _load(tmp_path, FILE + LINKS + back)
+    assert both.link("A100", "T4").latency_s == pytest.approx(40e-6)
+    assert both.link("T4", "A100").latency_s == pytest.approx(80e-6)
+    with pytest.raises(ProblemError, match="no device type 'V100'"):
+        cluster.link("A100", "V100")
+
+
+def test_an_all_reduce_takes_the_slowest_link_of_its_ring(tmp_path: Path) -> None:
+    plain, linked = _load(tmp_path, FILE), _load(tmp_path, FILE + LINKS)
+    for num_bytes in (1, 12_345_678, 25 * 2**20):
+        assert plain.allreduce_ns(num_bytes) == plain.network.allreduce_ns(num_bytes, plain.num_workers)
+    # 22 messages of a twelfth: between A100 and T4 40 us + 0.5 ms, among T4s 20 us + 0.8 ms.
+    assert linked.allreduce_ns(12_000_000) == 22 * 820_000
+    assert linked.allreduce_ns(12) == round(22 * (40_000 + 0.5))
+    alone = replace(linked, devices=(replace(linked.devices[1], count=1),), links={})
+    assert alone.allreduce_ns(10**6) == 0
+    hash(linked)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("to: T4", "to: T44", "a link is for device type 'T44'; did you mean 'T4'?; the cluster has A100, T4"),
+        ("to: T4", "to: A100", "links[1]: there is a link from 'A100' to 'A100' already; keep one"),
+        ("40 us", "-40 us", "links[1]: latency is '-40 us'; write a number and a unit"),
+        ("2 GB/s", "0 GB/s", "links[1]: bandwidth is '0 GB/s', but it must be above zero"),
+        ("from: A100, to: T4, ", "from: A100, ", "links[1]: the key 'to' is missing"),
+        (", source: measured", "", "links[1]: the key 'source' is missing"),
+        ("source: measured", "source: measured, via: switch", "links[1]: unknown key 'via'"),
+    ],
+)
+def test_unusable_links_are_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        _load(tmp_path, FILE + LINKS.replace(old, new))
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["latency_s", "bandwidth_bytes_per_s"])
+def test_figures_below_zero_are_refused(field: str) -> None:
+    with pytest.raises(ProblemError, match=r"link: .* is -1"):
+        Link(**{"latency_s": 1.0, "bandwidth_bytes_per_s": 1.0, "source": "test", field: -1.0})
 
 
 @pytest.mark.parametrize(

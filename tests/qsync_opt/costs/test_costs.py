@@ -2,7 +2,7 @@ import pytest
 
 from qsync_opt.costs import CostFit, MeasuredCost, fit_cost
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Fields
+from qsync_opt.io import decode, encode
 
 
 def test_a_line_is_found_again() -> None:
@@ -54,7 +54,7 @@ def test_negative_costs_are_refused(field: str) -> None:
 
 def test_a_cost_survives_json() -> None:
     cost = MeasuredCost(forward_ns=1, backward_ns=2, saves_inputs=(0, 2), saves_output=True, alias_input=1)
-    assert MeasuredCost.from_fields(Fields(cost.to_json(), "cost")) == cost
+    assert decode(MeasuredCost, encode(cost), "cost") == cost
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,6 @@ def test_a_cost_survives_json() -> None:
     ],
 )
 def test_unusable_json_is_refused(change: dict[str, object], text: str) -> None:
-    data = {**MeasuredCost(forward_ns=1, backward_ns=2).to_json(), **change}
+    data = {**encode(MeasuredCost(forward_ns=1, backward_ns=2)), **change}
     with pytest.raises(ProblemError, match=text):
-        MeasuredCost.from_fields(Fields(data, "cost"))
+        decode(MeasuredCost, data, "cost")

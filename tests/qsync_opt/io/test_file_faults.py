@@ -18,7 +18,7 @@ import qsync_opt
 from qsync_opt.cluster import data_sheet
 from qsync_opt.costs import load_profile, roofline_profile
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.io import MeasurementCache
+from qsync_opt.io import MeasurementCache, encode
 from qsync_opt.testing import chain, diamond, sample_graph
 from qsync_opt.training import FrontCache, Plan, load_plan, load_problem, solve
 
@@ -410,10 +410,10 @@ def test_versions_do_not_read_each_others_measurements(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     from qsync_opt.runtimes.torch.support import identify
 
-    here = {"device": identify(torch.device("cpu")).to_json()}
+    here = {"device": encode(identify(torch.device("cpu")))}
     MeasurementCache(tmp_path, here).put("fc", {"ns": 1})
     monkeypatch.setattr(qsync_opt, "__version__", "99.0")
-    there = {"device": identify(torch.device("cpu")).to_json()}
+    there = {"device": encode(identify(torch.device("cpu")))}
     assert MeasurementCache(tmp_path, there).get("fc") is None
     MeasurementCache(tmp_path, there).put("fc", {"ns": 2})
     assert MeasurementCache(tmp_path, here).get("fc") == {"ns": 1}
