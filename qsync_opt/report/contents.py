@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import Fields, check_integer, read_json, split_extras
+from qsync_opt.io import Json, check_fields, decode, freeze, read_json, split_extras
 from qsync_opt.training import (
     GAPS,
     Evaluation,
@@ -35,6 +35,7 @@ LOWEST = "lowest"
 """Label of the plan that gives every operator the lowest precision that it has."""
 POINTS = 30
 """Limits that each front is computed for: as many as `pareto_front` tries, so that both share a cache."""
+_Positive = Annotated[int | None, Json(minimum=1, optional=True)]
 Progress = Callable[[int, int, str], None]
 """Called with the number of points computed, their total, and what is being computed."""
 
@@ -64,13 +65,11 @@ class Fronts:
 class MeasuredDevice:
     """One worker of a device type: its iteration time alone and its peak memory; None is what was not measured."""
 
-    iteration_ns: int | None = None
-    peak_memory_bytes: int | None = None
+    iteration_ns: _Positive = None
+    peak_memory_bytes: _Positive = None
 
     def __post_init__(self) -> None:
-        for name in ("iteration_ns", "peak_memory_bytes"):
-            if getattr(self, name) is not None:
-                check_integer(getattr(self, name), f"measured: {name}", minimum=1)
+        check_fields(self, "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +77,12 @@ class Measured:
     """Measurements of a plan. ``iteration_ns`` is that of the whole cluster; ``source`` says how it was measured."""
 
     source: str
-    iteration_ns: int | None
-    devices: Mapping[str, MeasuredDevice]
+    iteration_ns: _Positive = None
+    devices: Annotated[Mapping[str, MeasuredDevice], Json(optional=True)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.iteration_ns is not None:
-            check_integer(self.iteration_ns, "measured: iteration_ns", minimum=1)
-        object.__setattr__(self, "devices", MappingProxyType(dict(self.devices)))
+        check_fields(self, "measured")
+        freeze(self, "devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,19 +193,8 @@ def load_measured(path: str | os.PathLike[str]) -> Measured:
     """
     data = read_json(path, (MEASURED_FORMAT,))
     try:
-        fields = Fields(split_extras(data)[0], "measured")
-        fields.version(MEASURED_FORMAT)
-        devices = {}
-        for name, device in () if fields.take_or("devices", None) is None else fields.children("devices"):
-            devices[name] = MeasuredDevice(
-                iteration_ns=device.take_or("iteration_ns", None),
-                peak_memory_bytes=device.take_or("peak_memory_bytes", None),
-            )
-            device.finish()
-        measured = Measured(
-            source=fields.text("source"), iteration_ns=fields.take_or("iteration_ns", None), devices=devices
-        )
-        fields.finish()
+        # Null says the same as a missing key.
+        present = {key: value for key, value in split_extras(data)[0].items() if value is not None}
+        return decode(Measured, present, "measured", version=MEASURED_FORMAT)
     except ProblemError as failure:
         raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
-    return measured

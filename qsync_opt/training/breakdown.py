@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import check_integer
+from qsync_opt.io import check_integer, decode
 from qsync_opt.training.evaluation import BYTES_PER_KIB, DeviceEvaluation, cast_buffers_kib
 from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY, StaticMemory
 from qsync_opt.training.problem import Problem
@@ -114,7 +114,7 @@ def _static_memory(problem: Problem, device: str) -> StaticMemory:
             f"problem {problem.name!r} does not say what the memory of {device!r} is made of (key "
             f"{MEMORY_KEY!r}); build it with build_problem"
         )
-    return StaticMemory.from_json(note, f"devices {device!r}: {MEMORY_KEY}")
+    return decode(StaticMemory, note, f"devices {device!r}: {MEMORY_KEY}")
 
 
 def _static_charges(problem: Problem, device: str) -> Mapping[str, int] | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import heapq
 from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import format_memory, format_sensitivity, format_time
+from qsync_opt.io import encode, format_memory, format_sensitivity, format_time
 from qsync_opt.model import Role
 from qsync_opt.training.evaluation import (
     BrokenLimit,
@@ -72,19 +72,8 @@ class Alternative:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
-        return {
-            "precision": self.precision,
-            "iteration_change_ns": self.iteration_change_ns,
-            "own_iteration_change_ns": self.own_iteration_change_ns,
-            "compute_change_ns": self.compute_change_ns,
-            "memory_change_kib": self.memory_change_kib,
-            "sensitivity_change": self.sensitivity_change,
-            "added_casts": [asdict(cast) for cast in self.added_casts],
-            "removed_casts": [asdict(cast) for cast in self.removed_casts],
-            "pushed": [asdict(pushed) for pushed in self.pushed],
-            "broken": [limit.to_json() for limit in self.broken],
-            "feasible": self.feasible,
-        }
+        broken = [limit.to_json() for limit in self.broken]
+        return {**encode(self), "broken": broken, "feasible": self.feasible}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,22 +129,10 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
         return {
-            "format": EXPLANATION_FORMAT,
-            "device": self.device,
-            "operator": self.operator,
-            "type": self.type,
-            "role": self.role.value,
-            "precision": self.precision,
-            "forward_ns": self.forward_ns,
-            "backward_ns": self.backward_ns,
-            "memory_kib": self.memory_kib,
-            "sensitivity": self.sensitivity,
-            "forward_casts": [asdict(cast) for cast in self.forward_casts],
-            "backward_casts": [asdict(cast) for cast in self.backward_casts],
+            **encode(self, version=EXPLANATION_FORMAT),
             "alternatives": [alternative.to_json() for alternative in self.alternatives],
             "next_lower": None if self.next_lower is None else self.next_lower.precision,
             "next_higher": None if self.next_higher is None else self.next_higher.precision,
-            "decided_by": list(self.decided_by),
             "reason": self.reason,
         }
 

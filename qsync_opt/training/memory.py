@@ -28,10 +28,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, Self
 
 from qsync_opt.costs import DeviceProfile, MeasuredCost
-from qsync_opt.io import Fields, check_integer
+from qsync_opt.io import check_fields, encode
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import number_format
 from qsync_opt.training.buckets import gradient_users
@@ -63,27 +62,12 @@ class StaticMemory:
     peak_operator: str
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if f.name != "peak_operator":
-                check_integer(getattr(self, f.name), f"static memory: {f.name}")
+        check_fields(self, "static memory")
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
         return sum(getattr(self, f.name) for f in fields(self) if f.name != "peak_operator")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_json(cls, data: Any, where: str) -> Self:
-        """Read the object; ``where`` names it in errors."""
-        reader = Fields(data, where)
-        numbers = {f.name: reader.integer(f.name) for f in fields(cls) if f.name != "peak_operator"}
-        static = cls(peak_operator=reader.text("peak_operator"), **numbers)
-        reader.finish()
-        return static
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +82,7 @@ class MemoryModel:
         """What a problem file notes of it for one device, by path: see `MEMORY_KEY` and `OPERATORS_KEY`."""
         charged = {name: num_bytes for name, num_bytes in self.fixed_bytes.items() if num_bytes}
         return {
-            ("devices", device, MEMORY_KEY): self.static.to_json(),
+            ("devices", device, MEMORY_KEY): encode(self.static),
             ("devices", device, OPERATORS_KEY): charged,
         }
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from qsync_opt import __version__
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
-from qsync_opt.io import Fields, MeasurementCache, write_json
+from qsync_opt.io import Fields, MeasurementCache, encode, write_json
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan, plan_from_json
 from qsync_opt.training.problem import Problem
@@ -67,21 +67,8 @@ class FrontCache:
 
     def put(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int], point: Any) -> None:
         """Keep an answer; see `PointStore.put`."""
-        self._cache.put(
-            _key(latency_limit_ns, memory_limits_kib),
-            {
-                "point": None
-                if point is None
-                else {
-                    "limit": point.limit,
-                    "objective": point.objective,
-                    "bound": point.bound,
-                    "iteration_ns": point.iteration_ns,
-                    "memory_kib": dict(point.memory_kib),
-                    "plan": point.plan.to_json(),
-                }
-            },
-        )
+        data = None if point is None else {**encode(point), "plan": point.plan.to_json()}
+        self._cache.put(_key(latency_limit_ns, memory_limits_kib), {"point": data})
         self.num_new += 1
 
     def _read(self, fields: Fields) -> Any:

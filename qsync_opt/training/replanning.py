@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError, SolverError
-from qsync_opt.io import check_number
+from qsync_opt.io import check_number, freeze
 from qsync_opt.training.comparison import compare_plans
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan
@@ -44,8 +43,7 @@ class Replanning:
     solution: Solution
 
     def __post_init__(self) -> None:
-        nested = {device: MappingProxyType(dict(changes)) for device, changes in self.changes.items()}
-        object.__setattr__(self, "changes", MappingProxyType(nested))
+        freeze(self, "changes", depth=2)
 
 
 def plan_changes(problem: Problem, before: Plan, after: Plan) -> dict[str, dict[str, Change]]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import check_integer, write_json
+from qsync_opt.io import check_fields, freeze, write_json
 from qsync_opt.training.evaluation import CastTime, DeviceEvaluation, Evaluation, OperatorTime, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
@@ -32,9 +31,8 @@ class TimelineEvent:
     details: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_integer(self.start_ns, f"event {self.name!r}: start_ns")
-        check_integer(self.duration_ns, f"event {self.name!r}: duration_ns")
-        object.__setattr__(self, "details", MappingProxyType(dict(self.details)))
+        check_fields(self, f"event {self.name!r}")
+        freeze(self, "details")
 
     @property
     def end_ns(self) -> int:
