@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         operator_buckets,
     )
     from qsync_opt.training.build import build_problem
-    from qsync_opt.training.calibration import MeasuredPasses, calibrate, predict_passes, uniform_choices
+    from qsync_opt.training.calibration import MeasuredPasses, calibrate, uniform_choices
     from qsync_opt.training.comparison import PlanDifference, compare_plans
     from qsync_opt.training.evaluation import (
         BYTES_PER_KIB,
@@ -169,7 +169,6 @@ __all__ = [
     "pareto_front",
     "plan_changes",
     "plan_from_json",
-    "predict_passes",
     "price_operators",
     "problem_from_json",
     "problem_inputs",

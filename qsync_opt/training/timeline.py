@@ -1,4 +1,4 @@
-"""When what happens in one iteration: the predicted timeline of a plan, and a trace file that Perfetto opens."""
+"""The predicted timeline of one iteration of a plan, and its trace file for Perfetto."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_fields, freeze, write_json
-from qsync_opt.training.evaluation import CastTime, DeviceEvaluation, Evaluation, OperatorTime, evaluate
+from qsync_opt.training.evaluation import DeviceEvaluation, Evaluation, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
 
@@ -20,7 +20,7 @@ NS_PER_US = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEvent:
-    """Something that occupies one lane for a while; ``details`` are shown beside it in a viewer."""
+    """An interval on one lane (worker and stream); a viewer shows ``details`` beside it."""
 
     worker: str
     stream: str
@@ -42,7 +42,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One iteration. Events of a lane (worker and stream) follow one another; the last one ends at ``iteration_ns``."""
+    """One iteration. Events of a lane follow one another; the last one ends at ``iteration_ns``."""
 
     name: str
     iteration_ns: int
@@ -69,8 +69,8 @@ class Timeline:
 def replay(problem: Problem, plan: Plan) -> Timeline:
     """Lay out one iteration of a plan event by event.
 
-    Each device type has a compute lane (casts, operators, optimizer) and a communication lane with the all-reduce of
-    each bucket, at the same time on all. One worker stands for all of its type.
+    One worker of each device type has a compute lane (casts, operators, optimizer) and a communication lane (the
+    all-reduce of each bucket, at the same time on all workers).
 
     Args:
         problem: The problem.
@@ -86,9 +86,8 @@ def replay(problem: Problem, plan: Plan) -> Timeline:
     """
     evaluation = evaluate(problem, plan)
     events: list[TimelineEvent] = []
-    counts = {device.name: device.count for device in problem.devices}
     for device in evaluation.devices.values():
-        worker = f"{device.name} (one of {counts[device.name]})"
+        worker = f"{device.name} (one of {problem.device(device.name).count})"
         events += _compute(worker, device)
         events += _all_reduces(worker, problem, evaluation)
         events.append(
@@ -105,41 +104,32 @@ def replay(problem: Problem, plan: Plan) -> Timeline:
 
 
 def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
+    """Each operator's forward and then backward pass, after the casts that it waits for."""
+    passes = [("forward", o, o.forward_casts, o.forward_ns) for o in device.operators]
+    passes += [("backward", o, o.backward_casts, o.backward_ns) for o in reversed(device.operators)]
     now_ns = 0
-    for operator in device.operators:
-        for event in _steps(worker, operator, "forward", operator.forward_casts, operator.forward_ns, now_ns):
-            yield event
-            now_ns = event.end_ns
-    for operator in reversed(device.operators):
-        for event in _steps(worker, operator, "backward", operator.backward_casts, operator.backward_ns, now_ns):
-            yield event
-            now_ns = event.end_ns
-
-
-def _steps(
-    worker: str, operator: OperatorTime, kind: str, casts: tuple[CastTime, ...], duration_ns: int, now_ns: int
-) -> Iterator[TimelineEvent]:
-    """The casts that an operator waits for, then the operator itself."""
-    for cast in casts:
+    for kind, operator, casts, duration_ns in passes:
+        for cast in casts:
+            yield TimelineEvent(
+                worker=worker,
+                stream=COMPUTE,
+                name=f"{cast.source} > {cast.target}",
+                kind=f"{kind} cast",
+                start_ns=now_ns,
+                duration_ns=cast.duration_ns,
+                details={"producer": cast.producer, "consumer": cast.consumer},
+            )
+            now_ns += cast.duration_ns
         yield TimelineEvent(
             worker=worker,
             stream=COMPUTE,
-            name=f"{cast.source} > {cast.target}",
-            kind=f"{kind} cast",
+            name=operator.name,
+            kind=kind,
             start_ns=now_ns,
-            duration_ns=cast.duration_ns,
-            details={"producer": cast.producer, "consumer": cast.consumer},
+            duration_ns=duration_ns,
+            details={"precision": operator.precision, "casts": len(casts)},
         )
-        now_ns += cast.duration_ns
-    yield TimelineEvent(
-        worker=worker,
-        stream=COMPUTE,
-        name=operator.name,
-        kind=kind,
-        start_ns=now_ns,
-        duration_ns=duration_ns,
-        details={"precision": operator.precision, "casts": len(casts)},
-    )
+        now_ns += duration_ns
 
 
 def _all_reduces(worker: str, problem: Problem, evaluation: Evaluation) -> Iterator[TimelineEvent]:
@@ -156,7 +146,7 @@ def _all_reduces(worker: str, problem: Problem, evaluation: Evaluation) -> Itera
             kind="all-reduce",
             start_ns=start_ns,
             duration_ns=communication.allreduce_ns[k],
-            details={"bucket": k, "waited_for": max(ready, key=lambda name: ready[name])},
+            details={"bucket": k, "waited_for": max(ready, key=ready.__getitem__)},
         )
         free_ns = start_ns + communication.allreduce_ns[k]
 
