@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
 from qsync_opt.costs import DeviceProfile, MeasuredCost, estimate_extras, load_profile
@@ -227,10 +227,7 @@ def _formats(devices: Iterable[ProblemDevice]) -> dict[str, int]:
 
 def _names(precisions: Mapping[str, PrecisionFormats]) -> set[str]:
     """The formats that precisions compute in, read and deliver."""
-    borders = {
-        name for each in precisions.values() for name in (each.output, each.gradient_input, each.gradient_output)
-    }
-    return borders | set(precisions)
+    return {*precisions, *(name for borders in precisions.values() for name in astuple(borders))}
 
 
 def _sensitivity(sensitivities: Sensitivities, operator: str, precision: str) -> float:
