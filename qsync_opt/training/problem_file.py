@@ -67,7 +67,7 @@ def _place(kind: str, data: Any, index: int) -> str:
 
 def _device(data: Any, place: str) -> ProblemDevice:
     fields = Fields(data, place)
-    arguments = {
+    arguments: dict[str, Any] = {
         "name": fields.text("name"),
         "count": fields.integer("count", minimum=1),
         "memory_limit_kib": fields.integer("memory_limit_kib"),
