@@ -127,10 +127,11 @@ def _ticks(axis: Any, form: Callable[[float], str]) -> None:
     axis.set_major_formatter(importlib.import_module("matplotlib.ticker").FuncFormatter(lambda value, _: form(value)))
 
 
-def _boxes(named: dict[str, str]) -> list[Any]:
-    """Handles of a legend: a box per name and color."""
+def _legend(figure: Any, shades: dict[str, Any], place: str = "lower center") -> None:
+    """A legend outside the axes: a box per name and color."""
     patches = importlib.import_module("matplotlib.patches")
-    return [patches.Patch(color=shade, label=name) for name, shade in named.items()]
+    handles = [patches.Patch(color=shade, label=name) for name, shade in shades.items()]
+    figure.legend(handles=handles, loc=f"outside {place}", ncols=max(1, len(shades)))
 
 
 def plan_figure(plan: Plan, problem: Problem | None = None) -> Any:
@@ -151,10 +152,8 @@ def plan_figure(plan: Plan, problem: Problem | None = None) -> Any:
         ax.bar(range(len(shades)), 1.0, width=1.0, align="edge", color=shades)
         ax.set(xlim=(0, max(1, len(shades))), ylim=(0, 1), yticks=[], ylabel=device)
     axes[-1].set_xlabel("operator, in forward order")
-    ordered = by_rank(precision for choices in devices.values() for precision in choices.values())
-    figure.legend(
-        handles=_boxes({name: color(name) for name in ordered}), loc="outside upper right", ncols=max(1, len(ordered))
-    )
+    used = by_rank(precision for choices in devices.values() for precision in choices.values())
+    _legend(figure, {name: color(name) for name in used}, "upper right")
     return figure
 
 
@@ -213,9 +212,8 @@ def timeline_figure(problem: Problem, plan: Plan) -> Any:
     )
     ax.invert_yaxis()
     _ticks(ax.xaxis, format_time)
-    shown = {event.kind for event in timeline.events}
-    handles = _boxes({kind: shade for kind, shade in _KINDS.items() if kind in shown})
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    kinds = {event.kind for event in timeline.events}
+    _legend(figure, {kind: shade for kind, shade in _KINDS.items() if kind in kinds})
     return figure
 
 
@@ -231,13 +229,13 @@ def memory_figure(problem: Problem, plan: Plan) -> Any:
     evaluation = evaluate(problem, plan)
     figure, (ax,) = _figure(1, 1.4 + 0.6 * len(evaluation.devices))
     shades = importlib.import_module("matplotlib").colormaps["tab10"]
-    drawn: dict[str, str] = {}
+    legend: dict[str, Any] = {}
     for position, device in enumerate(evaluation.devices.values()):
         left = 0.0
         for part, kib in _memory_parts(problem, device).items():
             shade = shades(_PARTS.index(part)) if part in _PARTS else color("FP32")
             ax.barh(position, kib, left=left, color=shade, height=0.6)
-            drawn[part] = shade
+            legend[part] = shade
             left += kib
         ax.plot([device.memory_limit_kib] * 2, [position - 0.4, position + 0.4], color="#b42318", linestyle="--")
     ax.set(
@@ -245,7 +243,7 @@ def memory_figure(problem: Problem, plan: Plan) -> Any:
     )
     ax.set_title(f"{problem.name}: memory of one worker, limits dashed")
     _ticks(ax.xaxis, format_memory)
-    figure.legend(handles=_boxes(drawn), loc="outside lower center", ncols=max(1, len(drawn)))
+    _legend(figure, legend)
     return figure
 
 

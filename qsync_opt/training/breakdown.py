@@ -62,11 +62,7 @@ def memory_breakdown(problem: Problem, device: DeviceEvaluation) -> MemoryBreakd
     casts_kib = sum(cast_buffers_kib(problem, time.forward_casts) for time in device.operators)
     return MemoryBreakdown(
         device=device.name,
-        parameters_bytes=static.parameters_bytes,
-        gradients_bytes=static.gradients_bytes,
-        optimizer_bytes=static.optimizer_bytes,
-        buckets_bytes=static.buckets_bytes,
-        transient_bytes=static.transient_bytes,
+        **static.parts,
         casts_bytes=casts_kib * BYTES_PER_KIB,
         activations_bytes=(device.memory_kib - casts_kib) * BYTES_PER_KIB - static.total_bytes,
     )

@@ -113,7 +113,8 @@ def build_problem(
         profile, own = used[device.name], by_device.get(device.name, sensitivities)
         tables = device_tables(graph, profile, device)
         if device.role is DeviceRole.PLANNED:
-            tables = _without(tables, _excluded(own) if excluded is None else excluded)
+            named = own.excluded if isinstance(own, SensitivityTable | SensitivityValues) else {}
+            tables = _without(tables, named if excluded is None else excluded)
         memory = model_memory(
             graph, profile, tables, distributed=distributed, gradient_as_view=buckets.gradient_as_view
         )
@@ -138,10 +139,6 @@ def build_problem(
     if latency_limit_ns is not None:
         return problem
     return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack, fastest))
-
-
-def _excluded(table: Sensitivities) -> Excluded:
-    return table.excluded if isinstance(table, SensitivityTable | SensitivityValues) else {}
 
 
 def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cluster) -> dict[str, DeviceProfile]:

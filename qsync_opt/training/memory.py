@@ -1,24 +1,22 @@
 """Peak memory of a worker as a sum over operators, as the problem format needs it.
 
-The format adds up one number per operator and precision, plus a buffer for every cast. The true peak of a training
-step is a maximum over time. This module turns one into the other without leaving anything out:
+The format adds up one number per operator and precision, plus a buffer for every cast; the true peak of a training
+step is a maximum over time. The sum bounds the peak of every plan:
 
 - **Parameters, optimizer state, buckets** stay for the whole iteration. A parameter is charged to the first operator
   that reads it, with its optimizer state and (with more than one worker) its share of the all-reduce buckets.
-- **Activations** that backward needs are charged to exactly one operator each. What an operator saves for itself
-  (masks, statistics, quantized copies) is its own. A result that its users save as it is belongs to its producer, in
-  the format it was produced in, with one exception: if only one adjustable operator saves it, it is charged there, and
-  only at the precisions in which that operator reads it uncast, because a cast copy is already charged as a cast
-  buffer and the original is then freed. Views belong to the result whose storage they show.
-- **Gradients and transient buffers** (gradients of activations, workspace) exist while activations are being freed, so
-  adding all of them to all activations would count memory that never exists together. For each moment of the backward
-  pass, of the forward pass and of the optimizer step, we add up what then exists beyond the activations and subtract
-  the activations that do not exist then, each in the precision in which it is smallest. The largest of these sums is a
-  constant that covers every plan; it is charged to the operator at which it occurs.
+- **Activations** that backward needs are charged to one operator each. What an operator saves for itself (masks,
+  statistics, quantized copies) is its own. A result that its users save as it is belongs to its producer, in the
+  producer's format. If only one adjustable operator saves it, it is charged there, and only at the precisions in which
+  that operator reads it uncast: a cast copy is already charged as a cast buffer. Views belong to the result whose
+  storage they show.
+- **Gradients and transient buffers** (gradients of activations, workspace) exist while activations are being freed. For
+  each moment of the forward pass, the backward pass and the optimizer step, we add up what exists beyond the
+  activations and subtract the activations that do not exist then, each in the precision in which it is smallest. The
+  largest of these sums covers every plan; it is charged to the operator at which it occurs.
 
-Hence the sum is an upper bound of the peak for every plan under the profile's figures: exact in static memory, above
-the truth where a result is both saved as its producer's and cast for its users, and where plans keep more activations
-than the smallest ones.
+The bound is exact in static memory. It is above the truth where a result is both saved as its producer's and cast for
+its users, and where plans keep more activations than the smallest ones.
 
 Source: ours; the liveness view follows dPRO's memory estimator (MLSys 2022), which replays one plan where we bound all.
 """
@@ -65,9 +63,14 @@ class StaticMemory:
         check_fields(self, "static memory")
 
     @property
+    def parts(self) -> dict[str, int]:
+        """The bytes by name of their field."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "peak_operator"}
+
+    @property
     def total_bytes(self) -> int:
         """All of it."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "peak_operator")
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +82,9 @@ class MemoryModel:
     activation_bytes: Mapping[str, Mapping[str, int]]
 
     def notes(self, device: str) -> dict[tuple[str, ...], object]:
-        """What a problem file notes of it for one device, by path: see `MEMORY_KEY` and `OPERATORS_KEY`."""
-        charged = {name: num_bytes for name, num_bytes in self.fixed_bytes.items() if num_bytes}
-        return {
-            ("devices", device, MEMORY_KEY): encode(self.static),
-            ("devices", device, OPERATORS_KEY): charged,
-        }
+        """The extension keys of a problem file for one device, by path: `MEMORY_KEY` and `OPERATORS_KEY`."""
+        charges = {name: num_bytes for name, num_bytes in self.fixed_bytes.items() if num_bytes}
+        return {("devices", device, MEMORY_KEY): encode(self.static), ("devices", device, OPERATORS_KEY): charges}
 
     def kib(self, operator: str, precision: str) -> int:
         """Memory of an operator in a precision in KiB, rounded up."""
@@ -104,17 +104,20 @@ def model_memory(
     Args:
         graph: The model.
         profile: Formats and optimizer state of the device.
-        tables: What each operator may run in there.
+        tables: The precisions that each operator may run in.
         distributed: Whether gradients go through all-reduce buckets (more than one worker).
         gradient_as_view: Gradients live in the buckets instead of beside them.
 
     Source: ours (see the module's text).
     """
-    activations = _activations(graph, profile, tables)
+    roots = storage_roots(graph, tables)
+    owners = _owners(graph, tables, roots)
+    activations = _activations(graph, profile, tables, owners)
     parameter_bytes = {p.name: p.spec.num_bytes for p in graph.parameters}
     total_bytes = sum(parameter_bytes.values())
-    gradient_bytes = {name: 0 for name in parameter_bytes} if gradient_as_view else parameter_bytes
-    peak, gradients, transient = _peak(graph, profile, tables, activations, gradient_bytes)
+    gradient_bytes = dict.fromkeys(parameter_bytes, 0) if gradient_as_view else parameter_bytes
+    live = _live_bytes(graph, roots, owners)
+    peak, gradients, transient = _peak(graph, profile, tables, activations, gradient_bytes, live)
     static = StaticMemory(
         parameters_bytes=total_bytes,
         optimizer_bytes=profile.optimizer.state_bytes,
@@ -123,7 +126,7 @@ def model_memory(
         transient_bytes=transient,
         peak_operator=peak,
     )
-    fixed = {operator.name: 0 for operator in graph}
+    fixed = dict.fromkeys((operator.name for operator in graph), 0)
     fixed[peak] += gradients + transient
     users = gradient_users(graph)
     state_bytes = charged_bytes = 0
@@ -165,7 +168,9 @@ def _owners(graph: OpGraph, tables: CostTables, roots: Mapping[str, str]) -> dic
     return owners
 
 
-def _activations(graph: OpGraph, profile: DeviceProfile, tables: CostTables) -> dict[str, dict[str, int]]:
+def _activations(
+    graph: OpGraph, profile: DeviceProfile, tables: CostTables, owners: Mapping[str, str]
+) -> dict[str, dict[str, int]]:
     outputs = {name: {profile.formats[p].output for p in tables[name]} for name in tables}
     charged = {
         operator.name: {
@@ -174,7 +179,7 @@ def _activations(graph: OpGraph, profile: DeviceProfile, tables: CostTables) -> 
         }
         for operator in graph
     }
-    for result, owner in _owners(graph, tables, storage_roots(graph, tables)).items():
+    for result, owner in owners.items():
         elements = graph[result].output_elements
         for precision in charged[owner]:
             if owner == result:
@@ -202,11 +207,10 @@ def _peak(
     tables: CostTables,
     activations: Mapping[str, Mapping[str, int]],
     gradient_bytes: Mapping[str, int],
+    live: tuple[list[int], list[int]],
 ) -> tuple[str, int, int]:
     """Operator, gradient bytes and transient bytes of the moment that needs most beyond the activations of any plan."""
-    operators = graph.operators
-    smallest = [min(activations[operator.name].values()) for operator in operators]
-    forward_live, backward_live = _live_bytes(graph, storage_roots(graph, tables), tables)
+    forward_live, backward_live = live
     users = gradient_users(graph)
     # Gradients that exist while position k runs backward: those that some operator at k or later contributes to.
     gradients = sum(size for name, size in gradient_bytes.items() if name not in users)
@@ -215,24 +219,23 @@ def _peak(
         ends_at[last] = ends_at.get(last, 0) + gradient_bytes[name]
     freed = 0
     moments: list[tuple[int, int, str]] = []
-    for k in range(len(operators) - 1, -1, -1):
-        costs = tables[operators[k].name].values()
+    for k, operator in reversed(list(enumerate(graph))):
+        costs = tables[operator.name].values()
         gradients += ends_at.get(k, 0)
         backward = backward_live[k] + max(cost.backward_workspace_bytes for cost in costs)
-        moments.append((gradients, backward - freed, operators[k].name))
-        freed += smallest[k]
+        moments.append((gradients, backward - freed, operator.name))
+        freed += min(activations[operator.name].values())
         forward = forward_live[k] + max(cost.forward_workspace_bytes for cost in costs)
-        moments.append((0, forward - freed, operators[k].name))
-    moments.append((gradients, profile.optimizer.workspace_bytes - freed, operators[0].name))
+        moments.append((0, forward - freed, operator.name))
+    moments.append((gradients, profile.optimizer.workspace_bytes - freed, graph.operators[0].name))
     gradients, transient, name = max(moments, key=lambda moment: moment[0] + moment[1])
     # Activations that are freed make room for the transient buffers first, then for the gradients.
     total = max(0, gradients + transient)
     return name, min(gradients, total), total - min(gradients, total)
 
 
-def _live_bytes(graph: OpGraph, roots: Mapping[str, str], tables: CostTables) -> tuple[list[int], list[int]]:
+def _live_bytes(graph: OpGraph, roots: Mapping[str, str], owners: Mapping[str, str]) -> tuple[list[int], list[int]]:
     """Bytes of results not charged as activations and of gradients of results, while each operator runs."""
-    owners = _owners(graph, tables, roots)
     last = {operator.name: position for position, operator in enumerate(graph)}
     size = {operator.name: operator.output_elements * GRADIENT_BYTES for operator in graph}
     for position, operator in enumerate(graph):

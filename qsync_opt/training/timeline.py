@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from qsync_opt.errors import ProblemError
@@ -105,50 +106,38 @@ def replay(problem: Problem, plan: Plan) -> Timeline:
 
 def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
     """Each operator's forward and then backward pass, after the casts that it waits for."""
+    event = partial(TimelineEvent, worker=worker, stream=COMPUTE)
     passes = [("forward", o, o.forward_casts, o.forward_ns) for o in device.operators]
     passes += [("backward", o, o.backward_casts, o.backward_ns) for o in reversed(device.operators)]
     now_ns = 0
     for kind, operator, casts, duration_ns in passes:
         for cast in casts:
-            yield TimelineEvent(
-                worker=worker,
-                stream=COMPUTE,
-                name=f"{cast.source} > {cast.target}",
-                kind=f"{kind} cast",
-                start_ns=now_ns,
-                duration_ns=cast.duration_ns,
-                details={"producer": cast.producer, "consumer": cast.consumer},
-            )
+            name, ends = f"{cast.source} > {cast.target}", {"producer": cast.producer, "consumer": cast.consumer}
+            yield event(name=name, kind=f"{kind} cast", start_ns=now_ns, duration_ns=cast.duration_ns, details=ends)
             now_ns += cast.duration_ns
-        yield TimelineEvent(
-            worker=worker,
-            stream=COMPUTE,
-            name=operator.name,
-            kind=kind,
-            start_ns=now_ns,
-            duration_ns=duration_ns,
-            details={"precision": operator.precision, "casts": len(casts)},
-        )
+        details = {"precision": operator.precision, "casts": len(casts)}
+        yield event(name=operator.name, kind=kind, start_ns=now_ns, duration_ns=duration_ns, details=details)
         now_ns += duration_ns
 
 
 def _all_reduces(worker: str, problem: Problem, evaluation: Evaluation) -> Iterator[TimelineEvent]:
     communication = problem.communication
     free_ns = 0
-    for k, start_ns in enumerate(evaluation.bucket_start_ns):
-        ready = {device.name: device.bucket_ready_ns[k] for device in evaluation.devices.values()}
-        ready["devices of fixed precision"] = communication.peer_ready_ns[k]
-        ready["the bucket before"] = free_ns
+    for k, (start_ns, duration_ns) in enumerate(
+        zip(evaluation.bucket_start_ns, communication.allreduce_ns, strict=True)
+    ):
+        ready_ns = {device.name: device.bucket_ready_ns[k] for device in evaluation.devices.values()}
+        ready_ns |= {"devices of fixed precision": communication.peer_ready_ns[k], "the bucket before": free_ns}
         yield TimelineEvent(
             worker=worker,
             stream=COMMUNICATION,
             name=f"all-reduce {k}",
             kind="all-reduce",
             start_ns=start_ns,
-            duration_ns=communication.allreduce_ns[k],
-            details={"bucket": k, "waited_for": max(ready, key=ready.__getitem__)},
+            duration_ns=duration_ns,
+            details={"bucket": k, "waited_for": max(ready_ns, key=ready_ns.__getitem__)},
         )
-        free_ns = start_ns + communication.allreduce_ns[k]
+        free_ns = start_ns + duration_ns
 
 
 def trace_json(timeline: Timeline) -> dict[str, Any]:
