@@ -1,4 +1,4 @@
-"""Precision plans for training: the problem, plans, their evaluation, and what explains them.
+"""Precision plans for training: problems, plans, their evaluation, fronts and explanations.
 
 `build_problem` makes a problem, `solve` plans it, and `evaluate` checks a plan without trusting any solver.
 """
@@ -9,7 +9,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.training.blocks import identical_blocks, joined
-    from qsync_opt.training.breakdown import MemoryBreakdown, MemoryTimeline, memory_breakdown, memory_timeline
+    from qsync_opt.training.breakdown import MemoryTimeline, memory_breakdown, memory_timeline
     from qsync_opt.training.buckets import (
         BucketOptions,
         GradientBucket,
@@ -23,42 +23,20 @@ if TYPE_CHECKING:
     from qsync_opt.training.comparison import PlanDifference, compare_plans
     from qsync_opt.training.evaluation import (
         BYTES_PER_KIB,
-        BrokenLimit,
-        CastTime,
         DeviceEvaluation,
         Evaluation,
-        OperatorTime,
         broken_limits,
         cast_buffers_kib,
         evaluate,
         evaluate_device,
         iteration_time,
     )
-    from qsync_opt.training.explanation import (
-        Alternative,
-        Explainer,
-        Explanation,
-        Overview,
-        Saving,
-        overview,
-    )
-    from qsync_opt.training.memory import (
-        MEMORY_KEY,
-        OPERATORS_KEY,
-        MemoryModel,
-        model_memory,
-        storage_roots,
-    )
+    from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, Saving, overview
+    from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY
     from qsync_opt.training.pareto import GAPS, Front, FrontCache, pareto_front
     from qsync_opt.training.plan import Plan, load_plan, plan_from_json, uniform_plan
     from qsync_opt.training.planner import FastestPlan, fastest, solve
-    from qsync_opt.training.pricing import (
-        device_tables,
-        price_operators,
-        problem_inputs,
-        problem_role,
-        uniform_precisions,
-    )
+    from qsync_opt.training.pricing import problem_inputs, problem_role, uniform_precisions
     from qsync_opt.training.problem import (
         MI_ELEMENTS,
         NO_LIMIT_NS,
@@ -70,8 +48,8 @@ if TYPE_CHECKING:
         ProblemOperator,
     )
     from qsync_opt.training.problem_file import load_problem, problem_from_json, problem_to_json
-    from qsync_opt.training.propagation import follow, ladder, missing_casts, propagate
-    from qsync_opt.training.replanning import Change, Replanning, plan_changes, replan
+    from qsync_opt.training.propagation import follow, ladder, propagate
+    from qsync_opt.training.replanning import Change, Replanning, replan
     from qsync_opt.training.solution import (
         PROOF_GAP,
         Answer,
@@ -107,10 +85,8 @@ __all__ = [
     "PROOF_GAP",
     "Alternative",
     "Answer",
-    "BrokenLimit",
     "BucketOptions",
     "CastCost",
-    "CastTime",
     "Change",
     "Communication",
     "DeviceEvaluation",
@@ -122,11 +98,8 @@ __all__ = [
     "FrontCache",
     "GradientBucket",
     "MeasuredPasses",
-    "MemoryBreakdown",
-    "MemoryModel",
     "MemoryTimeline",
     "OperatorCost",
-    "OperatorTime",
     "Overview",
     "Plan",
     "PlanDifference",
@@ -146,7 +119,6 @@ __all__ = [
     "calibrate",
     "cast_buffers_kib",
     "compare_plans",
-    "device_tables",
     "evaluate",
     "evaluate_device",
     "fastest",
@@ -162,14 +134,10 @@ __all__ = [
     "memory_breakdown",
     "memory_timeline",
     "merge_by_operator",
-    "missing_casts",
-    "model_memory",
     "operator_buckets",
     "overview",
     "pareto_front",
-    "plan_changes",
     "plan_from_json",
-    "price_operators",
     "problem_from_json",
     "problem_inputs",
     "problem_role",
@@ -179,7 +147,6 @@ __all__ = [
     "replan",
     "replay",
     "solve",
-    "storage_roots",
     "trace_json",
     "uniform_choices",
     "uniform_plan",

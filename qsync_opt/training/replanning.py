@@ -46,26 +46,6 @@ class Replanning:
         freeze(self, "changes", depth=2)
 
 
-def plan_changes(problem: Problem, before: Plan, after: Plan) -> dict[str, dict[str, Change]]:
-    """Adjustable operators whose precision differs between two plans, by device type; devices without any are left out.
-
-    Args:
-        problem: The one that ``after`` is for.
-        before: Need not fit the problem.
-        after: Fits it.
-    """
-    adjustable = {operator.name for operator in problem.adjustable}
-    # Compared without the problem, which the old plan need not fit.
-    differences = compare_plans(before, after).changes
-    changes = {
-        device: {
-            c.operator: (c.before, precisions[c.operator]) for c in differences[device] if c.operator in adjustable
-        }
-        for device, precisions in after.devices.items()
-    }
-    return {device: changed for device, changed in changes.items() if changed}
-
-
 def replan(
     problem: Problem,
     current: Plan,
@@ -121,7 +101,7 @@ def replan(
             )
         kind = ProblemError if solution.termination == "infeasible" else SolverError
         raise kind(f"there is no plan for problem {problem.name!r} as it is now: {solution.reason}")
-    changes = plan_changes(problem, current, solution.plan)
+    changes = _changes(problem, current, solution.plan)
     reason, kept = _verdict(before, misfit, solution.evaluation, changes, improvement)
     return Replanning(
         plan=current if kept else solution.plan,
@@ -156,3 +136,16 @@ def _verdict(
     if new < (1 - improvement) * old:
         return f"a better plan was found, {comparison}: {count} operators change", False
     return f"the plan in use is kept: the best that was found, {comparison}, is not better by {improvement:.0%}", True
+
+
+def _changes(problem: Problem, before: Plan, after: Plan) -> dict[str, dict[str, Change]]:
+    """Adjustable operators whose precision differs, by device type; ``before`` need not fit the problem."""
+    adjustable = {operator.name for operator in problem.adjustable}
+    differences = compare_plans(before, after).changes
+    changes = {
+        device: {
+            c.operator: (c.before, precisions[c.operator]) for c in differences[device] if c.operator in adjustable
+        }
+        for device, precisions in after.devices.items()
+    }
+    return {device: changed for device, changed in changes.items() if changed}
