@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         ProblemDevice,
         ProblemOperator,
     )
-    from qsync_opt.training.problem_file import load_problem, problem_from_json, problem_to_json
+    from qsync_opt.training.problem_file import load_problem, problem_from_json
     from qsync_opt.training.propagation import follow, ladder, propagate
     from qsync_opt.training.replanning import Change, Replanning, replan
     from qsync_opt.training.solution import (
@@ -141,7 +141,6 @@ __all__ = [
     "problem_from_json",
     "problem_inputs",
     "problem_role",
-    "problem_to_json",
     "propagate",
     "relative_gap",
     "replan",

@@ -76,29 +76,23 @@ def compare_plans(first: Plan, second: Plan, problem: Problem | None = None) -> 
 
     Source: ours.
     """
-    if problem is None:
-        names = dict.fromkeys((*first.devices, *second.devices))
-        return PlanDifference(
-            first=first,
-            second=second,
-            changes={name: _changes(first.devices.get(name, {}), second.devices.get(name, {})) for name in names},
-        )
-    resolved_first, resolved_second = first.resolve(problem), second.resolve(problem)
-    decided = {operator.name for operator in problem.adjustable}
+    before: Mapping[str, Mapping[str, str]] = first.devices if problem is None else first.resolve(problem)
+    after: Mapping[str, Mapping[str, str]] = second.devices if problem is None else second.resolve(problem)
+    decided = None if problem is None else {operator.name for operator in problem.adjustable}
     return PlanDifference(
         first=first,
         second=second,
         changes={
-            device.name: _changes(resolved_first[device.name], resolved_second[device.name], decided)
-            for device in problem.devices
+            device: _changes(before.get(device, {}), after.get(device, {}), decided)
+            for device in dict.fromkeys((*before, *after))
         },
-        before=evaluate(problem, first),
-        after=evaluate(problem, second),
+        before=None if problem is None else evaluate(problem, first),
+        after=None if problem is None else evaluate(problem, second),
     )
 
 
 def _changes(
-    first: Mapping[str, str], second: Mapping[str, str], decided: set[str] | None = None
+    first: Mapping[str, str], second: Mapping[str, str], decided: set[str] | None
 ) -> tuple[OperatorChange, ...]:
     return tuple(
         OperatorChange(

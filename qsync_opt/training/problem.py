@@ -20,7 +20,9 @@ from qsync_opt.io import (
     check_integer,
     check_name,
     check_number,
+    encode,
     freeze,
+    merge_extras,
     near_match,
     write_json,
 )
@@ -121,6 +123,10 @@ class OperatorCost:
         object.__setattr__(self, "sensitivity", float(self.sensitivity))
 
 
+def _casts_to_json(casts: Mapping[tuple[str, str], CastCost]) -> dict[str, Any]:
+    return {f"{source}>{target}": encode(cost) for (source, target), cost in casts.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemDevice:
     """A device type that gets a plan; all ``count`` workers of the type share it.
@@ -133,7 +139,7 @@ class ProblemDevice:
     count: int
     memory_limit_kib: int
     precisions: Mapping[str, PrecisionFormats]
-    casts: Mapping[tuple[str, str], CastCost]
+    casts: Annotated[Mapping[tuple[str, str], CastCost], Json(read=lambda value, place: value, write=_casts_to_json)]
     operators: Mapping[str, Mapping[str, OperatorCost]]
 
     def __post_init__(self) -> None:
@@ -208,9 +214,9 @@ class Problem(Displayed, Tabular):
     optimizer_ns: int
     latency_limit_ns: int
     devices: tuple[ProblemDevice, ...]
-    cast_sharing: str = "edge"
     optimum: Optimum | None = None
-    extras: Extras = field(default_factory=dict)
+    cast_sharing: Annotated[str, Json(omitted=True)] = "edge"
+    extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
     _ranks: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _devices: Mapping[str, ProblemDevice] = field(init=False, repr=False, compare=False)
@@ -375,9 +381,7 @@ class Problem(Displayed, Tabular):
 
     def to_json(self) -> dict[str, Any]:
         """The problem as plain JSON data, extension keys included."""
-        from qsync_opt.training.problem_file import problem_to_json
-
-        return problem_to_json(self)
+        return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the problem file, whole or not at all."""

@@ -1,4 +1,4 @@
-"""Problem files: the JSON form of a `Problem`, extension keys included."""
+"""Reading of problem files, which `Problem.save` writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Fields, decode, encode, merge_extras, read_json, split_extras
+from qsync_opt.io import Fields, decode, read_json, split_extras
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.training.problem import (
     PROBLEM_FORMAT,
@@ -93,35 +93,3 @@ def _pair(key: str, place: str) -> tuple[str, str]:
     if not source or not target:
         raise ProblemError(f"{place}: casts {key!r}: the key must read FROM>TO, such as 'FP16>INT8'")
     return source, target
-
-
-def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """Return the JSON data of a problem file, extension keys where they were."""
-    data: dict[str, Any] = {
-        "format": PROBLEM_FORMAT,
-        "name": problem.name,
-        "formats": dict(problem.formats),
-        "operators": [encode(operator) for operator in problem.operators],
-        "communication": encode(problem.communication),
-        "optimizer_ns": problem.optimizer_ns,
-        "latency_limit_ns": problem.latency_limit_ns,
-        "devices": [_device_to_json(device) for device in problem.devices],
-        "optimum": None if problem.optimum is None else encode(problem.optimum),
-    }
-    if problem.cast_sharing != "edge":
-        data["cast_sharing"] = problem.cast_sharing
-    return merge_extras(data, problem.extras)
-
-
-def _device_to_json(device: ProblemDevice) -> dict[str, Any]:
-    return {
-        "name": device.name,
-        "count": device.count,
-        "memory_limit_kib": device.memory_limit_kib,
-        "precisions": {precision: encode(borders) for precision, borders in device.precisions.items()},
-        "casts": {f"{source}>{target}": encode(cost) for (source, target), cost in device.casts.items()},
-        "operators": {
-            operator: {precision: encode(cost) for precision, cost in table.items()}
-            for operator, table in device.operators.items()
-        },
-    }
