@@ -29,7 +29,7 @@ from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, MeasuredCost
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import formats_for, number_format
 from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.training import Problem, build_problem, problem_role, problem_to_json, uniform_plan
+from qsync_opt.training import Problem, build_problem, problem_role, uniform_plan
 
 FOLDER = Path(__file__).parent / "problems"
 MODELS = ("bert-base", "resnet50", "gpt2")
@@ -142,7 +142,7 @@ def main() -> None:
     for name in arguments.names:
         problem = captured_problem(name, small=arguments.small)
         path = arguments.output / f"{name}.json"
-        path.write_text(json.dumps(problem_to_json(problem), separators=(",", ":")) + "\n")
+        path.write_text(json.dumps(problem.to_json(), separators=(",", ":")) + "\n")
         print(
             f"{path}: {len(problem.operators)} operators, {len(problem.adjustable)} adjustable, {path.stat().st_size} B"
         )

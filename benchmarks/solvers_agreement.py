@@ -13,7 +13,7 @@ from textbook import TextbookFormulation
 from qsync_opt import solve
 from qsync_opt.errors import QSyncError
 from qsync_opt.testing import random_problem
-from qsync_opt.training import Communication, Problem, ProblemDevice, Solution, TerminationStatus, problem_to_json
+from qsync_opt.training import Communication, Problem, ProblemDevice, Solution, TerminationStatus
 
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact"},
@@ -100,7 +100,7 @@ def check(seed: int, ways: Sequence[str] = tuple(WAYS)) -> tuple[str, list[dict[
 
 
 def _disagreement(seed: int, way: str, complaint: str, problem: Problem) -> dict[str, Any]:
-    return {"seed": seed, "way": way, "complaint": complaint, "problem": problem_to_json(problem)}
+    return {"seed": seed, "way": way, "complaint": complaint, "problem": problem.to_json()}
 
 
 def _compare(known: Solution, found: Solution) -> str | None:

@@ -40,7 +40,7 @@ def add_pareto(parser: argparse.ArgumentParser) -> Runner:
 
 def _pareto(options: argparse.Namespace) -> int:
     from qsync_opt.io import default_cache_folder, reporting, write_text
-    from qsync_opt.report.figures import front_svg
+    from qsync_opt.report import front_svg
     from qsync_opt.training import load_problem, pareto_front
 
     check_outputs([options.csv, options.svg], [options.problem])
@@ -70,7 +70,7 @@ def _pareto(options: argparse.Namespace) -> int:
 
 def _print(front: Front) -> None:
     from qsync_opt.io import format_memory
-    from qsync_opt.report.display import levels
+    from qsync_opt.report import levels
 
     problem = front.problem
     if not front.points:

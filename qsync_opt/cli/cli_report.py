@@ -44,8 +44,7 @@ def add_report(parser: argparse.ArgumentParser) -> Runner:
 
 def _report(options: argparse.Namespace) -> int:
     from qsync_opt.io import default_cache_folder, reporting
-    from qsync_opt.report.contents import check_front, load_measured, make_report
-    from qsync_opt.report.page import write_report
+    from qsync_opt.report import check_front, load_measured, make_report, write_report
     from qsync_opt.training import load_plan, load_problem
 
     check_outputs([options.out], [options.problem, options.plan, options.measured])

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from qsync_opt.errors import ModelError
 from qsync_opt.io import Fields, Json, decode, encode, freeze, parse_json, read_json, write_json
+from qsync_opt.views import Displayed, Tabular
 
 
 class Role(enum.StrEnum):
@@ -167,9 +168,12 @@ class Operator:
         return any(spec.is_floating for spec in self.output_specs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpGraph:
-    """Operators in forward execution order, and parameters in registration order (that of gradient buckets)."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class OpGraph(Displayed, Tabular):
+    """Operators in forward execution order; every input stands before its user.
+
+    ``parameters`` are in registration order, which is what gradient buckets are built from.
+    """
 
     name: str
     parameters: tuple[Annotated[ParameterSpec, Json(read=_read_parameter, write=_write_parameter)], ...] = ()
@@ -281,26 +285,6 @@ class OpGraph:
             for o in self.operators
         ]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
-
-    def to_pandas(self) -> Any:
-        """A pandas table with one row per operator. See `qsync_opt.report.tables`.
-
-        Raises:
-            NotInstalledError: pandas is missing; the text holds the install line.
-        """
-        from qsync_opt.report.tables import graph_table
-
-        return graph_table(self)
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import graph_text
-
-        return graph_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import graph_html
-
-        return graph_html(self)
 
 
 FORMAT = "qsync-graph/1"

@@ -10,25 +10,42 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, closest_precision, formats_for, number_format
     from qsync_opt.numerics.quantizers import FormatQuantizer, Quantizer
-    from qsync_opt.numerics.rounding import CAST_FORMATS, GRADIENT_KINDS, Granularity, LARGEST, Rounding, SCALED_FORMATS, WIDE_FP8, WIDE_FP8_LARGEST, WIDE_FP8_MANTISSA_BITS, WIDE_FP8_SMALLEST_EXPONENT, closed_form_variance, fixed_point_variance, floating_point_variance, noise_kind, noise_kinds, smallest_exponent
+    from qsync_opt.numerics.rounding import (
+        CAST_FORMATS,
+        GRADIENT_KINDS,
+        LARGEST,
+        SCALED_FORMATS,
+        WIDE_FP8,
+        WIDE_FP8_LARGEST,
+        WIDE_FP8_MANTISSA_BITS,
+        WIDE_FP8_SMALLEST_EXPONENT,
+        Granularity,
+        Rounding,
+        closed_form_variance,
+        fixed_point_variance,
+        floating_point_variance,
+        noise_kind,
+        noise_kinds,
+        smallest_exponent,
+    )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "CAST_FORMATS",
     "FORMATS",
-    "FormatQuantizer",
     "GRADIENT_KINDS",
-    "Granularity",
     "LARGEST",
-    "PrecisionFormats",
-    "Quantizer",
-    "Rounding",
     "SCALED_FORMATS",
     "WIDE_FP8",
     "WIDE_FP8_LARGEST",
     "WIDE_FP8_MANTISSA_BITS",
     "WIDE_FP8_SMALLEST_EXPONENT",
+    "FormatQuantizer",
+    "Granularity",
+    "PrecisionFormats",
+    "Quantizer",
+    "Rounding",
     "closed_form_variance",
     "closest_precision",
     "fixed_point_variance",

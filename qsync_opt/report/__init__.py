@@ -1,9 +1,29 @@
-"""One self-contained HTML page about a plan: what was decided, why, what it costs and what else was possible.
+"""What people look at: the HTML report of a plan, figures, pandas tables and notebook views.
 
-Core only: no torch and no solver; fronts and bounds are reached by a method's name.
+Needs neither torch nor a solver; pandas and matplotlib are optional.
 """
 
-from qsync_opt.report.contents import Measured, Report, load_measured, make_report
-from qsync_opt.report.page import report_html, write_report
+from typing import TYPE_CHECKING
 
-__all__ = ["Measured", "Report", "load_measured", "make_report", "report_html", "write_report"]
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.report.contents import Measured, MeasuredDevice, Report, check_front, load_measured, make_report
+    from qsync_opt.report.display import levels
+    from qsync_opt.report.figures import front_svg
+    from qsync_opt.report.page import report_html, write_report
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "Measured",
+    "MeasuredDevice",
+    "Report",
+    "check_front",
+    "front_svg",
+    "levels",
+    "load_measured",
+    "make_report",
+    "report_html",
+    "write_report",
+]

@@ -1,6 +1,7 @@
-"""Pictures of plans and problems by one call each; they need matplotlib (``pip install 'qsync-opt[figures]'``).
+"""Figures of plans, problems and fronts.
 
-Every function returns a ``matplotlib.figure.Figure`` that no window holds: show it, or ``figure.savefig("x.svg")``.
+The functions that return a ``matplotlib.figure.Figure`` need matplotlib (``pip install 'qsync-opt[figures]'``) and keep
+no pyplot state: ``figure.savefig("x.svg")`` writes it. `front_svg` needs nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from xml.sax.saxutils import escape
 
 from qsync_opt.errors import NotInstalledError
 from qsync_opt.io import format_memory, format_sensitivity, format_time
-from qsync_opt.numerics import FORMATS
-from qsync_opt.report.display import color
-from qsync_opt.training import evaluate, memory_breakdown, replay
+from qsync_opt.report.display import by_rank, color, traded
+from qsync_opt.training import BYTES_PER_KIB, MEMORY_KEY, evaluate, memory_breakdown, replay
 
 if TYPE_CHECKING:
     from qsync_opt.training import Front, Plan, Problem
@@ -41,14 +41,14 @@ def front_svg(front: Front) -> str:
     """Draw a front: use from left to right, sensitivity upwards; points that break a limit are hollow.
 
     Args:
-        front: The front; the problem's own limit on what is traded is a dashed line.
+        front: The front; the problem's own limit is a dashed line.
 
     Returns:
         The SVG document.
 
     Source: ours.
     """
-    device, limit = front.device, front.limit
+    limit = front.limit
     uses, values = [point.use for point in front.points], [point.objective for point in front.points]
     low, high = _padded(min(uses, default=0), max(uses, default=1))
     top = max(values, default=0.0) * 1.05 or 1.0
@@ -59,8 +59,7 @@ def front_svg(front: Front) -> str:
     def y(value: float) -> float:
         return _HEIGHT - _BOTTOM - value / top * (_HEIGHT - _TOP - _BOTTOM)
 
-    form = format_time if device is None else format_memory
-    label = "iteration time" if device is None else f"memory of {device}"
+    label, form = traded(front)
     title = f"{front.problem.name}: sensitivity against {label}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="qsync-front" viewBox="0 0 {_PLOT_WIDTH} {_HEIGHT}" role="img" '
@@ -80,7 +79,7 @@ def front_svg(front: Front) -> str:
         parts.append(f'<line class="limit" x1="{x(limit):.1f}" x2="{x(limit):.1f}" y1="{_TOP}" y2="{y(0):.1f}"/>')
     corners = [(uses[0], values[0])] if uses else []
     for (slower, _), (faster, value) in itertools.pairwise(zip(uses, values, strict=True)):
-        corners += [(slower, value), (faster, value)]  # between two points the faster plan is the best there is
+        corners += [(slower, value), (faster, value)]  # between two points the faster plan is the best
     line = " ".join(f"{x(use):.1f},{y(value):.1f}" for use, value in corners)
     parts.append(f'<polyline class="line" points="{line}"/>')
     parts += [
@@ -98,7 +97,7 @@ def front_svg(front: Front) -> str:
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """A range that a single value, too, lies within."""
+    """A range that contains the values with a margin, also where they are equal."""
     margin = (high - low) * 0.03 or max(1.0, math.fabs(high) * 0.05)
     return low - margin, high + margin
 
@@ -116,7 +115,7 @@ _WIDTH = 10.0
 
 
 def _figure(rows: int, height: float) -> tuple[Any, Any]:
-    """A figure with some rows of axes, without the state that pyplot keeps."""
+    """A figure with some rows of axes."""
     if importlib.util.find_spec("matplotlib") is None:
         raise NotInstalledError("figures need matplotlib, which is not installed: pip install 'qsync-opt[figures]'")
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(_WIDTH, height), layout="constrained")
@@ -128,10 +127,11 @@ def _ticks(axis: Any, form: Callable[[float], str]) -> None:
     axis.set_major_formatter(importlib.import_module("matplotlib.ticker").FuncFormatter(lambda value, _: form(value)))
 
 
-def _boxes(named: dict[str, str]) -> list[Any]:
-    """Handles of a legend: a box per name and color."""
+def _legend(figure: Any, shades: dict[str, Any], place: str = "lower center") -> None:
+    """A legend outside the axes: a box per name and color."""
     patches = importlib.import_module("matplotlib.patches")
-    return [patches.Patch(color=shade, label=name) for name, shade in named.items()]
+    handles = [patches.Patch(color=shade, label=name) for name, shade in shades.items()]
+    figure.legend(handles=handles, loc=f"outside {place}", ncols=max(1, len(shades)))
 
 
 def plan_figure(plan: Plan, problem: Problem | None = None) -> Any:
@@ -152,16 +152,13 @@ def plan_figure(plan: Plan, problem: Problem | None = None) -> Any:
         ax.bar(range(len(shades)), 1.0, width=1.0, align="edge", color=shades)
         ax.set(xlim=(0, max(1, len(shades))), ylim=(0, 1), yticks=[], ylabel=device)
     axes[-1].set_xlabel("operator, in forward order")
-    used = {precision for choices in devices.values() for precision in choices.values()}
-    ordered = sorted(used, key=lambda name: FORMATS[name].rank if name in FORMATS else len(FORMATS))
-    figure.legend(
-        handles=_boxes({name: color(name) for name in ordered}), loc="outside upper right", ncols=max(1, len(ordered))
-    )
+    used = by_rank(precision for choices in devices.values() for precision in choices.values())
+    _legend(figure, {name: color(name) for name in used}, "upper right")
     return figure
 
 
 def front_figure(front: Front) -> Any:
-    """Draw a front: what is traded from left to right, sensitivity upwards; hollow points break a limit.
+    """Draw a front: use from left to right, sensitivity upwards; hollow points break a limit.
 
     Raises:
         NotInstalledError: matplotlib is missing.
@@ -174,26 +171,26 @@ def front_figure(front: Front) -> Any:
         color="#2171b5",
         linewidth=1.0,
     )
-    for kept in (True, False):
-        chosen = [point for point in front.points if point.feasible is kept]
+    for feasible in (True, False):
+        chosen = [point for point in front.points if point.feasible is feasible]
         ax.plot(
             [point.use for point in chosen],
             [point.objective for point in chosen],
             "o",
             color="#2171b5",
-            markerfacecolor="#2171b5" if kept else "none",
-            label="keeps all limits" if kept else "breaks a limit",
+            markerfacecolor="#2171b5" if feasible else "none",
+            label="keeps all limits" if feasible else "breaks a limit",
         )
     ax.axvline(front.limit, color="#b42318", linestyle="--", label="limit")
-    what = "iteration time" if front.device is None else f"memory of {front.device}"
-    ax.set(xlabel=what, ylabel="sensitivity", title=front.problem.name)
-    _ticks(ax.xaxis, format_time if front.device is None else format_memory)
+    label, form = traded(front)
+    ax.set(xlabel=label, ylabel="sensitivity", title=front.problem.name)
+    _ticks(ax.xaxis, form)
     ax.legend()
     return figure
 
 
 def timeline_figure(problem: Problem, plan: Plan) -> Any:
-    """Draw the predicted iteration: a lane per device type and stream; what is blank is waiting.
+    """Draw the predicted iteration: a lane per device type and stream; gaps are waiting time.
 
     Raises:
         NotInstalledError: matplotlib is missing.
@@ -215,9 +212,8 @@ def timeline_figure(problem: Problem, plan: Plan) -> Any:
     )
     ax.invert_yaxis()
     _ticks(ax.xaxis, format_time)
-    shown = {event.kind for event in timeline.events}
-    handles = _boxes({kind: shade for kind, shade in _KINDS.items() if kind in shown})
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    kinds = {event.kind for event in timeline.events}
+    _legend(figure, {kind: shade for kind, shade in _KINDS.items() if kind in kinds})
     return figure
 
 
@@ -233,13 +229,13 @@ def memory_figure(problem: Problem, plan: Plan) -> Any:
     evaluation = evaluate(problem, plan)
     figure, (ax,) = _figure(1, 1.4 + 0.6 * len(evaluation.devices))
     shades = importlib.import_module("matplotlib").colormaps["tab10"]
-    drawn: dict[str, str] = {}
+    legend: dict[str, Any] = {}
     for position, device in enumerate(evaluation.devices.values()):
         left = 0.0
         for part, kib in _memory_parts(problem, device).items():
             shade = shades(_PARTS.index(part)) if part in _PARTS else color("FP32")
             ax.barh(position, kib, left=left, color=shade, height=0.6)
-            drawn[part] = shade
+            legend[part] = shade
             left += kib
         ax.plot([device.memory_limit_kib] * 2, [position - 0.4, position + 0.4], color="#b42318", linestyle="--")
     ax.set(
@@ -247,15 +243,13 @@ def memory_figure(problem: Problem, plan: Plan) -> Any:
     )
     ax.set_title(f"{problem.name}: memory of one worker, limits dashed")
     _ticks(ax.xaxis, format_memory)
-    figure.legend(handles=_boxes(drawn), loc="outside lower center", ncols=max(1, len(drawn)))
+    _legend(figure, legend)
     return figure
 
 
 def _memory_parts(problem: Problem, device: Any) -> dict[str, float]:
-    """KiB by purpose, or the whole under one name."""
-    from qsync_opt.training import MEMORY_KEY
-
+    """KiB by purpose, or the total under one name."""
     if ("devices", device.name, MEMORY_KEY) not in problem.extras:
         return {"all": float(device.memory_kib)}
-    found = memory_breakdown(problem, device)
-    return {part: getattr(found, f"{part}_bytes") / 1024 for part in _PARTS}
+    breakdown = memory_breakdown(problem, device)
+    return {part: getattr(breakdown, f"{part}_bytes") / BYTES_PER_KIB for part in _PARTS}

@@ -1,7 +1,7 @@
-"""A report's figures as the JSON that its page carries: columns rather than objects, to stay small.
+"""The page of a report: one self-contained HTML file that holds the figures as JSON.
 
-Operators, formats, devices and kinds are referred to by their position. Times are in ns, memory in KiB or bytes as the
-names say.
+The JSON has columns rather than objects, to stay small: operators, formats, devices and kinds are referred to by their
+position. Times are in ns, memory in KiB or bytes as the names say.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -21,31 +20,88 @@ import qsync_opt
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import write_text
 from qsync_opt.model import Role
-from qsync_opt.report.contents import MemoryCurve, Report
+from qsync_opt.report.contents import Fronts, MeasuredDevice, Report
 from qsync_opt.report.markup import front_markup, memory_markup, slot, summary_markup, timeline_markup
 from qsync_opt.training import (
     COMMUNICATION,
     COMPUTE,
     Alternative,
     DeviceEvaluation,
-    Explanation,
     Front,
-    OperatorTime,
+    MemoryTimeline,
     TimelineEvent,
-    cast_buffer_kib,
+    cast_buffers_kib,
 )
 
 REPORT_FORMAT = "qsync-report/1"
 ROLES = tuple(role.value for role in Role)
 KINDS = ("forward", "backward", "forward cast", "backward cast", "all-reduce", "optimizer")
 """Kinds of timeline events, as `replay` names them."""
+_SCRIPTS = ("base.js", "model.js", "table.js", "charts.js", "timeline.js", "main.js")
+_STYLES = ("report.css", "parts.css")
+_TOKEN = re.compile(r"\{\{(\w+)\}\}")
+
+
+def report_html(report: Report, *, note: str = "") -> str:
+    """Return the page of a report.
+
+    Args:
+        report: The report.
+        note: Text at the end of the page, such as its sources and date.
+    """
+    style, script = ("\n".join(map(_resource, names)) for names in (_STYLES, _SCRIPTS))
+    parts = {
+        "policy": _policy(style, script),
+        "version": escape(qsync_opt.__version__),
+        "name": escape(report.problem.name),
+        "style": style,
+        "script": script,
+        "summary": summary_markup(report),
+        "front": front_markup(report),
+        "timeline": timeline_markup(report),
+        "memory": memory_markup(report),
+        "footer": escape(f"Made by qsync-opt {qsync_opt.__version__}. {note}".strip()),
+        "data": json_for_html(report_json(report)),
+    }
+    # One pass, so that a token inside a part stays as it is.
+    return _TOKEN.sub(lambda match: parts[match[1]], _resource("report.html"))
+
+
+def write_report(report: Report, path: str | os.PathLike[str], *, note: str = "") -> int:
+    """Write the page of a report, whole or not at all, and return its size in bytes.
+
+    Raises:
+        ProblemError: The file cannot be written.
+    """
+    text = report_html(report, note=note)
+    write_text(path, text, error=ProblemError)
+    return len(text.encode())
+
+
+def json_for_html(data: object) -> str:
+    """JSON that can stand in a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _policy(style: str, script: str) -> str:
+    return (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def _resource(name: str) -> str:
+    return (files("qsync_opt.report") / "page" / name).read_text(encoding="utf-8")
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the data of a report's page.
-
-    Every figure is one that `evaluate`, `Explainer`, `replay` or a front gave; the page computes only sums and shares.
-    """
+    """Return the data of a report's page; the page itself computes only sums and shares."""
     problem, evaluation = report.problem, report.evaluation
     return {
         "format": REPORT_FORMAT,
@@ -61,7 +117,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "latency_limit_ns": evaluation.latency_limit_ns,
         "feasible": evaluation.feasible,
         "violations": list(evaluation.violations),
-        "fronts": _fronts(report),
+        "fronts": _fronts(report.fronts),
         "uniform": [
             {
                 "label": row.label,
@@ -106,30 +162,15 @@ def _device(report: Report, device: DeviceEvaluation) -> dict[str, Any]:
             "precision": [formats[time.precision] for time in times],
             "forward_ns": [time.forward_ns for time in times],
             "backward_ns": [time.backward_ns for time in times],
-            "cast_ns": [
-                time.forward_total_ns - time.forward_ns + time.backward_total_ns - time.backward_ns for time in times
-            ],
+            "cast_ns": [time.forward_casts_ns + time.backward_casts_ns for time in times],
             "memory_kib": [explanation.memory_kib for explanation in explanations],
-            "buffer_kib": [_buffers_kib(report, time) for time in times],
+            "buffer_kib": [cast_buffers_kib(report.problem, time.forward_casts) for time in times],
             "sensitivity": [explanation.sensitivity for explanation in explanations],
             "reason": [explanation.reason for explanation in explanations],
-            "alternatives": [_alternatives(explanation, formats) for explanation in explanations],
+            "alternatives": [[_alternative(a, formats) for a in e.alternatives] for e in explanations],
         },
         "memory": _memory(report.memory[device.name]),
     }
-
-
-def _buffers_kib(report: Report, time: OperatorTime) -> int:
-    """KiB of the cast buffers of an operator's inputs."""
-    problem = report.problem
-    return sum(
-        cast_buffer_kib(problem, problem.operators[problem.index(cast.producer)], cast.target)
-        for cast in time.forward_casts
-    )
-
-
-def _alternatives(explanation: Explanation, formats: dict[str, int]) -> list[list[Any]]:
-    return [_alternative(alternative, formats) for alternative in explanation.alternatives]
 
 
 def _alternative(alternative: Alternative, formats: dict[str, int]) -> list[Any]:
@@ -146,28 +187,20 @@ def _alternative(alternative: Alternative, formats: dict[str, int]) -> list[Any]
     ]
 
 
-def _memory(curve: MemoryCurve | None) -> dict[str, Any] | None:
-    if curve is None:
+def _memory(timeline: MemoryTimeline | None) -> dict[str, Any] | None:
+    if timeline is None:
         return None
-    parts = curve.breakdown
+    parts = ("parameters", "optimizer", "buckets", "gradients", "transient", "activations", "casts", "total")
     return {
-        "times_ns": list(curve.times_ns),
-        "held_bytes": list(curve.held_bytes),
-        "peak_ns": curve.peak_ns,
-        "peak_operator": curve.peak_operator,
-        "parameters_bytes": parts.parameters_bytes,
-        "optimizer_bytes": parts.optimizer_bytes,
-        "buckets_bytes": parts.buckets_bytes,
-        "gradients_bytes": parts.gradients_bytes,
-        "transient_bytes": parts.transient_bytes,
-        "activations_bytes": parts.activations_bytes,
-        "casts_bytes": parts.casts_bytes,
-        "total_bytes": parts.total_bytes,
+        "times_ns": list(timeline.times_ns),
+        "held_bytes": list(timeline.live_bytes),
+        "peak_ns": timeline.peak_ns,
+        "peak_operator": timeline.peak_operator,
+        **{f"{part}_bytes": getattr(timeline.breakdown, f"{part}_bytes") for part in parts},
     }
 
 
-def _fronts(report: Report) -> dict[str, Any] | None:
-    fronts = report.fronts
+def _fronts(fronts: Fronts | None) -> dict[str, Any] | None:
     if fronts is None:
         return None
     return {
@@ -190,22 +223,19 @@ def _timeline(report: Report) -> list[dict[str, Any]]:
     for event in report.timeline.events:
         lanes.setdefault((event.worker, event.stream), []).append(event)
     workers = list(dict.fromkeys(worker for worker, _ in lanes))
+    order = sorted(lanes, key=lambda lane: (workers.index(lane[0]), lane[1] != COMPUTE))
     return [
         {
             "device": workers.index(worker),
             "stream": stream,
-            "kind": [KINDS.index(event.kind) for event in lanes[worker, stream]],
-            "what": [_what(event, position) for event in lanes[worker, stream]],
-            "label": [event.name if event.kind.endswith("cast") else "" for event in lanes[worker, stream]],
-            "start_ns": [event.start_ns for event in lanes[worker, stream]],
-            "duration_ns": [event.duration_ns for event in lanes[worker, stream]],
-            "waited_for": [event.details.get("waited_for", "") for event in lanes[worker, stream]]
-            if stream == COMMUNICATION
-            else [],
+            "kind": [KINDS.index(event.kind) for event in events],
+            "what": [_what(event, position) for event in events],
+            "label": [event.name if event.kind.endswith("cast") else "" for event in events],
+            "start_ns": [event.start_ns for event in events],
+            "duration_ns": [event.duration_ns for event in events],
+            "waited_for": [event.details.get("waited_for", "") for event in events if stream == COMMUNICATION],
         }
-        for worker in workers
-        for stream in (COMPUTE, COMMUNICATION)
-        if (worker, stream) in lanes
+        for (worker, stream), events in ((lane, lanes[lane]) for lane in order)
     ]
 
 
@@ -223,76 +253,8 @@ def _measured(report: Report) -> dict[str, Any] | None:
     measured = report.measured
     if measured is None:
         return None
-    devices = report.evaluation.devices
-    found = [measured.devices.get(name) for name in devices]
+    devices = [measured.devices.get(name, MeasuredDevice()) for name in report.evaluation.devices]
     return {
         "iteration_ns": measured.iteration_ns,
-        "peak_memory_bytes": [None if device is None else device.peak_memory_bytes for device in found],
+        "peak_memory_bytes": [device.peak_memory_bytes for device in devices],
     }
-
-
-_SCRIPTS = ("base.js", "model.js", "table.js", "charts.js", "timeline.js", "main.js")
-_STYLES = ("report.css", "parts.css")
-_TOKEN = re.compile(r"\{\{(\w+)\}\}")
-
-
-def report_html(report: Report, *, note: str = "") -> str:
-    """Return the page of a report.
-
-    Args:
-        report: The report.
-        note: Stands at the end, such as from which files and when the page was made.
-    """
-    style, script = _joined(_STYLES), _joined(_SCRIPTS)
-    parts = {
-        "policy": _policy(style, script),
-        "version": escape(qsync_opt.__version__),
-        "name": escape(report.problem.name),
-        "style": style,
-        "script": script,
-        "summary": summary_markup(report),
-        "front": front_markup(report),
-        "timeline": timeline_markup(report),
-        "memory": memory_markup(report),
-        "footer": escape(f"Made by qsync-opt {qsync_opt.__version__}. {note}".strip()),
-        "data": json_for_html(report_json(report)),
-    }
-    # One pass, so that a token inside of a part stays as it is.
-    return _TOKEN.sub(lambda match: parts[match[1]], _resource("report.html"))
-
-
-def write_report(report: Report, path: str | os.PathLike[str], *, note: str = "") -> int:
-    """Write the page of a report, whole or not at all, and return its size in bytes.
-
-    Raises:
-        ProblemError: The file cannot be written.
-    """
-    text = report_html(report, note=note)
-    write_text(path, text, error=ProblemError)
-    return len(text.encode())
-
-
-def json_for_html(data: object) -> str:
-    """JSON that can stand in a script element: nothing in it can end the element or begin a comment."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _policy(style: str, script: str) -> str:
-    return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _joined(names: Iterable[str]) -> str:
-    return "\n".join(map(_resource, names))
-
-
-@cache
-def _resource(name: str) -> str:
-    return (files("qsync_opt.report") / "page" / name).read_text(encoding="utf-8")

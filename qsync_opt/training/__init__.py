@@ -1,4 +1,4 @@
-"""Precision plans for training: the problem, plans, their evaluation, and what explains them.
+"""Precision plans for training: problems, plans, their evaluation, fronts and explanations.
 
 `build_problem` makes a problem, `solve` plans it, and `evaluate` checks a plan without trusting any solver.
 """
@@ -10,6 +10,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.solving import PROOF_GAP, PointStatus, TerminationStatus, relative_gap
     from qsync_opt.training.blocks import identical_blocks, joined
+    from qsync_opt.training.breakdown import MemoryTimeline, memory_breakdown, memory_timeline
     from qsync_opt.training.buckets import (
         BucketOptions,
         GradientBucket,
@@ -19,49 +20,24 @@ if TYPE_CHECKING:
         operator_buckets,
     )
     from qsync_opt.training.build import build_problem
-    from qsync_opt.training.calibration import MeasuredPasses, calibrate, predict_passes, uniform_choices
+    from qsync_opt.training.calibration import MeasuredPasses, calibrate, uniform_choices
     from qsync_opt.training.comparison import PlanDifference, compare_plans
     from qsync_opt.training.evaluation import (
         BYTES_PER_KIB,
-        CastTime,
         DeviceEvaluation,
         Evaluation,
-        OperatorTime,
-        cast_buffer_kib,
+        broken_limits,
+        cast_buffers_kib,
         evaluate,
         evaluate_device,
         iteration_time,
     )
-    from qsync_opt.training.explanation import (
-        Alternative,
-        BrokenLimit,
-        Explainer,
-        Explanation,
-        Overview,
-        Saving,
-        broken_limits,
-        overview,
-    )
-    from qsync_opt.training.memory import (
-        MEMORY_KEY,
-        OPERATORS_KEY,
-        MemoryBreakdown,
-        MemoryModel,
-        StaticMemory,
-        memory_breakdown,
-        model_memory,
-        storage_roots,
-    )
+    from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, Saving, overview
+    from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY
     from qsync_opt.training.pareto import GAPS, Front, FrontCache, pareto_front
     from qsync_opt.training.plan import Plan, load_plan, plan_from_json, uniform_plan
     from qsync_opt.training.planner import FastestPlan, fastest, solve
-    from qsync_opt.training.pricing import (
-        device_tables,
-        price_operators,
-        problem_inputs,
-        problem_role,
-        uniform_precisions,
-    )
+    from qsync_opt.training.pricing import problem_inputs, problem_role, uniform_precisions
     from qsync_opt.training.problem import (
         MI_ELEMENTS,
         NO_LIMIT_NS,
@@ -72,9 +48,9 @@ if TYPE_CHECKING:
         ProblemDevice,
         ProblemOperator,
     )
-    from qsync_opt.training.problem_file import load_problem, problem_from_json, problem_to_json
-    from qsync_opt.training.propagation import follow, ladder, missing_casts, propagate
-    from qsync_opt.training.replanning import Change, Replanning, plan_changes, replan
+    from qsync_opt.training.problem_file import load_problem, problem_from_json
+    from qsync_opt.training.propagation import follow, ladder, propagate
+    from qsync_opt.training.replanning import Change, Replanning, replan
     from qsync_opt.training.solution import Answer, Solution, SolveOptions
     from qsync_opt.training.timeline import (
         COMMUNICATION,
@@ -102,10 +78,8 @@ __all__ = [
     "PROOF_GAP",
     "Alternative",
     "Answer",
-    "BrokenLimit",
     "BucketOptions",
     "CastCost",
-    "CastTime",
     "Change",
     "Communication",
     "DeviceEvaluation",
@@ -117,10 +91,8 @@ __all__ = [
     "FrontCache",
     "GradientBucket",
     "MeasuredPasses",
-    "MemoryBreakdown",
-    "MemoryModel",
+    "MemoryTimeline",
     "OperatorCost",
-    "OperatorTime",
     "Overview",
     "Plan",
     "PlanDifference",
@@ -132,16 +104,14 @@ __all__ = [
     "Saving",
     "Solution",
     "SolveOptions",
-    "StaticMemory",
     "TerminationStatus",
     "Timeline",
     "TimelineEvent",
     "broken_limits",
     "build_problem",
     "calibrate",
-    "cast_buffer_kib",
+    "cast_buffers_kib",
     "compare_plans",
-    "device_tables",
     "evaluate",
     "evaluate_device",
     "fastest",
@@ -155,26 +125,20 @@ __all__ = [
     "load_plan",
     "load_problem",
     "memory_breakdown",
+    "memory_timeline",
     "merge_by_operator",
-    "missing_casts",
-    "model_memory",
     "operator_buckets",
     "overview",
     "pareto_front",
-    "plan_changes",
     "plan_from_json",
-    "predict_passes",
-    "price_operators",
     "problem_from_json",
     "problem_inputs",
     "problem_role",
-    "problem_to_json",
     "propagate",
     "relative_gap",
     "replan",
     "replay",
     "solve",
-    "storage_roots",
     "trace_json",
     "uniform_choices",
     "uniform_plan",

@@ -1,4 +1,4 @@
-"""Which operators are the same operator of identical blocks? Those may be asked to share one precision.
+"""Operators at the same place of identical blocks, which may be tied to one precision.
 
 Module paths of repeated blocks differ in their numbers only: ``layers.3.mlp/linear`` and ``layers.7.mlp/linear``.
 """
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
-    """Groups of adjustable operators that stand at the same place of identical blocks.
+    """Groups of adjustable operators at the same place of identical blocks.
 
     Two operators belong together if their names differ only in the numbers of the module path, and if type, elements of
     output and the precisions of every device type agree. Costs may differ: measured ones always do.
@@ -25,15 +25,13 @@ def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
         problem: The problem.
 
     Returns:
-        Groups of at least two names, in forward order; they fit the option ``tied`` of `planner.solve`.
+        Groups of at least two names, in forward order, for the option ``tied`` of `planner.solve`.
 
     Source: ours.
     """
     groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for operator in problem.adjustable:
-        path, slash, own = operator.name.rpartition("/")
-        if not slash:
-            path, own = own, ""
+        path, own = operator.name.rsplit("/", 1) if "/" in operator.name else (operator.name, "")
         precisions = tuple(tuple(sorted(device.operators[operator.name])) for device in problem.devices)
         key = (_NUMBER.sub("#", path), own, operator.type, operator.output_elements, precisions)
         groups[key].append(operator.name)
@@ -41,13 +39,13 @@ def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
 
 
 def joined(groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Groups of which no two share a name: those that do are one, since a tie is transitive.
+    """Merge the groups that share a name, since a tie is transitive.
 
     Args:
         groups: Of names, in any order.
 
     Returns:
-        Disjoint groups, those joined last at the end.
+        Disjoint groups, those merged last at the end.
 
     Raises:
         ProblemError: A group is empty.
@@ -59,11 +57,11 @@ def joined(groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
         if not group:
             raise ProblemError("tied operators: a group is empty; name at least two operators in it, or leave it out")
         merged = dict.fromkeys(group)
-        apart = []
+        disjoint = []
         for other in result:
             if merged.keys() & other.keys():
                 merged = {**other, **merged}
             else:
-                apart.append(other)
-        result = [*apart, merged]
+                disjoint.append(other)
+        result = [*disjoint, merged]
     return tuple(tuple(group) for group in result)

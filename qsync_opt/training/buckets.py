@@ -1,9 +1,9 @@
-"""Which gradients are all-reduced together, and in which order: the buckets of DistributedDataParallel.
+"""Gradient buckets of DistributedDataParallel: what is all-reduced together, and in which order.
 
-DistributedDataParallel regroups parameters after its first iteration in the order in which gradients became ready, so
-that order, not the one of registration, is what a training run sees. A bucket is closed once it has reached its size:
-1 MiB for the first one, so that communication starts early, 25 MiB for the others. With ``find_unused_parameters=True``
-it never regroups: then the buckets are those of the registration order.
+DistributedDataParallel regroups parameters after its first iteration in the order in which their gradients became
+ready, so that order, not the one of registration, is what a training run sees. A bucket is closed once it has reached
+its size: 1 MiB for the first one, so that communication starts early, 25 MiB for the others. With
+``find_unused_parameters=True`` it never regroups, and the buckets are those of the registration order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BucketOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientBucket:
-    """Gradients that are all-reduced in one go; ``operator`` is the one whose backward completes them."""
+    """Gradients that are all-reduced together; the backward of ``operator`` completes them."""
 
     parameters: tuple[str, ...]
     num_bytes: int
@@ -103,8 +103,8 @@ def gradient_buckets(graph: OpGraph, options: BucketOptions | None = None) -> tu
         options: Sizes at which buckets are closed, and in which order they are filled.
 
     Returns:
-        One bucket per group; gradients are counted in the parameters' own type. Empty for a model without parameters.
-        A bucket that was ready before one in front of it waits for that one: its operator is that one's.
+        The buckets; gradients are counted in the parameters' own type. Empty for a model without parameters. A bucket
+        that is ready before its predecessor waits for it and has the predecessor's operator.
 
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 3.2, and torch's reducer (``reducer.cpp``).
     """
@@ -133,7 +133,7 @@ def gradient_buckets(graph: OpGraph, options: BucketOptions | None = None) -> tu
 
 
 def _by_readiness(graph: OpGraph, done: Mapping[str, int]) -> list[ParameterSpec]:
-    """Parameters in the order in which their gradients are ready; those that nobody reads come last."""
+    """Parameters in the order in which their gradients are ready; those that no operator reads come last."""
     within: dict[str, int] = {}
     for position, operator in enumerate(graph):
         names = reversed(operator.parameters) if operator.op_type in _TRANSPOSED else operator.parameters
@@ -145,22 +145,21 @@ def _by_readiness(graph: OpGraph, done: Mapping[str, int]) -> list[ParameterSpec
 def _filled(order: Sequence[ParameterSpec], options: BucketOptions) -> list[list[ParameterSpec]]:
     """Groups of parameters, each closed by the one with which it reaches its size."""
     groups: list[list[ParameterSpec]] = []
-    group: list[ParameterSpec] = []
-    size = 0
+    free_bytes = 0
     for parameter in order:
-        group.append(parameter)
-        size += parameter.spec.num_bytes
-        if size >= (options.cap_bytes if groups else options.first_bytes):
-            groups.append(group)
-            group, size = [], 0
-    return [*groups, group] if group else groups
+        if free_bytes <= 0:
+            free_bytes = options.cap_bytes if groups else options.first_bytes
+            groups.append([])
+        groups[-1].append(parameter)
+        free_bytes -= parameter.spec.num_bytes
+    return groups
 
 
 def merge_by_operator(buckets: tuple[GradientBucket, ...]) -> tuple[tuple[GradientBucket, ...], ...]:
     """Group buckets that the same operator completes.
 
-    They are ready at the same moment and go over the network one after the other, so one bucket with the sum of their
-    times says the same; the problem format has room for one bucket per operator.
+    They are ready at the same moment and are all-reduced one after the other, so one bucket with the sum of their times
+    is equivalent; the problem format has one bucket per operator.
 
     Source: ours.
     """
@@ -173,14 +172,12 @@ def merge_by_operator(buckets: tuple[GradientBucket, ...]) -> tuple[tuple[Gradie
 def operator_buckets(graph: OpGraph, groups: tuple[tuple[GradientBucket, ...], ...]) -> Mapping[str, int | None]:
     """Index of the group that waits for each operator, or None.
 
-    The completing operator decides when a group is ready. Another operator with parameters is mapped to the group that
-    holds the last of them, which is complete at the same time or later, so nothing is moved by it; an operator that
-    completes one group and contributes to another keeps the one that it completes.
+    The completing operator decides when a group is ready. Any other operator with parameters is mapped to the group of
+    the last of them, which is complete at the same time or later; an operator that completes one group and contributes
+    to another is mapped to the one that it completes.
     """
     index = {parameter: k for k, group in enumerate(groups) for bucket in group for parameter in bucket.parameters}
-    mapped: dict[str, int | None] = {
+    contributed: dict[str, int | None] = {
         operator.name: max((index[p] for p in operator.parameters), default=None) for operator in graph
     }
-    for k, group in enumerate(groups):
-        mapped[group[0].operator] = k
-    return mapped
+    return contributed | {group[0].operator: k for k, group in enumerate(groups)}

@@ -1,10 +1,10 @@
-"""From graph, profiles, sensitivities and cluster to a `Problem`."""
+"""Construction of a `Problem` from a graph, profiles, sensitivities and a cluster."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, replace
 
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
 from qsync_opt.costs import DeviceProfile, MeasuredCost, estimate_extras, load_profile
@@ -19,18 +19,25 @@ from qsync_opt.training.evaluation import BYTES_PER_KIB, evaluate, evaluate_devi
 from qsync_opt.training.memory import MemoryModel, model_memory
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.pricing import device_tables, price_operators, problem_inputs, problem_role
-from qsync_opt.training.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
+from qsync_opt.training.problem import (
+    NO_LIMIT_NS,
+    CastCost,
+    Communication,
+    OperatorCost,
+    Problem,
+    ProblemDevice,
+    ProblemOperator,
+)
 from qsync_opt.training.propagation import propagate
 
 Sensitivities = Mapping[str, Mapping[str, float]]
 """Operator to precision to sensitivity of one worker."""
 Excluded = Mapping[str, Mapping[str, str]]
-"""Operator to precision to the reason why it must not get it."""
+"""Operator to excluded precision to the reason."""
 Fastest = Callable[[Problem], Plan | None]
 """Finds the fastest plan that fits into memory, whatever the latency limit; None if no plan fits."""
 SEARCH_SECONDS = 60.0
-"""How long the planner may look for the fastest plan when nothing else was said."""
-
+"""Time limit of the planner's own search for the fastest plan."""
 _UNLIMITED_KIB = 2**50
 
 
@@ -61,9 +68,9 @@ def build_problem(
         cast_sharing: ``"edge"`` or ``"producer"``, how the runtime casts an output with several users.
         buckets: How DistributedDataParallel groups gradients.
         latency_limit_ns: Limit on the iteration time; None: that of the fastest plan that fits, times 1 + slack.
-        fastest: Finds that plan; None: the planner's way.
-        excluded: Precisions that an operator must not get, each with the reason in words; they leave its table. None:
-            those that ``sensitivities`` names, if it is a `SensitivityTable` or `SensitivityValues`.
+        fastest: Finds that plan; None: `qsync_opt.fastest`.
+        excluded: Precisions that an operator must not get, each with the reason in words. None: those that
+            ``sensitivities`` names, if it is a `SensitivityTable` or `SensitivityValues`.
         sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
         by_device: Sensitivities of single device types, in place of ``sensitivities``: border formats differ between
             types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
@@ -71,7 +78,7 @@ def build_problem(
     Returns:
         The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
         under ``x-memory-operators`` which operators it is charged to; ``x-estimates`` names the device types whose
-        profile is an estimate, and what ``sensitivity_estimate`` says.
+        profile is an estimate, and ``sensitivity_estimate``.
 
     Raises:
         ProblemError: A device type without profile, a profile of another model (the first operators that differ are
@@ -100,40 +107,38 @@ def build_problem(
         )
         for operator in graph
     )
-    devices: dict[str, ProblemDevice] = {}
+    devices: list[ProblemDevice] = []
     extras: dict[tuple[str, ...], object] = {**estimate_extras(used, sensitivity_estimate)}
     for device in cluster.devices:
-        table = by_device.get(device.name, sensitivities)
-        shown = table if device.role is DeviceRole.PLANNED else None
-        refused = _excluded(table) if excluded is None else excluded
-        devices[device.name], memory = _device(
-            graph, device, used[device.name], shown, refused, distributed, buckets.gradient_as_view
+        profile, own = used[device.name], by_device.get(device.name, sensitivities)
+        tables = device_tables(graph, profile, device)
+        if device.role is DeviceRole.PLANNED:
+            named = own.excluded if isinstance(own, SensitivityTable | SensitivityValues) else {}
+            tables = _without(tables, named if excluded is None else excluded)
+        memory = model_memory(
+            graph, profile, tables, distributed=distributed, gradient_as_view=buckets.gradient_as_view
         )
+        devices.append(_device(graph, device, profile, tables, memory, own))
         if device.role is DeviceRole.PLANNED:
             extras |= memory.notes(device.name)
     allreduce_ns = tuple(sum(cluster.allreduce_ns(bucket.num_bytes) for bucket in group) for group in groups)
     optimizers = [profile.optimizer for profile in used.values()]
     problem = Problem(
         name=graph.name,
-        formats={
-            f.name: f.num_bytes for f in sorted(FORMATS.values(), key=lambda f: f.rank) if _occurs(f.name, devices)
-        },
+        formats=_formats(devices),
         operators=operators,
         communication=Communication(allreduce_ns=allreduce_ns, peer_ready_ns=(0,) * len(groups)),
         optimizer_ns=max(optimizer.step_ns + optimizer.zero_grad_ns for optimizer in optimizers),
         latency_limit_ns=latency_limit_ns or 0,
-        devices=tuple(devices.values()),
+        devices=tuple(devices),
         cast_sharing=cast_sharing,
     )
-    problem = _without_peers(problem, cluster)
-    problem = replace(problem, extras=extras)
+    planned = tuple(problem.device(device.name) for device in cluster.planned)
+    communication = replace(problem.communication, peer_ready_ns=_peer_ready_ns(problem, cluster))
+    problem = replace(problem, devices=planned, communication=communication, formats=_formats(planned), extras=extras)
     if latency_limit_ns is not None:
         return problem
     return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack, fastest))
-
-
-def _excluded(table: Sensitivities) -> Excluded:
-    return table.excluded if isinstance(table, SensitivityTable | SensitivityValues) else {}
 
 
 def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cluster) -> dict[str, DeviceProfile]:
@@ -152,70 +157,57 @@ def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cl
     return used
 
 
+def _without(
+    tables: Mapping[str, Mapping[str, MeasuredCost]], excluded: Excluded
+) -> dict[str, dict[str, MeasuredCost]]:
+    """Tables without the excluded precisions."""
+    result = {}
+    for operator, table in tables.items():
+        reasons = excluded.get(operator, {})
+        result[operator] = {precision: cost for precision, cost in table.items() if precision not in reasons}
+        if not result[operator]:
+            listed = "; ".join(f"{precision}: {reasons[precision]}" for precision in table)
+            raise ProblemError(
+                f"operator {operator!r} must get none of its precisions ({listed}); allow a finer one in the cluster"
+            )
+    return result
+
+
 def _device(
     graph: OpGraph,
     device: DeviceType,
     profile: DeviceProfile,
-    sensitivities: Sensitivities | None,
-    excluded: Excluded,
-    distributed: bool,
-    gradient_as_view: bool,
-) -> tuple[ProblemDevice, MemoryModel]:
-    """One device type as it stands in a problem; ``sensitivities`` None counts none (fixed precision)."""
-    tables = device_tables(graph, profile, device)
-    if device.role is DeviceRole.PLANNED:
-        tables = {name: _allowed(name, table, excluded.get(name, {})) for name, table in tables.items()}
+    tables: Mapping[str, Mapping[str, MeasuredCost]],
+    memory: MemoryModel,
+    sensitivities: Sensitivities,
+) -> ProblemDevice:
     times = price_operators(graph, profile, tables)
-    memory = model_memory(
-        graph,
-        profile,
-        tables,
-        distributed=distributed,
-        gradient_as_view=gradient_as_view,
-    )
-    operators = {}
+    operators: dict[str, dict[str, OperatorCost]] = {}
     for operator in graph:
-        table = {}
-        for precision in tables[operator.name]:
-            forward_ns, backward_ns = times[operator.name][precision]
-            needed = sensitivities is not None and problem_role(operator) is Role.ADJUSTABLE
-            table[precision] = OperatorCost(
+        sensitive = device.role is DeviceRole.PLANNED and problem_role(operator) is Role.ADJUSTABLE
+        operators[operator.name] = {
+            precision: OperatorCost(
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
                 memory_kib=memory.kib(operator.name, precision),
-                sensitivity=device.count * _sensitivity(sensitivities or {}, operator.name, precision)
-                if needed
-                else 0.0,
+                sensitivity=device.count * _sensitivity(sensitivities, operator.name, precision) if sensitive else 0.0,
             )
-        operators[operator.name] = table
+            for precision, (forward_ns, backward_ns) in times[operator.name].items()
+        }
     used = {precision for table in operators.values() for precision in table}
-    return (
-        ProblemDevice(
-            name=device.name,
-            count=device.count,
-            memory_limit_kib=device.memory_limit_bytes // BYTES_PER_KIB,
-            precisions={name: borders for name, borders in profile.formats.items() if name in used},
-            casts=_casts(profile, used),
-            operators=operators,
-        ),
-        memory,
+    return ProblemDevice(
+        name=device.name,
+        count=device.count,
+        memory_limit_kib=device.memory_limit_bytes // BYTES_PER_KIB,
+        precisions={name: borders for name, borders in profile.formats.items() if name in used},
+        casts=_casts(profile, used),
+        operators=operators,
     )
 
 
-def _allowed(operator: str, table: Mapping[str, MeasuredCost], excluded: Mapping[str, str]) -> dict[str, MeasuredCost]:
-    """A table without the excluded precisions."""
-    kept = {precision: cost for precision, cost in table.items() if precision not in excluded}
-    if not kept:
-        reasons = "; ".join(f"{precision}: {excluded[precision]}" for precision in table)
-        raise ProblemError(
-            f"operator {operator!r} must get none of its precisions ({reasons}); allow a finer one in the cluster"
-        )
-    return kept
-
-
 def _casts(profile: DeviceProfile, used: set[str]) -> dict[tuple[str, str], CastCost]:
-    """Fitted casts between the formats that the used precisions deliver, want and compute in."""
-    formats = used | {name for precision in used for name in _border_formats(profile.formats[precision])}
+    """Fitted casts between the formats that the used precisions compute in, read and deliver."""
+    formats = _names({precision: profile.formats[precision] for precision in used})
     casts = {}
     for pair, fit in profile.casts.items():
         source, _, target = pair.partition(">")
@@ -224,16 +216,15 @@ def _casts(profile: DeviceProfile, used: set[str]) -> dict[tuple[str, str], Cast
     return casts
 
 
-def _border_formats(borders: PrecisionFormats) -> tuple[str, str, str]:
-    return borders.output, borders.gradient_input, borders.gradient_output
+def _formats(devices: Iterable[ProblemDevice]) -> dict[str, int]:
+    """The formats that occur on some device, lowest rank first, with their bytes per element."""
+    names = {name for device in devices for name in _names(device.precisions)}
+    return {f.name: f.num_bytes for f in sorted(FORMATS.values(), key=lambda f: f.rank) if f.name in names}
 
 
-def _occurs(name: str, devices: Mapping[str, ProblemDevice]) -> bool:
-    return any(
-        name == precision or name in _border_formats(borders)
-        for device in devices.values()
-        for precision, borders in device.precisions.items()
-    )
+def _names(precisions: Mapping[str, PrecisionFormats]) -> set[str]:
+    """The formats that precisions compute in, read and deliver."""
+    return {*precisions, *(name for borders in precisions.values() for name in astuple(borders))}
 
 
 def _sensitivity(sensitivities: Sensitivities, operator: str, precision: str) -> float:
@@ -253,35 +244,30 @@ def _sensitivity(sensitivities: Sensitivities, operator: str, precision: str) ->
     return by_precision[precision]
 
 
-def _without_peers(problem: Problem, cluster: Cluster) -> Problem:
-    """Turn the device types of fixed precision into the times at which they have each bucket ready.
+def _peer_ready_ns(problem: Problem, cluster: Cluster) -> tuple[int, ...]:
+    """When the device types of fixed precision have each bucket ready.
 
     The format has no end of backward for them. Where theirs comes after the last bucket of all (parameters only near
-    the end of the model), the last bucket is held back, since the iteration cannot end before.
+    the end of the model), the last bucket is delayed, since the iteration cannot end before.
     """
-    ready = [0] * len(problem.communication.allreduce_ns)
-    for device in cluster.fixed:
-        table = problem.device(device.name)
-        choices = {operator.name: next(iter(table.operators[operator.name])) for operator in problem.adjustable}
-        replayed = evaluate_device(problem, table, propagate(problem, table, choices))
-        ready = [max(known, own) for known, own in zip(ready, replayed.bucket_ready_ns, strict=True)]
-        if ready:
-            ready[-1] = max(ready[-1], replayed.backward_end_ns - problem.communication.allreduce_ns[-1])
-    kept = tuple(problem.device(device.name) for device in cluster.planned)
-    communication = replace(problem.communication, peer_ready_ns=tuple(ready))
-    formats = {
-        name: num_bytes for name, num_bytes in problem.formats.items() if _occurs(name, {d.name: d for d in kept})
-    }
-    return replace(problem, devices=kept, communication=communication, formats=formats)
+    ready_ns = [0] * len(problem.communication.allreduce_ns)
+    for peer in cluster.fixed:
+        device = problem.device(peer.name)
+        choices = {operator.name: next(iter(device.operators[operator.name])) for operator in problem.adjustable}
+        evaluation = evaluate_device(problem, device, propagate(problem, device, choices))
+        ready_ns = [max(pair) for pair in zip(ready_ns, evaluation.bucket_ready_ns, strict=True)]
+        if ready_ns:
+            ready_ns[-1] = max(ready_ns[-1], evaluation.backward_end_ns - problem.communication.allreduce_ns[-1])
+    return tuple(ready_ns)
 
 
 def _latency_limit_ns(problem: Problem, slack: float, fastest: Fastest | None) -> int:
     """Iteration time of the fastest plan that fits into memory, times 1 + slack.
 
-    Where nothing fits, memory is set aside: solving will then say which memory limit is too low, not the latency.
+    Where nothing fits, memory limits are ignored: solving will then name the memory limit that is too low.
     """
     search = fastest or _planner_fastest
-    unlimited = replace(problem, latency_limit_ns=_slowest_ns(problem))
+    unlimited = replace(problem, latency_limit_ns=NO_LIMIT_NS)
     plan = search(unlimited)
     if plan is None:
         roomy = tuple(replace(device, memory_limit_kib=_UNLIMITED_KIB) for device in problem.devices)
@@ -292,18 +278,5 @@ def _latency_limit_ns(problem: Problem, slack: float, fastest: Fastest | None) -
 
 
 def _planner_fastest(problem: Problem) -> Plan | None:
-    found = planner.fastest(problem, time_limit_s=SEARCH_SECONDS)
-    return None if found is None else found.plan
-
-
-def _slowest_ns(problem: Problem) -> int:
-    """A time that no plan can exceed."""
-    communication = problem.communication
-    total_ns = sum(communication.allreduce_ns) + max(communication.peer_ready_ns, default=0) + problem.optimizer_ns
-    for device in problem.devices:
-        for operator in problem.operators:
-            table = device.operators[operator.name].values()
-            total_ns += max(cost.forward_ns for cost in table) + max(cost.backward_ns for cost in table)
-            elements = [problem.operators[problem.index(source)].output_elements for source in operator.inputs]
-            total_ns += 2 * sum(cast.time_ns(n) for cast in device.casts.values() for n in elements)
-    return total_ns
+    fastest = planner.fastest(problem, time_limit_s=SEARCH_SECONDS)
+    return None if fastest is None else fastest.plan

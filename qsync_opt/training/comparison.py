@@ -1,4 +1,4 @@
-"""What differs between two plans, and what the difference costs."""
+"""Differences between two plans, and what they cost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qsync_opt.io import encode
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
@@ -15,23 +16,25 @@ DIFFERENCE_FORMAT = "qsync-plan-difference/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One operator that two plans treat differently; a precision is None where a plan does not name the operator."""
+class OperatorChange:
+    """One operator with different precisions, None where a plan does not name it.
+
+    ``decided`` is False for an operator that no plan decides on: it follows its inputs.
+    """
 
     operator: str
     before: str | None
     after: str | None
     decided: bool = True
-    """False for an operator that no plan decides on: it follows its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDifference:
-    """What changes from one plan to another, by device type; with a problem also both evaluations."""
+    """Changes from one plan to another, by device type; with a problem also both evaluations."""
 
     first: Plan
     second: Plan
-    changes: Mapping[str, tuple[Change, ...]]
+    changes: Mapping[str, tuple[OperatorChange, ...]]
     before: Evaluation | None = None
     after: Evaluation | None = None
 
@@ -52,13 +55,7 @@ class PlanDifference:
         return {
             "format": DIFFERENCE_FORMAT,
             "equal": self.equal,
-            "devices": {
-                device: [
-                    {"operator": c.operator, "before": c.before, "after": c.after, "decided": c.decided}
-                    for c in changes
-                ]
-                for device, changes in self.changes.items()
-            },
+            "devices": {device: [encode(change) for change in changes] for device, changes in self.changes.items()},
             "cost": cost,
         }
 
@@ -69,7 +66,7 @@ def compare_plans(first: Plan, second: Plan, problem: Problem | None = None) -> 
     Args:
         first: The plan before.
         second: The plan after.
-        problem: Their problem: dependent operators are then compared too, and both plans are evaluated.
+        problem: With their problem dependent operators are compared too, and both plans are evaluated.
 
     Returns:
         The changes, in the problem's order or else in that of the plans; device types of either plan.
@@ -79,32 +76,26 @@ def compare_plans(first: Plan, second: Plan, problem: Problem | None = None) -> 
 
     Source: ours.
     """
-    if problem is None:
-        names = dict.fromkeys((*first.devices, *second.devices))
-        return PlanDifference(
-            first=first,
-            second=second,
-            changes={name: _changes(first.devices.get(name, {}), second.devices.get(name, {})) for name in names},
-        )
-    resolved_first, resolved_second = first.resolve(problem), second.resolve(problem)
-    decided = {operator.name for operator in problem.adjustable}
+    before: Mapping[str, Mapping[str, str]] = first.devices if problem is None else first.resolve(problem)
+    after: Mapping[str, Mapping[str, str]] = second.devices if problem is None else second.resolve(problem)
+    decided = None if problem is None else {operator.name for operator in problem.adjustable}
     return PlanDifference(
         first=first,
         second=second,
         changes={
-            device.name: _changes(resolved_first[device.name], resolved_second[device.name], decided)
-            for device in problem.devices
+            device: _changes(before.get(device, {}), after.get(device, {}), decided)
+            for device in dict.fromkeys((*before, *after))
         },
-        before=evaluate(problem, first),
-        after=evaluate(problem, second),
+        before=None if problem is None else evaluate(problem, first),
+        after=None if problem is None else evaluate(problem, second),
     )
 
 
 def _changes(
-    first: Mapping[str, str], second: Mapping[str, str], decided: set[str] | None = None
-) -> tuple[Change, ...]:
+    first: Mapping[str, str], second: Mapping[str, str], decided: set[str] | None
+) -> tuple[OperatorChange, ...]:
     return tuple(
-        Change(
+        OperatorChange(
             operator=name,
             before=first.get(name),
             after=second.get(name),

@@ -1,16 +1,17 @@
-"""What a plan costs: iteration time, memory and sensitivity, by rules alone; no solver and no formulation is asked."""
+"""Iteration time, memory and sensitivity of a plan, by the rules of the problem format alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.io import format_memory, format_time
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
+from qsync_opt.views import Tabular
 
 NS_PER_S = 10**9
 BYTES_PER_KIB = 1024
@@ -18,10 +19,7 @@ BYTES_PER_KIB = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastTime:
-    """One cast that really happens: ``producer`` and ``consumer`` are the two ends of its edge.
-
-    ``charged_to`` is the operator whose forward (or backward) it lengthens.
-    """
+    """A cast on the edge from ``producer`` to ``consumer``; ``charged_to`` is the one of both that it lengthens."""
 
     producer: str
     consumer: str
@@ -43,14 +41,24 @@ class OperatorTime:
     backward_casts: tuple[CastTime, ...]
 
     @property
+    def forward_casts_ns(self) -> int:
+        """Time to cast its inputs."""
+        return sum(cast.duration_ns for cast in self.forward_casts)
+
+    @property
+    def backward_casts_ns(self) -> int:
+        """Time to cast the gradients that its users deliver."""
+        return sum(cast.duration_ns for cast in self.backward_casts)
+
+    @property
     def forward_total_ns(self) -> int:
         """Own forward and the casts of its inputs."""
-        return self.forward_ns + sum(cast.duration_ns for cast in self.forward_casts)
+        return self.forward_ns + self.forward_casts_ns
 
     @property
     def backward_total_ns(self) -> int:
         """Own backward and the casts of the gradients that its users deliver."""
-        return self.backward_ns + sum(cast.duration_ns for cast in self.backward_casts)
+        return self.backward_ns + self.backward_casts_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +81,29 @@ class DeviceEvaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class BrokenLimit:
+    """A limit that does not hold: of the iteration time in ns (``device`` is None), or of a device's memory in KiB."""
+
+    device: str | None
+    value: int
+    limit: int
+
+    @property
+    def text(self) -> str:
+        """What is broken and by how much."""
+        if self.device is None:
+            return f"the latency limit of {format_time(self.limit)} by {format_time(self.value - self.limit)}"
+        excess = format_memory(self.value - self.limit)
+        return f"the memory limit of {self.device}, {format_memory(self.limit)}, by {excess}"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object."""
+        kind = "latency" if self.device is None else "memory"
+        return {"kind": kind, "device": self.device, "value": self.value, "limit": self.limit}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Tabular):
     """A whole plan: what it costs and which limits it breaks.
 
     ``bucket_start_ns`` is S_k: when the all-reduce of bucket k starts. ``violations`` are texts, empty if feasible.
@@ -122,16 +152,6 @@ class Evaluation:
             "violations": list(self.violations),
         }
 
-    def to_pandas(self) -> Any:
-        """A pandas table with one row per device type and operator. See `qsync_opt.report.tables`.
-
-        Raises:
-            NotInstalledError: pandas is missing; the text holds the install line.
-        """
-        from qsync_opt.report.tables import evaluation_table
-
-        return evaluation_table(self)
-
 
 def evaluate(problem: Problem, plan: Plan) -> Evaluation:
     """Time, memory, sensitivity and feasibility of a plan.
@@ -156,25 +176,35 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
         )
     precisions = plan.resolve(problem)
     devices = {device.name: evaluate_device(problem, device, precisions[device.name]) for device in problem.devices}
-    starts, iteration_ns = iteration_time(problem, tuple(devices.values()))
-    violations = [
-        f"memory of {device.name!r}: {device.memory_kib} KiB, but the limit is {device.memory_limit_kib} KiB"
-        for device in devices.values()
-        if device.memory_kib > device.memory_limit_kib
-    ]
-    if iteration_ns > problem.latency_limit_ns:
-        violations.append(f"iteration time: {iteration_ns} ns, but the limit is {problem.latency_limit_ns} ns")
+    starts, iteration_ns = iteration_time(problem, devices.values())
     return Evaluation(
         objective=math.fsum(time.sensitivity for time in devices.values()),
         iteration_ns=iteration_ns,
         latency_limit_ns=problem.latency_limit_ns,
         devices=MappingProxyType(devices),
         bucket_start_ns=starts,
-        violations=tuple(violations),
+        violations=tuple(
+            f"iteration time: {broken.value} ns, but the limit is {broken.limit} ns"
+            if broken.device is None
+            else f"memory of {broken.device!r}: {broken.value} KiB, but the limit is {broken.limit} KiB"
+            for broken in broken_limits(problem, devices.values(), iteration_ns)
+        ),
     )
 
 
-def iteration_time(problem: Problem, devices: tuple[DeviceEvaluation, ...]) -> tuple[tuple[int, ...], int]:
+def broken_limits(problem: Problem, devices: Iterable[DeviceEvaluation], iteration_ns: int) -> tuple[BrokenLimit, ...]:
+    """The limits that an evaluated plan breaks: memory by device, then latency."""
+    broken = [
+        BrokenLimit(device=device.name, value=device.memory_kib, limit=device.memory_limit_kib)
+        for device in devices
+        if device.memory_kib > device.memory_limit_kib
+    ]
+    if iteration_ns > problem.latency_limit_ns:
+        broken.append(BrokenLimit(device=None, value=iteration_ns, limit=problem.latency_limit_ns))
+    return tuple(broken)
+
+
+def iteration_time(problem: Problem, devices: Collection[DeviceEvaluation]) -> tuple[tuple[int, ...], int]:
     """Start of each bucket's all-reduce, and the iteration time, in ns.
 
     With one device it is the iteration time that this device and the fixed-precision peers alone would have.
@@ -193,22 +223,21 @@ def iteration_time(problem: Problem, devices: tuple[DeviceEvaluation, ...]) -> t
 
 def evaluate_device(problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]) -> DeviceEvaluation:
     """One device under the precisions of *all* its operators (`Plan.resolve` or `propagate` give them)."""
-    forward, backward, buffers_kib = _casts(problem, device, precisions)
-    times, costs, forward_end_ns = [], [], 0
-    for operator in problem.operators:
+    forward, backward = _casts(problem, device, precisions)
+    buffers_kib = cast_buffers_kib(problem, (cast for casts in forward.values() for cast in casts))
+    costs = [device.operators[operator.name][precisions[operator.name]] for operator in problem.operators]
+    times, forward_end_ns = [], 0
+    for operator, cost in zip(problem.operators, costs, strict=True):
         name = operator.name
-        precision = precisions[name]
-        cost = device.operators[name][precision]
         time = OperatorTime(
             name=name,
-            precision=precision,
+            precision=precisions[name],
             forward_ns=cost.forward_ns,
             backward_ns=cost.backward_ns,
             forward_casts=tuple(forward.get(name, ())),
             backward_casts=tuple(backward.get(name, ())),
         )
         times.append(time)
-        costs.append(cost)
         forward_end_ns += time.forward_total_ns if time.forward_casts else cost.forward_ns
     ready = [0] * len(problem.communication.allreduce_ns)
     now_ns = forward_end_ns
@@ -232,15 +261,15 @@ def edge_casts(
     device: ProblemDevice,
     producer: ProblemOperator,
     consumer: ProblemOperator,
-    given_precision: str,
-    wanted_precision: str,
+    producer_precision: str,
+    consumer_precision: str,
 ) -> tuple[CastTime | None, CastTime | None]:
     """Forward and backward cast of one edge, each None where the formats at its two ends agree.
 
-    The forward cast is charged to the consumer, the backward cast to the producer. ``given_precision`` is the
-    producer's, ``wanted_precision`` the consumer's. That casts of one output may be shared is the caller's business.
+    The forward cast is charged to the consumer, the backward cast to the producer. The caller handles casts of one
+    output that are shared.
     """
-    given, wanted = device.precisions[given_precision], device.precisions[wanted_precision]
+    before, after = device.precisions[producer_precision], device.precisions[consumer_precision]
 
     def cast(source: str, target: str, charged_to: str) -> CastTime | None:
         if source == target:
@@ -254,43 +283,44 @@ def edge_casts(
             charged_to=charged_to,
         )
 
-    forward = cast(given.output, wanted_precision, consumer.name)
-    return forward, cast(wanted.gradient_output, given.gradient_input, producer.name)
+    forward = cast(before.output, consumer_precision, consumer.name)
+    return forward, cast(after.gradient_output, before.gradient_input, producer.name)
 
 
-def cast_buffer_kib(problem: Problem, producer: ProblemOperator, target: str) -> int:
-    """Memory that a forward cast of an operator's output to a format takes, in KiB."""
-    return -(-producer.output_elements * problem.formats[target] // BYTES_PER_KIB)
+def cast_buffers_kib(problem: Problem, casts: Iterable[CastTime]) -> int:
+    """Memory of the results of forward casts in KiB, each rounded up."""
+    operators, formats = problem.operators, problem.formats
+    return sum(
+        -(-operators[problem.index(cast.producer)].output_elements * formats[cast.target] // BYTES_PER_KIB)
+        for cast in casts
+    )
 
 
 def _casts(
     problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]
-) -> tuple[dict[str, list[CastTime]], dict[str, list[CastTime]], int]:
-    """Casts by the operator they are charged to, forward and backward, and the KiB of all cast buffers."""
+) -> tuple[dict[str, list[CastTime]], dict[str, list[CastTime]]]:
+    """Casts by the operator they are charged to, forward and backward."""
     forward: dict[str, list[CastTime]] = {}
     backward: dict[str, list[CastTime]] = {}
-    buffers_kib = 0
     shared: set[tuple[str, str]] = set()
-    # Of most edges both ends agree.
-    agree = {
+    uncast = {  # the pairs of precisions of most edges
         (low, high)
         for low, before in device.precisions.items()
         for high, after in device.precisions.items()
         if before.output == high and after.gradient_output == before.gradient_input
     }
     for consumer in problem.operators:
-        wanted = precisions[consumer.name]
+        target = precisions[consumer.name]
         for name in consumer.inputs:
-            given = precisions[name]
-            if (given, wanted) in agree:
+            precision = precisions[name]
+            if (precision, target) in uncast:
                 continue
             producer = problem.operators[problem.index(name)]
-            there, back = edge_casts(device, producer, consumer, given, wanted)
-            cast_before = problem.cast_sharing == "producer" and (name, wanted) in shared
-            if there is not None and not cast_before:
-                shared.add((name, wanted))
-                buffers_kib += cast_buffer_kib(problem, producer, wanted)
+            there, back = edge_casts(device, producer, consumer, precision, target)
+            is_repeated = problem.cast_sharing == "producer" and (name, target) in shared
+            if there is not None and not is_repeated:
+                shared.add((name, target))
                 forward.setdefault(consumer.name, []).append(there)
             if back is not None:
                 backward.setdefault(name, []).append(back)
-    return forward, backward, buffers_kib
+    return forward, backward

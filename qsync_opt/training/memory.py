@@ -1,24 +1,22 @@
-"""How much memory a worker needs at its peak, as a sum over operators, and where it goes.
+"""Peak memory of a worker as a sum over operators, as the problem format needs it.
 
-The problem format adds up one number per operator and precision, plus a buffer for every cast that happens. A training
-step's true peak is a maximum over time. This module turns one into the other without leaving anything out:
+The format adds up one number per operator and precision, plus a buffer for every cast; the true peak of a training
+step is a maximum over time. The sum bounds the peak of every plan:
 
 - **Parameters, optimizer state, buckets** stay for the whole iteration. A parameter is charged to the first operator
   that reads it, with its optimizer state and (with more than one worker) its share of the all-reduce buckets.
-- **Activations** that backward needs are charged to exactly one operator each. What an operator keeps for itself
-  (masks, statistics, quantized copies) is its own. A result that is kept because its users save it as it is belongs to
-  its producer, in the format it was produced in; with one exception: if its only keeper is an adjustable operator, it
-  is charged there, and only at the precisions in which that operator can get it uncast, because a cast copy is already
-  charged as a cast buffer and the original is then freed. Views belong to the result whose storage they show.
-- **Gradients and passing buffers** (gradients of activations, workspace) exist while activations are being freed, so
-  adding all of them to all activations would count memory that never exists together. For each moment of the backward
-  pass, of the forward pass and of the optimizer step, we add up what then exists beyond the activations and subtract
-  the activations that are freed by then (not yet made, in forward), each in the precision in which it is smallest.
-  The largest of these sums is a constant that covers every plan; it is charged to the operator at which it occurs.
+- **Activations** that backward needs are charged to one operator each. What an operator saves for itself (masks,
+  statistics, quantized copies) is its own. A result that its users save as it is belongs to its producer, in the
+  producer's format. If only one adjustable operator saves it, it is charged there, and only at the precisions in which
+  that operator reads it uncast: a cast copy is already charged as a cast buffer. Views belong to the result whose
+  storage they show.
+- **Gradients and transient buffers** (gradients of activations, workspace) exist while activations are being freed. For
+  each moment of the forward pass, the backward pass and the optimizer step, we add up what exists beyond the
+  activations and subtract the activations that do not exist then, each in the precision in which it is smallest. The
+  largest of these sums covers every plan; it is charged to the operator at which it occurs.
 
-Hence the sum is an upper bound of the peak for every plan under the profile's figures: exact in static memory, above
-the truth where a result is both kept by its producer's charge and cast for its users, and where plans keep more
-activations than the smallest ones.
+The bound is exact in static memory. It is above the truth where a result is both saved as its producer's and cast for
+its users, and where plans keep more activations than the smallest ones.
 
 Source: ours; the liveness view follows dPRO's memory estimator (MLSys 2022), which replays one plan where we bound all.
 """
@@ -27,16 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from itertools import accumulate
 
 from qsync_opt.costs import DeviceProfile, MeasuredCost
-from qsync_opt.errors import ProblemError
-from qsync_opt.io import Fields, check_integer
+from qsync_opt.io import check_fields, encode
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import number_format
 from qsync_opt.training.buckets import gradient_users
-from qsync_opt.training.evaluation import BYTES_PER_KIB, DeviceEvaluation
-from qsync_opt.training.problem import Problem
+from qsync_opt.training.evaluation import BYTES_PER_KIB
 
 CostTables = Mapping[str, Mapping[str, MeasuredCost]]
 """Operator to precision to measured cost, restricted to what a device type may use."""
@@ -45,7 +41,7 @@ GRADIENT_BYTES = 4
 MEMORY_KEY = "x-memory"
 """Extension key of a device in a problem file: the part of its memory that no plan changes."""
 OPERATORS_KEY = "x-memory-operators"
-"""Extension key of a device in a problem file: which operators that part is charged to, in bytes; the rest have 0."""
+"""Extension key of a device in a problem file: the operators that this part is charged to, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +49,7 @@ class StaticMemory:
     """Memory of a worker that is the same under every plan, in bytes.
 
     ``gradients_bytes`` and ``transient_bytes`` are what exists at the peak beyond activations (see the module's text),
-    ``peak_operator`` is the operator at which that peak was found.
+    which occurs at ``peak_operator``.
     """
 
     parameters_bytes: int
@@ -64,27 +60,17 @@ class StaticMemory:
     peak_operator: str
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if f.name != "peak_operator":
-                check_integer(getattr(self, f.name), f"static memory: {f.name}")
+        check_fields(self, "static memory")
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes by name of their field."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "peak_operator"}
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "peak_operator")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_json(cls, data: Any, where: str) -> Self:
-        """Read the object; ``where`` names it in errors."""
-        reader = Fields(data, where)
-        numbers = {f.name: reader.integer(f.name) for f in fields(cls) if f.name != "peak_operator"}
-        static = cls(peak_operator=reader.text("peak_operator"), **numbers)
-        reader.finish()
-        return static
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,35 +82,13 @@ class MemoryModel:
     activation_bytes: Mapping[str, Mapping[str, int]]
 
     def notes(self, device: str) -> dict[tuple[str, ...], object]:
-        """What a problem file notes of it for one device, by path: see `MEMORY_KEY` and `OPERATORS_KEY`."""
-        charged = {name: num_bytes for name, num_bytes in self.fixed_bytes.items() if num_bytes}
-        return {
-            ("devices", device, MEMORY_KEY): self.static.to_json(),
-            ("devices", device, OPERATORS_KEY): charged,
-        }
+        """The extension keys of a problem file for one device, by path: `MEMORY_KEY` and `OPERATORS_KEY`."""
+        charges = {name: num_bytes for name, num_bytes in self.fixed_bytes.items() if num_bytes}
+        return {("devices", device, MEMORY_KEY): encode(self.static), ("devices", device, OPERATORS_KEY): charges}
 
     def kib(self, operator: str, precision: str) -> int:
         """Memory of an operator in a precision in KiB, rounded up."""
         return -(-(self.fixed_bytes[operator] + self.activation_bytes[operator][precision]) // BYTES_PER_KIB)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBreakdown:
-    """Predicted memory of one worker under a plan by purpose, in bytes; ``activations_bytes`` includes rounding."""
-
-    device: str
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    buckets_bytes: int
-    activations_bytes: int
-    casts_bytes: int
-    transient_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it; equal to the memory that `evaluate` gives."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "device")
 
 
 def model_memory(
@@ -140,17 +104,20 @@ def model_memory(
     Args:
         graph: The model.
         profile: Formats and optimizer state of the device.
-        tables: What each operator may run in there.
+        tables: The precisions that each operator may run in.
         distributed: Whether gradients go through all-reduce buckets (more than one worker).
         gradient_as_view: Gradients live in the buckets instead of beside them.
 
     Source: ours (see the module's text).
     """
-    activations = _activations(graph, profile, tables)
+    roots = storage_roots(graph, tables)
+    owners = _owners(graph, tables, roots)
+    activations = _activations(graph, profile, tables, owners)
     parameter_bytes = {p.name: p.spec.num_bytes for p in graph.parameters}
     total_bytes = sum(parameter_bytes.values())
-    gradient_bytes = {name: 0 for name in parameter_bytes} if gradient_as_view else parameter_bytes
-    peak, gradients, transient = _peak(graph, profile, tables, activations, gradient_bytes)
+    gradient_bytes = dict.fromkeys(parameter_bytes, 0) if gradient_as_view else parameter_bytes
+    live = _live_bytes(graph, roots, owners)
+    peak, gradients, transient = _peak(graph, profile, tables, activations, gradient_bytes, live)
     static = StaticMemory(
         parameters_bytes=total_bytes,
         optimizer_bytes=profile.optimizer.state_bytes,
@@ -159,59 +126,19 @@ def model_memory(
         transient_bytes=transient,
         peak_operator=peak,
     )
-    fixed = {operator.name: 0 for operator in graph}
+    fixed = dict.fromkeys((operator.name for operator in graph), 0)
     fixed[peak] += gradients + transient
     users = gradient_users(graph)
-    spent = 0
-    done = 0
+    state_bytes = charged_bytes = 0
     for name, num_bytes in parameter_bytes.items():
-        # Optimizer state is measured as one sum; running totals share it out without losing a byte.
-        done += num_bytes
-        state = static.optimizer_bytes * done // max(1, total_bytes) - spent
-        spent += state
+        # Optimizer state is measured as one sum; running totals distribute it without losing a byte.
+        charged_bytes += num_bytes
+        share = static.optimizer_bytes * charged_bytes // max(1, total_bytes) - state_bytes
+        state_bytes += share
         first = users.get(name, (0, 0))[0]
-        fixed[graph.operators[first].name] += num_bytes * (2 if distributed else 1) + state
-    fixed[peak] += static.optimizer_bytes - spent  # state that belongs to no parameter
+        fixed[graph.operators[first].name] += num_bytes * (2 if distributed else 1) + share
+    fixed[peak] += static.optimizer_bytes - state_bytes  # state that belongs to no parameter
     return MemoryModel(static=static, fixed_bytes=fixed, activation_bytes=activations)
-
-
-def memory_breakdown(problem: Problem, device: DeviceEvaluation) -> MemoryBreakdown:
-    """Split the predicted memory of one device under a plan by purpose.
-
-    Args:
-        problem: A problem made by `build_problem`, which notes the static part under ``x-memory``.
-        device: The device's part of an evaluation of a plan for it.
-
-    Raises:
-        ProblemError: The problem has no such note (it was written by hand or by another tool).
-    """
-    data = problem.extras.get(("devices", device.name, MEMORY_KEY))
-    if data is None:
-        raise ProblemError(
-            f"problem {problem.name!r} does not say what the memory of {device.name!r} is made of (key "
-            f"{MEMORY_KEY!r}); build it with build_problem"
-        )
-    static = StaticMemory.from_json(data, f"devices {device.name!r}: {MEMORY_KEY}")
-    casts_kib = 0
-    shared: set[tuple[str, str]] = set()
-    for time in device.operators:
-        for cast in time.forward_casts:
-            key = (cast.producer, cast.target)
-            if problem.cast_sharing == "producer" and key in shared:
-                continue
-            shared.add(key)
-            elements = problem.operators[problem.index(cast.producer)].output_elements
-            casts_kib += -(-elements * problem.formats[cast.target] // BYTES_PER_KIB)
-    return MemoryBreakdown(
-        device=device.name,
-        parameters_bytes=static.parameters_bytes,
-        gradients_bytes=static.gradients_bytes,
-        optimizer_bytes=static.optimizer_bytes,
-        buckets_bytes=static.buckets_bytes,
-        transient_bytes=static.transient_bytes,
-        casts_bytes=casts_kib * BYTES_PER_KIB,
-        activations_bytes=(device.memory_kib - casts_kib) * BYTES_PER_KIB - static.total_bytes,
-    )
 
 
 def storage_roots(graph: OpGraph, tables: CostTables) -> dict[str, str]:
@@ -221,27 +148,29 @@ def storage_roots(graph: OpGraph, tables: CostTables) -> dict[str, str]:
         # Whether a result is a view depends on shapes and strides, not on the format.
         alias = next(iter(tables[operator.name].values())).alias_input
         is_view = alias is not None and alias < len(operator.inputs)
-        roots[operator.name] = roots[operator.inputs[alias]] if is_view and alias is not None else operator.name
+        roots[operator.name] = roots[operator.inputs[alias or 0]] if is_view else operator.name
     return roots
 
 
 def _owners(graph: OpGraph, tables: CostTables, roots: Mapping[str, str]) -> dict[str, str]:
-    """For each result that is kept for the backward pass, the operator that it is charged to."""
-    keepers: dict[str, set[str]] = {}
+    """For each result that is saved for the backward pass, the operator that it is charged to."""
+    savers: dict[str, set[str]] = {}
     for operator in graph:
         for cost in tables[operator.name].values():
             for position in cost.saves_inputs:
-                keepers.setdefault(roots[operator.inputs[position]], set()).add(operator.name)
+                savers.setdefault(roots[operator.inputs[position]], set()).add(operator.name)
             if cost.saves_output:
-                keepers.setdefault(roots[operator.name], set()).add(operator.name)
+                savers.setdefault(roots[operator.name], set()).add(operator.name)
     owners = {}
-    for result, users in keepers.items():
+    for result, users in savers.items():
         only = next(iter(users))
         owners[result] = only if len(users) == 1 and graph[only].role is Role.ADJUSTABLE else result
     return owners
 
 
-def _activations(graph: OpGraph, profile: DeviceProfile, tables: CostTables) -> dict[str, dict[str, int]]:
+def _activations(
+    graph: OpGraph, profile: DeviceProfile, tables: CostTables, owners: Mapping[str, str]
+) -> dict[str, dict[str, int]]:
     outputs = {name: {profile.formats[p].output for p in tables[name]} for name in tables}
     charged = {
         operator.name: {
@@ -250,16 +179,16 @@ def _activations(graph: OpGraph, profile: DeviceProfile, tables: CostTables) -> 
         }
         for operator in graph
     }
-    for result, owner in _owners(graph, tables, storage_roots(graph, tables)).items():
+    for result, owner in owners.items():
         elements = graph[result].output_elements
         for precision in charged[owner]:
             if owner == result:
-                kept = profile.formats[precision].output
+                saved = profile.formats[precision].output
             elif precision in outputs[result]:
-                kept = precision
+                saved = precision
             else:
-                continue  # it can only arrive as a cast copy, which is charged as a cast buffer
-            charged[owner][precision] += elements * number_format(kept).num_bytes
+                continue  # the owner reads a cast copy, which is charged as a cast buffer
+            charged[owner][precision] += elements * number_format(saved).num_bytes
     return charged
 
 
@@ -278,11 +207,10 @@ def _peak(
     tables: CostTables,
     activations: Mapping[str, Mapping[str, int]],
     gradient_bytes: Mapping[str, int],
+    live: tuple[list[int], list[int]],
 ) -> tuple[str, int, int]:
-    """Operator, gradient bytes and passing bytes of the moment that needs most beyond the activations of any plan."""
-    operators = graph.operators
-    smallest = [min(activations[operator.name].values()) for operator in operators]
-    forward_live, backward_live = _live_bytes(graph, storage_roots(graph, tables), tables)
+    """Operator, gradient bytes and transient bytes of the moment that needs most beyond the activations of any plan."""
+    forward_live, backward_live = live
     users = gradient_users(graph)
     # Gradients that exist while position k runs backward: those that some operator at k or later contributes to.
     gradients = sum(size for name, size in gradient_bytes.items() if name not in users)
@@ -291,39 +219,33 @@ def _peak(
         ends_at[last] = ends_at.get(last, 0) + gradient_bytes[name]
     freed = 0
     moments: list[tuple[int, int, str]] = []
-    for k in range(len(operators) - 1, -1, -1):
-        costs = tables[operators[k].name].values()
+    for k, operator in reversed(list(enumerate(graph))):
+        costs = tables[operator.name].values()
         gradients += ends_at.get(k, 0)
         backward = backward_live[k] + max(cost.backward_workspace_bytes for cost in costs)
-        moments.append((gradients, backward - freed, operators[k].name))
-        freed += smallest[k]
+        moments.append((gradients, backward - freed, operator.name))
+        freed += min(activations[operator.name].values())
         forward = forward_live[k] + max(cost.forward_workspace_bytes for cost in costs)
-        moments.append((0, forward - freed, operators[k].name))
-    moments.append((gradients, profile.optimizer.workspace_bytes - freed, operators[0].name))
+        moments.append((0, forward - freed, operator.name))
+    moments.append((gradients, profile.optimizer.workspace_bytes - freed, graph.operators[0].name))
     gradients, transient, name = max(moments, key=lambda moment: moment[0] + moment[1])
-    # What the freed activations leave over of the passing buffers, then of the gradients.
+    # Activations that are freed make room for the transient buffers first, then for the gradients.
     total = max(0, gradients + transient)
     return name, min(gradients, total), total - min(gradients, total)
 
 
-def _live_bytes(graph: OpGraph, roots: Mapping[str, str], tables: CostTables) -> tuple[list[int], list[int]]:
-    """Bytes that exist while each operator runs: of results that are not charged as activations, of their gradients."""
-    owners = _owners(graph, tables, roots)
+def _live_bytes(graph: OpGraph, roots: Mapping[str, str], owners: Mapping[str, str]) -> tuple[list[int], list[int]]:
+    """Bytes of results not charged as activations and of gradients of results, while each operator runs."""
     last = {operator.name: position for position, operator in enumerate(graph)}
     size = {operator.name: operator.output_elements * GRADIENT_BYTES for operator in graph}
     for position, operator in enumerate(graph):
         for source in operator.inputs:
             last[roots[source]] = max(last[roots[source]], position)
-    count = len(graph)
-    forward, backward = [0] * (count + 1), [0] * (count + 1)
+    forward, backward = [0] * (len(graph) + 1), [0] * (len(graph) + 1)  # changes from one operator to the next
     for position, operator in enumerate(graph):
-        if roots[operator.name] != operator.name:
-            continue
-        for live, wanted in ((forward, owners.get(operator.name) != operator.name), (backward, True)):
-            if wanted:
-                live[position] += size[operator.name]
-                live[last[operator.name] + 1] -= size[operator.name]
-    for live in (forward, backward):
-        for k in range(1, count):
-            live[k] += live[k - 1]
-    return forward[:count], backward[:count]
+        name = operator.name
+        if roots[name] == name:
+            for changes in (backward,) if owners.get(name) == name else (forward, backward):
+                changes[position] += size[name]
+                changes[last[name] + 1] -= size[name]
+    return list(accumulate(forward))[:-1], list(accumulate(backward))[:-1]

@@ -1,4 +1,4 @@
-"""What does sensitivity cost, in time or in the memory of a device type? The front as one object, its plans checked."""
+"""Pareto fronts: sensitivity against the iteration time or the memory of a device type, every plan evaluated."""
 
 from __future__ import annotations
 
@@ -15,102 +15,28 @@ from typing import Any
 
 from qsync_opt import __version__
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
-from qsync_opt.io import Fields, MeasurementCache, write_json
+from qsync_opt.io import Fields, MeasurementCache, encode, write_json
 from qsync_opt.solving import relative_gap
 from qsync_opt.systems import system
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan, plan_from_json
 from qsync_opt.training.problem import Problem
-
-_LOGGER = logging.getLogger(__name__)
-
-
-class FrontCache:
-    """Points of one problem and gap, each in a file of its own; see `qsync_opt.formulations.training.front.PointStore`.
-
-    Args:
-        folder: Where to keep them; None keeps them for this process only.
-        problem: The problem; any change of it makes other files.
-        gap: Relative gap of the points.
-        make_point: Builds a point from its fields.
-
-    Raises:
-        ProblemError: The folder cannot be made.
-    """
-
-    def __init__(self, folder: Path | None, problem: Problem, gap: float, make_point: Any) -> None:
-        text = json.dumps(problem.to_json(), sort_keys=True)
-        environment = {
-            "what": "front",
-            "problem": hashlib.sha256(text.encode()).hexdigest(),
-            "gap": gap,
-            "version": __version__,
-        }
-        self._cache = MeasurementCache(folder, environment)
-        self._make_point = make_point
-        self.num_reused = 0
-        self.num_new = 0
-
-    def get(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> tuple[Any] | None:
-        """The known answer; see `PointStore.get`. An entry that cannot be used counts as unknown."""
-        data = self._cache.get(_key(latency_limit_ns, memory_limits_kib))
-        if data is None:
-            return None
-        try:
-            point = None if data.get("point") is None else self._read(Fields(data["point"], "cached point"))
-        except ProblemError as failure:
-            _LOGGER.warning("seeking again a point whose entry in the cache is unusable: %s", failure)
-            return None
-        self.num_reused += 1
-        return (point,)
-
-    def put(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int], point: Any) -> None:
-        """Keep an answer; see `PointStore.put`."""
-        self._cache.put(
-            _key(latency_limit_ns, memory_limits_kib),
-            {
-                "point": None
-                if point is None
-                else {
-                    "limit": point.limit,
-                    "objective": point.objective,
-                    "bound": point.bound,
-                    "iteration_ns": point.iteration_ns,
-                    "memory_kib": dict(point.memory_kib),
-                    "plan": point.plan.to_json(),
-                }
-            },
-        )
-        self.num_new += 1
-
-    def _read(self, fields: Fields) -> Any:
-        memory = Fields(fields.take("memory_kib"), "cached point: memory_kib")
-        return self._make_point(
-            limit=fields.integer("limit"),
-            objective=fields.number("objective"),
-            bound=fields.number("bound"),
-            iteration_ns=fields.integer("iteration_ns"),
-            memory_kib={name: memory.integer(name) for name in memory},
-            plan=plan_from_json(fields.take("plan")),
-        )
-
-
-def _key(latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> str:
-    return json.dumps([latency_limit_ns, sorted(memory_limits_kib.items())])
-
+from qsync_opt.views import Displayed, Tabular
 
 FRONT_FORMAT = "qsync-front/1"
 GAPS: Mapping[str, float] = MappingProxyType({"greedy": 1e-2, "exact": 0.0})
 """Method of a front to the relative gap of its points."""
 _AGREEMENT = 1e-6
+"""Largest relative difference between a claimed and the evaluated objective."""
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeOff:
     """One point of a front, as its plan evaluates to.
 
-    ``use`` is what is traded: the iteration time in ns, or the memory of the front's device type in KiB. ``bound`` is a
-    sensitivity that no plan of this use is below. ``feasible`` is about the problem's own limits.
+    ``use`` is the iteration time in ns, or the memory of the front's device type in KiB. ``bound`` is a lower bound of
+    the sensitivity at this use. ``feasible`` refers to the problem's own limits.
     """
 
     use: int
@@ -145,11 +71,11 @@ class TradeOff:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
-    """Trade-offs from the largest use to the least; ``device`` is None for a front against time.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Front(Displayed, Tabular):
+    """Trade-offs from the largest use to the least.
 
-    ``reused`` tells how many points came from the cache.
+    ``device`` is None for a front against time; ``reused`` counts the points that came from the cache.
     """
 
     problem: Problem
@@ -168,10 +94,9 @@ class Front:
 
     @property
     def limit(self) -> int:
-        """The problem's own limit on what is traded, in ns or KiB."""
-        if self.device is None:
-            return self.problem.latency_limit_ns
-        return self.problem.device(self.device).memory_limit_kib
+        """The problem's own limit on the use, in ns or KiB."""
+        problem = self.problem
+        return problem.latency_limit_ns if self.device is None else problem.device(self.device).memory_limit_kib
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
@@ -189,22 +114,6 @@ class Front:
         """Write the JSON file, whole or not at all."""
         write_json(path, self.to_json())
 
-    def to_pandas(self) -> Any:
-        """The points as a table; see `qsync_opt.report.tables`."""
-        from qsync_opt.report.tables import front_table
-
-        return front_table(self)
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import front_text
-
-        return front_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import front_html
-
-        return front_html(self)
-
 
 def pareto_front(
     problem: Problem,
@@ -219,13 +128,13 @@ def pareto_front(
     """Find plans that trade sensitivity for time or memory; each reuses the work of the one before.
 
     Args:
-        problem: The problem; its limit on what is traded is set aside.
+        problem: The problem; its own limit on the time, or on the memory, is ignored.
         against: ``"latency"`` or ``"memory"``.
-        device: Whose memory; needed where several device types are planned.
+        device: Device type of the memory; needed where several are planned.
         method: ``"greedy"``, or ``"exact"`` to prove every point.
-        points: How many limits to try; None for every point there is (against latency only).
-        cache: Folder in which points are kept, so that an interrupted front goes on; None keeps them nowhere.
-        progress: Called with how many limits were tried, how many there are (0: not known) and how many were cached.
+        points: Number of limits to try; None for every point of the front (against latency only).
+        cache: Folder in which points are kept, so that an interrupted front resumes; None keeps them nowhere.
+        progress: Called with the number of limits tried, their total (0: not known) and the number of cached ones.
 
     Returns:
         The front; empty if no plan keeps the other limits.
@@ -233,7 +142,7 @@ def pareto_front(
     Raises:
         UnsupportedError: An option has a value that is not allowed.
         SolverError: A plan is not what the front claims of it.
-        KeyboardInterrupt: With a text that says what the cache kept.
+        KeyboardInterrupt: The text says what the cache kept.
 
     Source: the epsilon-constraint method, see `qsync_opt.formulations.training.front`.
     """
@@ -242,25 +151,26 @@ def pareto_front(
     device = _device(problem, against, device, points)
     search = system("training").search  # formulations are reached by name only
     store = FrontCache(None if cache is None else Path(cache), problem, GAPS[method], search("front point"))
-    common = {
+    options = {
+        "points": points,
         "gap": GAPS[method],
         "store": store,
         "progress": None if progress is None else lambda done, total: progress(done, total, store.num_reused),
     }
     try:
         if device is None:
-            found = search("latency front")(problem, points=points, **common)
+            claims = search("latency front")(problem, **options)
         else:
-            found = search("memory front")(problem, device, points=points, **common)
+            claims = search("memory front")(problem, device, **options)
     except KeyboardInterrupt:
         kept = f"{store.num_new + store.num_reused} points are kept in {cache}; the same call goes on from there"
         raise KeyboardInterrupt("no point is kept, there was no cache" if cache is None else kept) from None
-    checked = tuple(_checked(problem, point, device) for point in found)
+    checked = tuple(_checked(problem, point, device) for point in claims)
     return Front(problem=problem, device=device, method=method, points=checked, reused=store.num_reused)
 
 
 def _device(problem: Problem, against: str, device: str | None, points: int | None) -> str | None:
-    """The device type whose memory is traded, or None for time."""
+    """The device type of a front against memory, or None for time."""
     if against not in ("latency", "memory"):
         raise UnsupportedError(f"a front against {against!r} is not known; allowed are latency and memory")
     if against == "latency":
@@ -283,24 +193,86 @@ def _device(problem: Problem, against: str, device: str | None, points: int | No
 
 
 def _checked(problem: Problem, point: Any, device: str | None) -> TradeOff:
-    """A point as its plan evaluates to, which must be what the front claims."""
-    found = evaluate(problem, point.plan)
+    """A point as its plan evaluates to, which must agree with the claim."""
+    evaluation = evaluate(problem, point.plan)
     agrees = (
-        found.iteration_ns == point.iteration_ns
-        and found.memory_kib == dict(point.memory_kib)
-        and abs(found.objective - point.objective) <= _AGREEMENT * max(abs(found.objective), 1e-300)
+        evaluation.iteration_ns == point.iteration_ns
+        and evaluation.memory_kib == dict(point.memory_kib)
+        and abs(evaluation.objective - point.objective) <= _AGREEMENT * max(abs(evaluation.objective), 1e-300)
     )
     if not agrees:
         raise SolverError(
             f"the front claims {point.iteration_ns} ns and sensitivity {point.objective!r} for a plan that takes "
-            f"{found.iteration_ns} ns and has {found.objective!r}; if it came from the cache, empty that folder"
+            f"{evaluation.iteration_ns} ns and has {evaluation.objective!r}; if it came from the cache, empty that "
+            "folder"
         )
     return TradeOff(
-        use=found.iteration_ns if device is None else found.memory_kib[device],
-        iteration_ns=found.iteration_ns,
-        memory_kib=MappingProxyType(found.memory_kib),
-        objective=found.objective,
+        use=evaluation.iteration_ns if device is None else evaluation.memory_kib[device],
+        iteration_ns=evaluation.iteration_ns,
+        memory_kib=MappingProxyType(evaluation.memory_kib),
+        objective=evaluation.objective,
         bound=point.bound,
-        feasible=found.feasible,
+        feasible=evaluation.feasible,
         plan=point.plan,
     )
+
+
+class FrontCache:
+    """Points of one problem and gap, one per file: a `qsync_opt.formulations.training.front.PointStore`.
+
+    Args:
+        folder: Where to keep them; None keeps them for this process only.
+        problem: The problem; any change of it makes other files.
+        gap: Relative gap of the points.
+        make_point: Builds a point from its fields.
+
+    Raises:
+        ProblemError: The folder cannot be created.
+    """
+
+    def __init__(self, folder: Path | None, problem: Problem, gap: float, make_point: Any) -> None:
+        text = json.dumps(problem.to_json(), sort_keys=True)
+        environment = {
+            "what": "front",
+            "problem": hashlib.sha256(text.encode()).hexdigest(),
+            "gap": gap,
+            "version": __version__,
+        }
+        self._cache = MeasurementCache(folder, environment)
+        self._make_point = make_point
+        self.num_reused = 0
+        self.num_new = 0
+
+    def get(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> tuple[Any] | None:
+        """See `PointStore.get`. An entry that cannot be used counts as unknown."""
+        data = self._cache.get(_key(latency_limit_ns, memory_limits_kib))
+        if data is None:
+            return None
+        try:
+            point = None if data.get("point") is None else self._read(Fields(data["point"], "cached point"))
+        except ProblemError as failure:
+            _LOGGER.warning("seeking again a point whose entry in the cache is unusable: %s", failure)
+            return None
+        self.num_reused += 1
+        return (point,)
+
+    def put(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int], point: Any) -> None:
+        """See `PointStore.put`."""
+        data = None if point is None else {**encode(point), "plan": point.plan.to_json()}
+        self._cache.put(_key(latency_limit_ns, memory_limits_kib), {"point": data})
+        self.num_new += 1
+
+    def _read(self, fields: Fields) -> Any:
+        memory = Fields(fields.take("memory_kib"), "cached point: memory_kib")
+        return self._make_point(
+            limit=fields.integer("limit"),
+            objective=fields.number("objective"),
+            bound=fields.number("bound"),
+            iteration_ns=fields.integer("iteration_ns"),
+            memory_kib={name: memory.integer(name) for name in memory},
+            plan=plan_from_json(fields.take("plan")),
+        )
+
+
+def _key(latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> str:
+    return json.dumps([latency_limit_ns, sorted(memory_limits_kib.items())])

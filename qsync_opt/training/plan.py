@@ -1,19 +1,21 @@
-"""What was decided: for each device type, the precision of each operator."""
+"""Plans: for each device type, the precision of each operator."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     Extras,
-    Fields,
+    Json,
     are_plain_names,
     check_name,
+    decode,
+    encode,
+    freeze,
     merge_extras,
     near_match,
     read_json,
@@ -22,25 +24,26 @@ from qsync_opt.io import (
 )
 from qsync_opt.model import Role
 from qsync_opt.training.problem import Problem, ProblemDevice
-from qsync_opt.training.propagation import propagate
+from qsync_opt.training.propagation import follow, ladder, propagate
+from qsync_opt.views import Displayed, Tabular
 
 PLAN_FORMAT = "qsync-plan/1"
 _SHOWN = 3
 """How many differing operators an error names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(Displayed, Tabular):
     """Device type to operator to precision.
 
     ``problem`` is the name of the problem it was made for. Every adjustable operator of every device is named;
-    dependent and fixed ones may be. ``solution`` tells where the plan came from and is never trusted.
+    dependent and fixed ones may be. ``solution`` says where the plan came from and is never trusted.
     """
 
     problem: str
     devices: Mapping[str, Mapping[str, str]]
-    solution: Mapping[str, Any] | None = None
-    extras: Extras = field(default_factory=dict)
+    solution: Annotated[Mapping[str, Any] | None, Json(omitted=True)] = None
+    extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -59,11 +62,8 @@ class Plan:
                         f"plan for device {device!r}: operator {operator!r} has {precision!r}, "
                         "but a precision is a text such as 'FP16'"
                     )
-        devices = {device: MappingProxyType(dict(plan)) for device, plan in self.devices.items()}
-        object.__setattr__(self, "devices", MappingProxyType(devices))
-        object.__setattr__(self, "extras", MappingProxyType(dict(self.extras)))
-        if self.solution is not None:
-            object.__setattr__(self, "solution", MappingProxyType(dict(self.solution)))
+        freeze(self, "devices", depth=2)
+        freeze(self, "extras", *(() if self.solution is None else ("solution",)))
 
     def resolve(self, problem: Problem) -> dict[str, dict[str, str]]:
         """Precision of every operator, device by device, with dependent and fixed operators recomputed.
@@ -98,63 +98,31 @@ class Plan:
         unknown = [name for name in plan if name not in known]
         absent = [operator.name for operator in problem.adjustable if operator.name not in plan]
         if unknown or absent:
+            faults = [f"it names {_some(unknown)}, which the problem lacks"] if unknown else []
+            faults += [f"it lacks the adjustable {_some(absent)}"] if absent else []
             raise ProblemError(
                 f"the plan (made for {self.problem!r}) does not fit problem {problem.name!r}, device {device.name!r}: "
-                + "; ".join(
-                    text
-                    for names, text in (
-                        (unknown, f"it names {_some(unknown)}, which the problem lacks"),
-                        (absent, f"it lacks the adjustable {_some(absent)}"),
-                    )
-                    if names
-                )
-                + "; name a precision for each adjustable operator, or make a plan for this problem"
+                f"{'; '.join(faults)}; name a precision for each adjustable operator, or make a plan for this problem"
             )
         resolved = propagate(problem, device, plan)
         for operator in problem.operators:
-            stated, found = plan.get(operator.name, resolved[operator.name]), resolved[operator.name]
-            if stated != found:
+            actual = resolved[operator.name]
+            planned = plan.get(operator.name, actual)
+            if planned != actual:
                 why = "its table allows" if operator.role is Role.FIXED else "its inputs make it run in"
                 raise ProblemError(
                     f"plan for device {device.name!r}: {operator.role} operator {operator.name!r} is planned at "
-                    f"{stated}, but {why} {found}; leave it out or correct it"
+                    f"{planned}, but {why} {actual}; leave it out or correct it"
                 )
         return resolved
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON data, extension keys included."""
-        data: dict[str, Any] = {
-            "format": PLAN_FORMAT,
-            "problem": self.problem,
-            "devices": {device: dict(plan) for device, plan in self.devices.items()},
-        }
-        if self.solution is not None:
-            data["solution"] = dict(self.solution)
-        return merge_extras(data, self.extras)
+        return merge_extras(encode(self, version=PLAN_FORMAT), self.extras)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file, whole or not at all."""
         write_json(path, self.to_json(), digest=True)
-
-    def to_pandas(self) -> Any:
-        """A pandas table with one row per device type and operator. See `qsync_opt.report.tables`.
-
-        Raises:
-            NotInstalledError: pandas is missing; the text holds the install line.
-        """
-        from qsync_opt.report.tables import plan_table
-
-        return plan_table(self)
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import plan_text
-
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import plan_html
-
-        return plan_html(self)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -175,15 +143,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def plan_from_json(data: Any) -> Plan:
     """Build a `Plan` from the JSON data of a plan file; see `load_plan`."""
     clean, extras = split_extras(data)
-    fields = Fields(clean, "plan")
-    fields.version(PLAN_FORMAT)
-    solution = fields.take_or("solution", None)
-    if solution is not None and not isinstance(solution, dict):
-        fields.fail("solution must be an object or null")
-    devices = {device: {name: plan.text(name) for name in plan} for device, plan in fields.children("devices")}
-    plan = Plan(problem=fields.text("problem"), devices=devices, solution=solution, extras=extras)
-    fields.finish()
-    return plan
+    return decode(Plan, clean, "plan", version=PLAN_FORMAT, extras=extras)
 
 
 def _some(names: list[str]) -> str:
@@ -195,9 +155,9 @@ def uniform_plan(problem: Problem, precision: str | None = None) -> Plan:
     """Return the plan that gives every adjustable operator one precision, as far as its table has it.
 
     Args:
-        problem: What the plan is for.
-        precision: The format wanted everywhere; an operator whose table lacks it takes the lowest that it has above,
-            or else the highest that it has. None: the lowest precision that each operator has.
+        problem: The problem.
+        precision: An operator whose table lacks it takes the lowest that it has above, or else the highest that it
+            has. None: the lowest precision that each operator has.
 
     Raises:
         ProblemError: The problem has no such format.
@@ -209,17 +169,11 @@ def uniform_plan(problem: Problem, precision: str | None = None) -> Plan:
         raise ProblemError(
             f"precision is {precision!r}{near}; problem {problem.name!r} has {', '.join(problem.formats)}"
         )
-    ranks = {name: rank for rank, name in enumerate(problem.formats)}
-    wanted = -1 if precision is None else ranks[precision]
-
-    def choose(table: list[str]) -> str:
-        above = [p for p in table if ranks[p] >= wanted]
-        return min(above, key=ranks.__getitem__) if above else max(table, key=ranks.__getitem__)
-
+    rank = -1 if precision is None else problem.rank(precision)
     return Plan(
         problem=problem.name,
         devices={
-            device.name: {o.name: choose(list(device.operators[o.name])) for o in problem.adjustable}
+            device.name: {o.name: follow(problem, ladder(problem, device, o.name), rank) for o in problem.adjustable}
             for device in problem.devices
         },
     )

@@ -1,18 +1,18 @@
-"""What each operator of a graph costs on one device type, in the integers of a problem file.
+"""Forward and backward time of each operator of a graph on one device type, in the integers of a problem file.
 
-Beyond the measured time of an operator itself this adds what the graph decides: gradients that are summed where a
-result has several users, and the host's share of an iteration.
+To the measured time of an operator this adds what the graph decides: gradients that are summed where a result has
+several users, and the host's share of an iteration.
 
-Host and device run side by side on a GPU: the host launches work ahead, and the device waits only where the host is
-behind. The problem format has one time per operator. So each uniform plan is played through with both queues, and an
-operator is charged by how much it moves the end of the device's queue: its device time where the host is ahead, its
-launch where the device is starving. Over a uniform plan the charges add up to the exact time of the two queues.
-On a cpu both are one, and the overhead of an iteration is simply added.
+Host and device of a GPU run side by side: the host launches work ahead, and the device waits only where the host is
+behind. The problem format has one time per operator, so each uniform plan is replayed with both queues, and an operator
+is charged by how much it moves the end of the device's queue: its device time where the host is ahead, its launch where
+the device is idle. Over a uniform plan the charges add up to the exact time of the two queues. On a cpu both queues are
+one, and the overhead of an iteration is added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from qsync_opt.cluster import DeviceRole, DeviceType
 from qsync_opt.costs import DeviceProfile, MeasuredCost
@@ -27,23 +27,23 @@ Times = dict[str, dict[str, tuple[int, int]]]
 
 
 def problem_role(operator: Operator) -> Role:
-    """Role of an operator in a problem: without floating inputs or result nothing can be followed, so it is fixed."""
+    """Role of an operator in a problem: a dependent one without floating-point inputs or result is fixed."""
     if operator.role is Role.DEPENDENT and not (operator.inputs and operator.is_floating):
         return Role.FIXED
     return operator.role
 
 
 def problem_inputs(operator: Operator) -> tuple[str, ...]:
-    """Inputs that carry a format: an operator without floating result reads its inputs in whatever format they are."""
+    """Inputs that carry a format: an operator without floating-point result reads its inputs in any format."""
     return operator.inputs if operator.is_floating else ()
 
 
 def device_tables(graph: OpGraph, profile: DeviceProfile, device: DeviceType) -> dict[str, dict[str, MeasuredCost]]:
-    """What each operator may run in on a device type, with its measured cost.
+    """The precisions that each operator may run in on a device type, with their measured costs.
 
     Adjustable operators get the precisions that the cluster file allows and the profile has; dependent ones the formats
-    that those deliver, and FP32; fixed ones FP32 (or the finest there is). On a type of fixed precision an adjustable
-    operator that cannot run in it takes the next finer one, as the runtime does.
+    that those deliver, and FP32; fixed ones FP32 (or the finest of their table). On a type of fixed precision an
+    adjustable operator that cannot run in it takes the next finer one, as the runtime does.
 
     Raises:
         ProblemError: The profile lacks an operator or a precision, or nothing is left for an adjustable operator.
@@ -60,30 +60,20 @@ def device_tables(graph: OpGraph, profile: DeviceProfile, device: DeviceType) ->
         costs = profile.cost(operator.name)
         role = problem_role(operator)
         if role is Role.DEPENDENT:
-            chosen = [precision for precision in costs if precision in delivered]
+            allowed = [precision for precision in costs if precision in delivered]
         elif role is Role.FIXED:
-            chosen = [_finest_at(costs, "FP32")]
+            allowed = [_at_least(costs, "FP32")]
         elif device.role is DeviceRole.FIXED:
-            chosen = [_finest_at(costs, device.precisions[0])]
+            allowed = [_at_least(costs, device.precisions[0])]
         else:
-            chosen = [precision for precision in costs if precision in device.precisions]
-        if not chosen:
+            allowed = [precision for precision in costs if precision in device.precisions]
+        if not allowed:
             raise ProblemError(
                 f"device type {device.name!r}: operator {operator.name!r} was profiled in {', '.join(costs)}, but the "
                 f"cluster allows {', '.join(device.precisions)}; allow one of them"
             )
-        tables[operator.name] = {precision: costs[precision] for precision in sorted(chosen, key=_rank)}
+        tables[operator.name] = {precision: costs[precision] for precision in sorted(allowed, key=_rank)}
     return tables
-
-
-def _rank(precision: str) -> int:
-    return number_format(precision).rank
-
-
-def _finest_at(costs: Mapping[str, MeasuredCost], precision: str) -> str:
-    """The coarsest precision of a table that is at least as fine as ``precision``, else the finest."""
-    ladder = sorted(costs, key=_rank)
-    return next((step for step in ladder if _rank(step) >= _rank(precision)), ladder[-1])
 
 
 def uniform_precisions(
@@ -94,8 +84,8 @@ def uniform_precisions(
     Args:
         graph: The model.
         profile: Gives the formats that operators deliver.
-        tables: What each operator may run in.
-        precision: The one precision.
+        tables: The precisions that each operator may run in.
+        precision: Of the adjustable operators.
 
     Source: ours; dependent operators follow the rule of the problem format.
     """
@@ -104,12 +94,12 @@ def uniform_precisions(
         table = tables[operator.name]
         role = problem_role(operator)
         if role is Role.ADJUSTABLE:
-            result[operator.name] = _finest_at(table, precision)
+            result[operator.name] = _at_least(table, precision)
         elif role is Role.FIXED:
             result[operator.name] = next(iter(table))
         else:
             outputs = [profile.formats[result[source]].output for source in problem_inputs(operator)]
-            result[operator.name] = _finest_at(table, max(outputs, key=_rank))
+            result[operator.name] = _at_least(table, max(outputs, key=_rank))
     return result
 
 
@@ -121,43 +111,38 @@ def price_operators(graph: OpGraph, profile: DeviceProfile, tables: Mapping[str,
 
     Source: the two queues follow dPRO's replayer (MLSys 2022); charging them to operators is ours.
     """
-    overhead = profile.overhead
-    times: Times = {}
-    for operator in graph:
-        times[operator.name] = {
+    times = {
+        operator.name: {
             precision: (cost.forward_ns, cost.backward_ns + _gradient_sums_ns(graph, profile, operator, precision))
             for precision, cost in tables[operator.name].items()
         }
-    if profile.device.kind == "cpu":
-        return {
-            name: {
-                precision: (
-                    forward_ns + overhead.forward_ns_per_operator,
-                    backward_ns + overhead.backward_ns_per_operator,
-                )
-                for precision, (forward_ns, backward_ns) in table.items()
-            }
-            for name, table in times.items()
-        }
-    return _with_launches(graph, profile, tables, times)
+        for operator in graph
+    }
+    if profile.device.kind != "cpu":
+        return _with_launches(graph, profile, tables, times)
+    added_forward_ns = profile.overhead.forward_ns_per_operator
+    added_backward_ns = profile.overhead.backward_ns_per_operator
+    return {
+        name: {precision: (f + added_forward_ns, b + added_backward_ns) for precision, (f, b) in table.items()}
+        for name, table in times.items()
+    }
 
 
 def _gradient_sums_ns(graph: OpGraph, profile: DeviceProfile, operator: Operator, precision: str) -> int:
-    """Time to add up the gradients that several users of a result deliver; the first one needs no addition."""
+    """Time to sum the gradients that several users of a result deliver; the first one needs no addition."""
     # A getitem reads one of several results, whose gradients are put side by side and not added.
-    users = [
-        u for u in map(graph.__getitem__, graph.consumers(operator.name)) if u.is_floating and u.op_type != GETITEM
-    ]
-    if len(users) < 2 or not operator.is_floating:
+    users = [user for user in map(graph.__getitem__, graph.consumers(operator.name)) if user.op_type != GETITEM]
+    additions = sum(user.is_floating for user in users) - 1
+    if additions < 1 or not operator.is_floating:
         return 0
-    wanted = profile.formats[precision].gradient_input
-    fit = profile.gradient_sums.get(wanted)
+    format_name = profile.formats[precision].gradient_input
+    fit = profile.gradient_sums.get(format_name)
     if fit is None:
         raise ProblemError(
-            f"profile of {profile.device.name!r} has no gradient_sums for {wanted}, but the gradients of "
+            f"profile of {profile.device.name!r} has no gradient_sums for {format_name}, but the gradients of "
             f"{operator.name!r} are summed in it; profile the model again"
         )
-    return (len(users) - 1) * fit.ns(operator.output_elements)
+    return additions * fit.ns(operator.output_elements)
 
 
 def _with_launches(
@@ -167,26 +152,27 @@ def _with_launches(
     times: Times,
 ) -> Times:
     """Charge launches where the device waits for them (see the module's text)."""
-    charged: dict[tuple[str, str, bool], int] = {}
+    overhead = profile.overhead
+    charges: dict[tuple[str, str, bool], int] = {}
     for precision in {precision for table in tables.values() for precision in table}:
         uniform = uniform_precisions(graph, profile, tables, precision)
         host_ns = device_ns = 0
-        for operator, forward in _passes(graph):
-            chosen = uniform[operator.name]
-            cost = tables[operator.name][chosen]
-            launch_ns = cost.host_forward_ns if forward else cost.host_backward_ns
-            overhead = profile.overhead
-            host_ns += launch_ns + (overhead.forward_ns_per_operator if forward else overhead.backward_ns_per_operator)
-            end_ns = max(host_ns, device_ns) + times[operator.name][chosen][0 if forward else 1]
-            key = (operator.name, chosen, forward)
-            # An operator that occurs in several uniform plans is charged the most that it ever moves the end.
-            charged[key] = max(charged.get(key, 0), end_ns - device_ns)
-            device_ns = end_ns
+        for backward, operators in ((False, graph.operators), (True, graph.operators[::-1])):
+            overhead_ns = overhead.backward_ns_per_operator if backward else overhead.forward_ns_per_operator
+            for operator in operators:
+                chosen = uniform[operator.name]
+                cost = tables[operator.name][chosen]
+                host_ns += (cost.host_backward_ns if backward else cost.host_forward_ns) + overhead_ns
+                end_ns = max(host_ns, device_ns) + times[operator.name][chosen][backward]
+                key = (operator.name, chosen, backward)
+                # An operator that occurs in several uniform plans is charged the most that it ever moves the end.
+                charges[key] = max(charges.get(key, 0), end_ns - device_ns)
+                device_ns = end_ns
     return {
         name: {
             precision: (
-                charged.get((name, precision, True), forward_ns),
-                charged.get((name, precision, False), backward_ns),
+                charges.get((name, precision, False), forward_ns),
+                charges.get((name, precision, True), backward_ns),
             )
             for precision, (forward_ns, backward_ns) in table.items()
         }
@@ -194,9 +180,11 @@ def _with_launches(
     }
 
 
-def _passes(graph: OpGraph) -> Iterator[tuple[Operator, bool]]:
-    """Operators of the forward pass in order, then those of the backward pass."""
-    for operator in graph:
-        yield operator, True
-    for operator in reversed(graph.operators):
-        yield operator, False
+def _rank(precision: str) -> int:
+    return number_format(precision).rank
+
+
+def _at_least(costs: Mapping[str, MeasuredCost], precision: str) -> str:
+    """The coarsest precision of a table that is at least as fine as ``precision``, else the finest."""
+    ladder = sorted(costs, key=_rank)
+    return next((step for step in ladder if _rank(step) >= _rank(precision)), ladder[-1])

@@ -1,7 +1,7 @@
-"""What is asked: a model's operators, what each costs on each device type at each precision, and the limits.
+"""The precision-allocation problem: operators, their costs on each device type in each precision, and the limits.
 
 Times are integer nanoseconds and memory integer KiB (1024 bytes), so that every implementation computes the same
-integers. A `Problem` validates itself when it is made, whether from a file or in code.
+integers. A `Problem` validates itself, whether it comes from a file or from code.
 """
 
 from __future__ import annotations
@@ -9,56 +9,27 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import LARGEST_INTEGER, Extras, check_integer, check_name, check_number, near_match, write_json
+from qsync_opt.io import (
+    LARGEST_INTEGER,
+    Extras,
+    Json,
+    check_integer,
+    check_name,
+    check_number,
+    encode,
+    freeze,
+    merge_extras,
+    near_match,
+    write_json,
+)
 from qsync_opt.model import Role
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.training.propagation import missing_casts
-
-
-def check_sums(problem: Problem, device: ProblemDevice) -> None:
-    """Refuse a device type on which some plan's sums, or the products that they are made of, would overflow.
-
-    Raises:
-        ProblemError: One would; it is named.
-
-    Source: ours.
-    """
-    elements = {operator.name: operator.output_elements for operator in problem.operators}
-    widest = max(problem.formats.values())
-    time_ns, memory_kib, sensitivity = 0, 0, 0.0
-    for operator in problem.operators:
-        table = device.operators[operator.name].values()
-        time_ns += max(cost.forward_ns for cost in table) + max(cost.backward_ns for cost in table)
-        memory_kib += max(cost.memory_kib for cost in table)
-        sensitivity += max(cost.sensitivity for cost in table)
-        for source in operator.inputs:
-            time_ns += 2 * max((cast.time_ns(elements[source]) for cast in device.casts.values()), default=0)
-            memory_kib += elements[source] * widest // 2**10 + 1
-    time_ns += sum(problem.communication.allreduce_ns) + max(problem.communication.peer_ready_ns, default=0)
-    time_ns += problem.optimizer_ns
-    for what, total in (("times in ns", time_ns), ("memory in KiB with cast buffers", memory_kib)):
-        if total > LARGEST_INTEGER:
-            raise ProblemError(
-                f"device {device.name!r}: {what} add up to {total:.1e}, but sums must be below 2**63; check units"
-            )
-    if not math.isfinite(sensitivity * len(problem.devices)):
-        raise ProblemError(
-            f"device {device.name!r}: the sensitivities add up to infinity; scale all of them by one factor"
-        )
-    # Solvers multiply before they divide, for all edges at once.
-    most = LARGEST_INTEGER // max([widest, *(cast.ns_per_mi_elements for cast in device.casts.values())])
-    for operator in problem.operators:
-        if operator.output_elements > most:
-            raise ProblemError(
-                f"operator {operator.name!r}: output_elements is {operator.output_elements}, but on device "
-                f"{device.name!r} bytes and cast times fit into 64 bits for at most {most}; check units"
-            )
-
+from qsync_opt.views import Displayed, Tabular
 
 PROBLEM_FORMAT = "qsync-problem/1"
 NO_LIMIT_NS = 2**60
@@ -71,11 +42,11 @@ CAST_SHARINGS = ("edge", "producer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemOperator:
-    """One operator: its role, whose outputs it reads, and which all-reduce bucket waits for its gradient."""
+    """One operator: its role, the operators it reads, and the all-reduce bucket that waits for its gradient."""
 
     name: str
     type: str
-    role: Role
+    role: Annotated[Role, Json(read=lambda value, place: value)]  # checked below
     inputs: tuple[str, ...] = ()
     output_elements: int
     bucket: int | None = None
@@ -100,7 +71,7 @@ class ProblemOperator:
 class Communication:
     """The all-reduce of each gradient bucket, in launch order.
 
-    ``allreduce_ns`` is its duration, ``peer_ready_ns`` when the devices whose precision is fixed have it ready.
+    ``allreduce_ns`` is its duration, ``peer_ready_ns`` when the devices of fixed precision have it ready.
     """
 
     allreduce_ns: tuple[int, ...] = ()
@@ -152,6 +123,10 @@ class OperatorCost:
         object.__setattr__(self, "sensitivity", float(self.sensitivity))
 
 
+def _casts_to_json(casts: Mapping[tuple[str, str], CastCost]) -> dict[str, Any]:
+    return {f"{source}>{target}": encode(cost) for (source, target), cost in casts.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemDevice:
     """A device type that gets a plan; all ``count`` workers of the type share it.
@@ -164,7 +139,7 @@ class ProblemDevice:
     count: int
     memory_limit_kib: int
     precisions: Mapping[str, PrecisionFormats]
-    casts: Mapping[tuple[str, str], CastCost]
+    casts: Annotated[Mapping[tuple[str, str], CastCost], Json(read=lambda value, place: value, write=_casts_to_json)]
     operators: Mapping[str, Mapping[str, OperatorCost]]
 
     def __post_init__(self) -> None:
@@ -183,10 +158,8 @@ class ProblemDevice:
                         f"{what}: operator {operator!r} has a cost for {precision!r}, which the device lacks; "
                         f"allowed are {', '.join(self.precisions)}"
                     )
-        object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
-        object.__setattr__(self, "casts", MappingProxyType(dict(self.casts)))
-        tables = {name: MappingProxyType(dict(table)) for name, table in self.operators.items()}
-        object.__setattr__(self, "operators", MappingProxyType(tables))
+        freeze(self, "precisions", "casts")
+        freeze(self, "operators", depth=2)
 
     def cast_ns(self, source: str, target: str, elements: int) -> int:
         """Nanoseconds to cast ``elements`` elements from format ``source`` to ``target``; 0 if they are the same.
@@ -218,13 +191,12 @@ class Optimum:
     def __post_init__(self) -> None:
         check_number(self.objective, "optimum: objective")
         check_number(self.bound, "optimum: bound")
-        plans = {device: MappingProxyType(dict(plan)) for device, plan in self.devices.items()}
-        object.__setattr__(self, "devices", MappingProxyType(plans))
+        freeze(self, "devices", depth=2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """A whole precision-allocation problem, checked.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Problem(Displayed, Tabular):
+    """A precision-allocation problem, checked.
 
     ``formats`` maps number formats, from the lowest rank to the highest, to bytes per element. ``operators`` are in
     forward execution order; backward runs in reverse. ``extras`` holds the file's ``x-*`` keys by path.
@@ -242,9 +214,9 @@ class Problem:
     optimizer_ns: int
     latency_limit_ns: int
     devices: tuple[ProblemDevice, ...]
-    cast_sharing: str = "edge"
     optimum: Optimum | None = None
-    extras: Extras = field(default_factory=dict)
+    cast_sharing: Annotated[str, Json(omitted=True)] = "edge"
+    extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
     _ranks: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _devices: Mapping[str, ProblemDevice] = field(init=False, repr=False, compare=False)
@@ -259,8 +231,7 @@ class Problem:
             )
         object.__setattr__(self, "operators", tuple(self.operators))
         object.__setattr__(self, "devices", tuple(self.devices))
-        object.__setattr__(self, "formats", MappingProxyType(dict(self.formats)))
-        object.__setattr__(self, "extras", MappingProxyType(dict(self.extras)))
+        freeze(self, "formats", "extras")
         if not self.formats:
             raise ProblemError("formats is empty, but a problem needs at least one number format")
         for name, num_bytes in self.formats.items():
@@ -268,9 +239,9 @@ class Problem:
             if ">" in name:
                 raise ProblemError(f"format name is {name!r}, but '>' separates the two formats of a cast")
             check_integer(num_bytes, f"formats: bytes per element of {name}", minimum=1)
-        object.__setattr__(self, "_ranks", MappingProxyType({name: r for r, name in enumerate(self.formats)}))
-        object.__setattr__(self, "_index", MappingProxyType(self._check_operators()))
-        object.__setattr__(self, "_devices", MappingProxyType(self._check_devices()))
+        object.__setattr__(self, "_ranks", {name: rank for rank, name in enumerate(self.formats)})
+        object.__setattr__(self, "_index", self._check_operators())
+        object.__setattr__(self, "_devices", self._check_devices())
 
     def _check_operators(self) -> dict[str, int]:
         if not self.operators:
@@ -308,7 +279,7 @@ class Problem:
             self._check_tables(device)
             devices[device.name] = device
         for device in self.devices:
-            check_sums(self, device)
+            self._check_sums(device)
             for source, target, producer, consumer in missing_casts(self, device):
                 raise ProblemError(
                     f"device {device.name!r}: the cast {source}>{target} is needed between {producer!r} and "
@@ -322,13 +293,9 @@ class Problem:
         used: list[tuple[str, str]] = []
         for precision, borders in device.precisions.items():
             used.append((precision, "precisions"))
-            used += [
-                (borders.output, f"output of {precision}"),
-                (borders.gradient_input, f"gradient_input of {precision}"),
-                (borders.gradient_output, f"gradient_output of {precision}"),
-            ]
-        for source, target in device.casts:
-            used += [(source, f"cast {source}>{target}"), (target, f"cast {source}>{target}")]
+            used += [(getattr(borders, f.name), f"{f.name} of {precision}") for f in fields(borders)]
+        for pair in device.casts:
+            used += [(name, f"cast {'>'.join(pair)}") for name in pair]
         for name, place in used:
             if name not in self._ranks:
                 raise ProblemError(
@@ -353,6 +320,36 @@ class Problem:
         for name in device.operators:
             if name not in self._index:
                 raise ProblemError(f"{what}: there is a table for {name!r}, which is no operator of this problem")
+
+    def _check_sums(self, device: ProblemDevice) -> None:
+        """Some plan's sums on a device, or the products that they are made of, must not overflow."""
+        elements = {operator.name: operator.output_elements for operator in self.operators}
+        widest = max(self.formats.values())
+        time_ns, memory_kib, sensitivity = 0, 0, 0.0
+        for operator in self.operators:
+            table = device.operators[operator.name].values()
+            time_ns += max(cost.forward_ns for cost in table) + max(cost.backward_ns for cost in table)
+            memory_kib += max(cost.memory_kib for cost in table)
+            sensitivity += max(cost.sensitivity for cost in table)
+            for source in operator.inputs:
+                time_ns += 2 * max((cast.time_ns(elements[source]) for cast in device.casts.values()), default=0)
+                memory_kib += elements[source] * widest // 2**10 + 1
+        time_ns += sum(self.communication.allreduce_ns) + max(self.communication.peer_ready_ns, default=0)
+        time_ns += self.optimizer_ns
+        what = f"device {device.name!r}"
+        for sums, total in (("times in ns", time_ns), ("memory in KiB with cast buffers", memory_kib)):
+            if total > LARGEST_INTEGER:
+                raise ProblemError(f"{what}: {sums} add up to {total:.1e}, but sums must be below 2**63; check units")
+        if not math.isfinite(sensitivity * len(self.devices)):
+            raise ProblemError(f"{what}: the sensitivities add up to infinity; scale all of them by one factor")
+        # Solvers multiply before they divide, for all edges at once.
+        most = LARGEST_INTEGER // max([widest, *(cast.ns_per_mi_elements for cast in device.casts.values())])
+        for name, count in elements.items():
+            if count > most:
+                raise ProblemError(
+                    f"operator {name!r}: output_elements is {count}, but on {what} bytes and cast times fit into 64 "
+                    f"bits for at most {most}; check units"
+                )
 
     def index(self, operator: str) -> int:
         """Position of an operator in forward order."""
@@ -384,26 +381,8 @@ class Problem:
 
     def to_json(self) -> dict[str, Any]:
         """The problem as plain JSON data, extension keys included."""
-        from qsync_opt.training.problem_file import problem_to_json
-
-        return problem_to_json(self)
+        return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the problem file, whole or not at all."""
         write_json(path, self.to_json())
-
-    def to_pandas(self) -> Any:
-        """A pandas table with one row per device type, operator and precision; see `qsync_opt.report.tables`."""
-        from qsync_opt.report.tables import problem_table
-
-        return problem_table(self)
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import problem_text
-
-        return problem_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import problem_html
-
-        return problem_html(self)

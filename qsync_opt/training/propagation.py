@@ -1,4 +1,4 @@
-"""Which precision the operators get that a plan does not decide on, and which casts can therefore happen.
+"""Precisions of the operators that a plan does not decide on, and the casts that can therefore occur.
 
 A dependent operator runs in the lowest precision of its table whose rank is at least the highest rank that its inputs
 deliver; in the table's highest if none is; in its lowest if it has no inputs. A fixed operator has one precision.
@@ -40,7 +40,7 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
     Args:
         problem: The problem.
         device: One of its devices.
-        choices: Precision of every adjustable operator; further entries are not looked at.
+        choices: Precision of every adjustable operator; further entries are ignored.
 
     Returns:
         Operator to precision, in forward order.
@@ -49,7 +49,7 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
         ProblemError: An adjustable operator is missing, or gets a precision that its table lacks.
     """
     result: dict[str, str] = {}
-    followed: dict[tuple[tuple[str, ...], int], str] = {}  # by table and rank: operators have few kinds of tables
+    by_table: dict[tuple[tuple[str, ...], int], str] = {}  # operators have few kinds of tables
     output_rank = {name: problem.rank(precision.output) for name, precision in device.precisions.items()}
     for operator in problem.operators:
         table = device.operators[operator.name]
@@ -68,17 +68,16 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
             for source in operator.inputs:
                 delivered = max(delivered, output_rank[result[source]])
             key = (tuple(table), delivered)
-            found = followed.get(key)
-            if found is None:
-                found = followed[key] = follow(problem, ladder(problem, device, operator.name), delivered)
-            result[operator.name] = found
+            if key not in by_table:
+                by_table[key] = follow(problem, ladder(problem, device, operator.name), delivered)
+            result[operator.name] = by_table[key]
     return result
 
 
 def missing_casts(problem: Problem, device: ProblemDevice) -> Iterator[tuple[str, str, str, str]]:
     """Yield (from, to, producer, consumer) for each cast that some plan needs and ``device`` has no cost for.
 
-    What the inputs of a join can deliver is taken to be independent; where two of them always agree this asks for a
+    The formats that the inputs of a join deliver count as independent; where two of them always agree this may yield a
     cast that no plan uses.
 
     Source: ours.
@@ -86,22 +85,17 @@ def missing_casts(problem: Problem, device: ProblemDevice) -> Iterator[tuple[str
     possible: dict[str, tuple[str, ...]] = {}
     for operator in problem.operators:
         pairs = _pairs(problem, device, operator, possible)
-        possible[operator.name] = tuple(
-            dict.fromkeys(own for by_input in pairs.values() for _, own in by_input)
-            if pairs
-            else _without_inputs(problem, device, operator)
-        )
+        if pairs:
+            possible[operator.name] = tuple(dict.fromkeys(own for by_input in pairs.values() for _, own in by_input))
+        else:
+            steps = ladder(problem, device, operator.name)
+            possible[operator.name] = steps[:1] if operator.role is Role.DEPENDENT else steps
         for source, by_input in pairs.items():
             for theirs, own in by_input:
-                given, wanted = device.precisions[theirs], device.precisions[own]
-                for start, end in ((given.output, own), (wanted.gradient_output, given.gradient_input)):
+                before, after = device.precisions[theirs], device.precisions[own]
+                for start, end in ((before.output, own), (after.gradient_output, before.gradient_input)):
                     if start != end and (start, end) not in device.casts:
                         yield start, end, source, operator.name
-
-
-def _without_inputs(problem: Problem, device: ProblemDevice, operator: ProblemOperator) -> tuple[str, ...]:
-    steps = ladder(problem, device, operator.name)
-    return steps[:1] if operator.role is Role.DEPENDENT else steps
 
 
 def _pairs(
@@ -114,14 +108,14 @@ def _pairs(
     ranks = {
         source: {x: problem.rank(device.precisions[x].output) for x in possible[source]} for source in operator.inputs
     }
-    floor = max((min(r.values()) for r in ranks.values()), default=-1)
+    lowest = max((min(r.values()) for r in ranks.values()), default=-1)
     result = {}
     for source, own in ranks.items():
         others = {rank for other, r in ranks.items() if other != source for rank in r.values()}
         pairs: dict[tuple[str, str], None] = {}
         for x, rank in own.items():
-            highest = {rank} | {r for r in others if r > rank}
-            for delivered in sorted(h for h in highest if h >= floor):
-                pairs[x, follow(problem, steps, delivered)] = None
+            for delivered in sorted({rank} | {r for r in others if r > rank}):
+                if delivered >= lowest:
+                    pairs[x, follow(problem, steps, delivered)] = None
         result[source] = list(pairs)
     return result

@@ -1,20 +1,19 @@
-"""A plan that is in use, and a problem that has changed: keep it or move to another one?
+"""Replanning: whether a plan in use is replaced when its problem has changed.
 
 Sensitivities drift while a model trains, and devices lose or regain memory and speed. Every change of plan costs
-something (casts and caches are laid out anew, the run is harder to compare), so a plan that still keeps all limits is
-given up only for one that is better by a stated share: without such hysteresis two plans of nearly equal value would
-take turns.
+something (casts and caches are set up again, the run is harder to compare), so a plan that still keeps all limits is
+replaced only by one that is better by a given share: without this hysteresis two plans of nearly equal value would
+alternate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError, SolverError
-from qsync_opt.io import check_number
+from qsync_opt.io import check_number, freeze
 from qsync_opt.training.comparison import compare_plans
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan
@@ -28,10 +27,10 @@ Change = tuple[str | None, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replanning:
-    """What was decided, and why.
+    """The decision and its reason.
 
-    ``plan`` is the one to use from now on. ``before`` evaluates the old plan on the new problem, None if it does not
-    fit it; ``after`` the best plan that was found. ``replaced`` tells whether that is another plan than the old one;
+    ``plan`` is the one to use from now on; ``replaced`` tells whether it is another than the old one. ``before``
+    evaluates the old plan on the new problem, None if it does not fit it; ``after`` the new solution's plan.
     ``changes`` maps device type to operator to the change, and is empty if the old plan is kept.
     """
 
@@ -44,28 +43,7 @@ class Replanning:
     solution: Solution
 
     def __post_init__(self) -> None:
-        nested = {device: MappingProxyType(dict(changes)) for device, changes in self.changes.items()}
-        object.__setattr__(self, "changes", MappingProxyType(nested))
-
-
-def plan_changes(problem: Problem, before: Plan, after: Plan) -> dict[str, dict[str, Change]]:
-    """Adjustable operators whose precision differs between two plans, by device type; devices without any are left out.
-
-    Args:
-        problem: The one that ``after`` is for.
-        before: Need not fit the problem.
-        after: Fits it.
-    """
-    adjustable = {operator.name for operator in problem.adjustable}
-    # Compared without the problem, which the old plan need not fit.
-    differences = compare_plans(before, after).changes
-    changes = {
-        device: {
-            c.operator: (c.before, precisions[c.operator]) for c in differences[device] if c.operator in adjustable
-        }
-        for device, precisions in after.devices.items()
-    }
-    return {device: changed for device, changed in changes.items() if changed}
+        freeze(self, "changes", depth=2)
 
 
 def replan(
@@ -78,13 +56,13 @@ def replan(
     time_limit_s: float | None = None,
     tied: Sequence[Sequence[str]] = (),
 ) -> Replanning:
-    """Solve a changed problem and decide whether the plan in use is to be given up.
+    """Solve a changed problem and decide whether to replace the plan in use.
 
     Args:
         problem: As it is now: new sensitivities, limits or times.
         current: The plan in use.
-        improvement: Least share by which a new plan must lower the total sensitivity (0.1: by 10 %); 0 takes whatever
-            is better at all. A plan that breaks a limit now, or that does not fit the problem, is given up anyway.
+        improvement: Least share by which a new plan must lower the total sensitivity (0.1: by 10 %); 0 takes any better
+            one. A plan that breaks a limit now, or that does not fit the problem, is replaced in any case.
         method: As in `solve`.
         solver: As in `solve`.
         time_limit_s: As in `solve`.
@@ -98,13 +76,17 @@ def replan(
         SolverError: No plan was found within the time limit, and the current one does not keep the limits.
         UnsupportedError: As in `solve`.
 
-    Source:
-        Ours.
+    Source: ours.
     """
     check_number(improvement, "improvement")
     if improvement >= 1:
         raise ProblemError(f"improvement is {improvement}: a share below 1 is needed, such as 0.1")
-    before, misfit = _evaluated(problem, current)
+    before: Evaluation | None = None
+    misfit = ""
+    try:
+        before = evaluate(problem, current)
+    except ProblemError as error:
+        misfit = str(error)
     solution = solve(problem, method, solver=solver, time_limit_s=time_limit_s, tied=tied)
     if solution.plan is None or solution.evaluation is None:
         if before is not None and before.feasible:
@@ -119,7 +101,7 @@ def replan(
             )
         kind = ProblemError if solution.termination == "infeasible" else SolverError
         raise kind(f"there is no plan for problem {problem.name!r} as it is now: {solution.reason}")
-    changes = plan_changes(problem, current, solution.plan)
+    changes = _changes(problem, current, solution.plan)
     reason, kept = _verdict(before, misfit, solution.evaluation, changes, improvement)
     return Replanning(
         plan=current if kept else solution.plan,
@@ -132,14 +114,6 @@ def replan(
     )
 
 
-def _evaluated(problem: Problem, current: Plan) -> tuple[Evaluation | None, str]:
-    """The plan in use on the new problem, or why it does not fit."""
-    try:
-        return evaluate(problem, current), ""
-    except ProblemError as error:
-        return None, str(error)
-
-
 def _verdict(
     before: Evaluation | None,
     misfit: str,
@@ -148,17 +122,30 @@ def _verdict(
     improvement: float,
 ) -> tuple[str, bool]:
     """The reason in words, and whether the plan in use is kept."""
-    count = sum(map(len, changes.values()))
     if before is None:
         return f"the plan in use does not fit the problem: {misfit}", False
     if not changes:
         if before.feasible:
             return "the plan in use is still the one that is found", True
         raise SolverError("one plan was found both to break the limits and to keep them")
+    count = sum(map(len, changes.values()))
     if not before.feasible:
         return f"the plan in use breaks limits now ({'; '.join(before.violations)}): {count} operators change", False
     old, new = before.objective, after.objective
-    told = f"total sensitivity {new:.6g} instead of {old:.6g}"
+    comparison = f"total sensitivity {new:.6g} instead of {old:.6g}"
     if new < (1 - improvement) * old:
-        return f"a better plan was found, {told}: {count} operators change", False
-    return f"the plan in use is kept: the best that was found, {told}, is not better by {improvement:.0%}", True
+        return f"a better plan was found, {comparison}: {count} operators change", False
+    return f"the plan in use is kept: the best that was found, {comparison}, is not better by {improvement:.0%}", True
+
+
+def _changes(problem: Problem, before: Plan, after: Plan) -> dict[str, dict[str, Change]]:
+    """Adjustable operators whose precision differs, by device type; ``before`` need not fit the problem."""
+    adjustable = {operator.name for operator in problem.adjustable}
+    differences = compare_plans(before, after).changes
+    changes = {
+        device: {
+            c.operator: (c.before, precisions[c.operator]) for c in differences[device] if c.operator in adjustable
+        }
+        for device, precisions in after.devices.items()
+    }
+    return {device: changed for device, changed in changes.items() if changed}

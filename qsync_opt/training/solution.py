@@ -9,6 +9,7 @@ from typing import Any
 from qsync_opt import solving
 from qsync_opt.training.evaluation import Evaluation
 from qsync_opt.training.plan import Plan
+from qsync_opt.views import Displayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Answer(solving.Answer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Solution(solving.Solution[Plan, Evaluation]):
+class Solution(Displayed, solving.Solution[Plan, Evaluation]):
     """A checked plan; its objective is the plan's total sensitivity."""
 
     @property
@@ -48,13 +49,3 @@ class Solution(solving.Solution[Plan, Evaluation]):
             "memory_kib": None if self.evaluation is None else self.evaluation.memory_kib,
             "sensitivity": None if self.evaluation is None else self.evaluation.sensitivity,
         }
-
-    def __repr__(self) -> str:
-        from qsync_opt.report.display import solution_text
-
-        return solution_text(self)
-
-    def _repr_html_(self) -> str:
-        from qsync_opt.report.display import solution_html
-
-        return solution_html(self)

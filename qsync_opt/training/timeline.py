@@ -1,16 +1,16 @@
-"""When what happens in one iteration: the predicted timeline of a plan, and a trace file that Perfetto opens."""
+"""The predicted timeline of one iteration of a plan, and its trace file for Perfetto."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import check_integer, write_json
-from qsync_opt.training.evaluation import CastTime, DeviceEvaluation, Evaluation, OperatorTime, evaluate
+from qsync_opt.io import check_fields, freeze, write_json
+from qsync_opt.training.evaluation import DeviceEvaluation, Evaluation, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
 
@@ -21,7 +21,7 @@ NS_PER_US = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEvent:
-    """Something that occupies one lane for a while; ``details`` are shown beside it in a viewer."""
+    """An interval on one lane (worker and stream); a viewer shows ``details`` beside it."""
 
     worker: str
     stream: str
@@ -32,9 +32,8 @@ class TimelineEvent:
     details: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_integer(self.start_ns, f"event {self.name!r}: start_ns")
-        check_integer(self.duration_ns, f"event {self.name!r}: duration_ns")
-        object.__setattr__(self, "details", MappingProxyType(dict(self.details)))
+        check_fields(self, f"event {self.name!r}")
+        freeze(self, "details")
 
     @property
     def end_ns(self) -> int:
@@ -44,7 +43,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One iteration. Events of a lane (worker and stream) follow one another; the last one ends at ``iteration_ns``."""
+    """One iteration. Events of a lane follow one another; the last one ends at ``iteration_ns``."""
 
     name: str
     iteration_ns: int
@@ -71,8 +70,8 @@ class Timeline:
 def replay(problem: Problem, plan: Plan) -> Timeline:
     """Lay out one iteration of a plan event by event.
 
-    Each device type has a compute lane (casts, operators, optimizer) and a communication lane with the all-reduce of
-    each bucket, at the same time on all. One worker stands for all of its type.
+    One worker of each device type has a compute lane (casts, operators, optimizer) and a communication lane (the
+    all-reduce of each bucket, at the same time on all workers).
 
     Args:
         problem: The problem.
@@ -88,9 +87,8 @@ def replay(problem: Problem, plan: Plan) -> Timeline:
     """
     evaluation = evaluate(problem, plan)
     events: list[TimelineEvent] = []
-    counts = {device.name: device.count for device in problem.devices}
     for device in evaluation.devices.values():
-        worker = f"{device.name} (one of {counts[device.name]})"
+        worker = f"{device.name} (one of {problem.device(device.name).count})"
         events += _compute(worker, device)
         events += _all_reduces(worker, problem, evaluation)
         events.append(
@@ -107,60 +105,39 @@ def replay(problem: Problem, plan: Plan) -> Timeline:
 
 
 def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
+    """Each operator's forward and then backward pass, after the casts that it waits for."""
+    event = partial(TimelineEvent, worker=worker, stream=COMPUTE)
+    passes = [("forward", o, o.forward_casts, o.forward_ns) for o in device.operators]
+    passes += [("backward", o, o.backward_casts, o.backward_ns) for o in reversed(device.operators)]
     now_ns = 0
-    for operator in device.operators:
-        for event in _steps(worker, operator, "forward", operator.forward_casts, operator.forward_ns, now_ns):
-            yield event
-            now_ns = event.end_ns
-    for operator in reversed(device.operators):
-        for event in _steps(worker, operator, "backward", operator.backward_casts, operator.backward_ns, now_ns):
-            yield event
-            now_ns = event.end_ns
-
-
-def _steps(
-    worker: str, operator: OperatorTime, kind: str, casts: tuple[CastTime, ...], duration_ns: int, now_ns: int
-) -> Iterator[TimelineEvent]:
-    """The casts that an operator waits for, then the operator itself."""
-    for cast in casts:
-        yield TimelineEvent(
-            worker=worker,
-            stream=COMPUTE,
-            name=f"{cast.source} > {cast.target}",
-            kind=f"{kind} cast",
-            start_ns=now_ns,
-            duration_ns=cast.duration_ns,
-            details={"producer": cast.producer, "consumer": cast.consumer},
-        )
-        now_ns += cast.duration_ns
-    yield TimelineEvent(
-        worker=worker,
-        stream=COMPUTE,
-        name=operator.name,
-        kind=kind,
-        start_ns=now_ns,
-        duration_ns=duration_ns,
-        details={"precision": operator.precision, "casts": len(casts)},
-    )
+    for kind, operator, casts, duration_ns in passes:
+        for cast in casts:
+            name, ends = f"{cast.source} > {cast.target}", {"producer": cast.producer, "consumer": cast.consumer}
+            yield event(name=name, kind=f"{kind} cast", start_ns=now_ns, duration_ns=cast.duration_ns, details=ends)
+            now_ns += cast.duration_ns
+        details = {"precision": operator.precision, "casts": len(casts)}
+        yield event(name=operator.name, kind=kind, start_ns=now_ns, duration_ns=duration_ns, details=details)
+        now_ns += duration_ns
 
 
 def _all_reduces(worker: str, problem: Problem, evaluation: Evaluation) -> Iterator[TimelineEvent]:
     communication = problem.communication
     free_ns = 0
-    for k, start_ns in enumerate(evaluation.bucket_start_ns):
-        ready = {device.name: device.bucket_ready_ns[k] for device in evaluation.devices.values()}
-        ready["devices of fixed precision"] = communication.peer_ready_ns[k]
-        ready["the bucket before"] = free_ns
+    for k, (start_ns, duration_ns) in enumerate(
+        zip(evaluation.bucket_start_ns, communication.allreduce_ns, strict=True)
+    ):
+        ready_ns = {device.name: device.bucket_ready_ns[k] for device in evaluation.devices.values()}
+        ready_ns |= {"devices of fixed precision": communication.peer_ready_ns[k], "the bucket before": free_ns}
         yield TimelineEvent(
             worker=worker,
             stream=COMMUNICATION,
             name=f"all-reduce {k}",
             kind="all-reduce",
             start_ns=start_ns,
-            duration_ns=communication.allreduce_ns[k],
-            details={"bucket": k, "waited_for": max(ready, key=lambda name: ready[name])},
+            duration_ns=duration_ns,
+            details={"bucket": k, "waited_for": max(ready_ns, key=ready_ns.__getitem__)},
         )
-        free_ns = start_ns + communication.allreduce_ns[k]
+        free_ns = start_ns + duration_ns
 
 
 def trace_json(timeline: Timeline) -> dict[str, Any]:

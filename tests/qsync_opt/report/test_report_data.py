@@ -10,8 +10,8 @@ import pytest
 
 import qsync_opt
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.report import Measured, load_measured, make_report, report_html, write_report
-from qsync_opt.report.contents import POINTS, MeasuredDevice, memory_curve
+from qsync_opt.report import Measured, MeasuredDevice, load_measured, make_report, report_html, write_report
+from qsync_opt.report.contents import POINTS
 from qsync_opt.report.markup import (
     better_words,
     gain_words,
@@ -31,6 +31,7 @@ from qsync_opt.training import (
     Plan,
     evaluate,
     memory_breakdown,
+    memory_timeline,
     replay,
     solve,
     uniform_plan,
@@ -156,17 +157,21 @@ def test_formats_of_unknown_names_get_colours_of_their_own():
     assert [slot(formats, name) for name in formats] == [6, 0, 7, 5]
 
 
-def test_the_curve_ends_at_nothing_and_peaks_at_the_evaluated_memory(stacked):
+def test_the_memory_timeline_ends_at_nothing_and_peaks_at_the_evaluated_memory(stacked):
     problem, plan = stacked
     for name, device in evaluate(problem, plan).devices.items():
-        curve = memory_curve(problem, device)
+        timeline = memory_timeline(problem, device)
         parts = memory_breakdown(problem, device)
         constant = parts.total_bytes - parts.activations_bytes - parts.casts_bytes
-        assert max(curve.held_bytes) + constant == device.memory_kib * 1024
-        assert (curve.held_bytes[0], curve.held_bytes[-1]) == (0, 0)
-        assert (curve.times_ns[0], curve.times_ns[-1]) == (0, device.backward_end_ns)
-        assert curve.times_ns[curve.held_bytes.index(max(curve.held_bytes))] <= curve.peak_ns == device.forward_end_ns
-        assert problem.extras["devices", name, MEMORY_KEY]["peak_operator"] == curve.peak_operator
+        assert max(timeline.live_bytes) + constant == device.memory_kib * 1024
+        assert (timeline.live_bytes[0], timeline.live_bytes[-1]) == (0, 0)
+        assert (timeline.times_ns[0], timeline.times_ns[-1]) == (0, device.backward_end_ns)
+        assert (
+            timeline.times_ns[timeline.live_bytes.index(max(timeline.live_bytes))]
+            <= timeline.peak_ns
+            == device.forward_end_ns
+        )
+        assert problem.extras["devices", name, MEMORY_KEY]["peak_operator"] == timeline.peak_operator
 
 
 def test_notes_survive_the_file_and_a_problem_without_them_knows_totals_only(stacked, tmp_path):
@@ -174,11 +179,11 @@ def test_notes_survive_the_file_and_a_problem_without_them_knows_totals_only(sta
     problem.save(tmp_path / "p.json")
     loaded = qsync_opt.load_problem(tmp_path / "p.json")
     device = evaluate(loaded, plan).devices["T4"]
-    assert memory_curve(loaded, device) == memory_curve(problem, device)
+    assert memory_timeline(loaded, device) == memory_timeline(problem, device)
     for key in (MEMORY_KEY, OPERATORS_KEY):
         less = {path: value for path, value in problem.extras.items() if path[-1] != key}
         bare = replace(problem, extras=less)
-        assert memory_curve(bare, device) is None
+        assert memory_timeline(bare, device) is None
     report = make_report(bare, plan, front="none")
     assert "Only totals per operator are known" in peak_words(report, device)[0]
     assert report_json(report)["devices"][0]["memory"] is None
@@ -197,7 +202,7 @@ def test_notes_that_contradict_the_problem_are_refused(stacked, note, message):
     problem, plan = stacked
     spoiled = replace(problem, extras={**problem.extras, ("devices", "T4", OPERATORS_KEY): note})
     with pytest.raises(ProblemError, match=message):
-        memory_curve(spoiled, evaluate(problem, plan).devices["T4"])
+        memory_timeline(spoiled, evaluate(problem, plan).devices["T4"])
 
 
 def test_hostile_names_stay_text():

@@ -6,8 +6,7 @@ from importlib.resources import files
 import pytest
 
 from qsync_opt.io import format_memory, format_sensitivity, format_time
-from qsync_opt.report import Measured, make_report, write_report
-from qsync_opt.report.contents import MeasuredDevice
+from qsync_opt.report import Measured, MeasuredDevice, make_report, write_report
 from qsync_opt.testing import chain, no_memory, operator, stacked_problem
 from qsync_opt.training import evaluate, solve, uniform_plan
 

@@ -4,7 +4,8 @@ from qsync_opt.costs import DeviceProfile, IterationOverhead
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import OpGraph
 from qsync_opt.testing import FORWARD_NS, make_profile, residual_graph
-from qsync_opt.training import MeasuredPasses, calibrate, predict_passes, uniform_choices
+from qsync_opt.training import MeasuredPasses, calibrate, uniform_choices
+from qsync_opt.training.calibration import UniformPredictor
 
 
 @pytest.fixture
@@ -12,13 +13,17 @@ def graph() -> OpGraph:
     return residual_graph()
 
 
+def _passes(graph: OpGraph, profile: DeviceProfile, precision: str) -> tuple[int, int]:
+    return UniformPredictor(graph, profile, precision).predict(profile.overhead)
+
+
 def _measure(graph: OpGraph, truth: DeviceProfile) -> dict[str, MeasuredPasses]:
-    passes = {precision: predict_passes(graph, truth, precision) for precision in truth.formats}
+    passes = {precision: _passes(graph, truth, precision) for precision in truth.formats}
     return {p: MeasuredPasses(forward_ns=f, backward_ns=b) for p, (f, b) in passes.items()}
 
 
 def test_a_uniform_prediction_is_the_sum_of_its_parts(graph: OpGraph) -> None:
-    forward_ns, backward_ns = predict_passes(graph, make_profile(graph), "FP32")
+    forward_ns, backward_ns = _passes(graph, make_profile(graph), "FP32")
     assert forward_ns == 8 * FORWARD_NS
     # The embedding's result has two users, whose gradients are summed.
     assert backward_ns == 16 * FORWARD_NS + 100 + 200_000 * 4096 // 2**20
@@ -51,7 +56,7 @@ def test_contradicting_iterations_are_balanced(graph: OpGraph) -> None:
     profile = make_profile(graph)
     measured = {}
     for precision, factor in (("FP32", 1.3), ("BF16", 1.5)):
-        forward_ns, backward_ns = predict_passes(graph, profile, precision)
+        forward_ns, backward_ns = _passes(graph, profile, precision)
         measured[precision] = MeasuredPasses(
             forward_ns=round(factor * forward_ns), backward_ns=round(factor * backward_ns)
         )

@@ -6,7 +6,8 @@ from qsync_opt.costs import IterationOverhead
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.testing import FORWARD_NS, make_cluster, make_graph, make_operator, make_profile, residual_graph
-from qsync_opt.training import device_tables, price_operators, problem_inputs, problem_role, uniform_precisions
+from qsync_opt.training import problem_inputs, problem_role, uniform_precisions
+from qsync_opt.training.pricing import device_tables, price_operators
 
 SUM_NS = 100 + 200_000 * 4096 // 2**20
 

@@ -81,7 +81,7 @@ FC1 = (*T4, "operators", "fc1", "FP16")
         (("latency_limit_ns",), None, "latency_limit_ns is None"),
         (("latency_limit_ns",), True, "latency_limit_ns is True"),
         (("cast_sharing",), "none", "cast_sharing is 'none', but allowed are 'edge' or 'producer'"),
-        (("optimum",), {"objective": 1}, "optimum: the key 'devices' is missing"),
+        (("optimum",), {"objective": 1}, "optimum: the key 'bound' is missing"),
         ((*T4, "name"), "\ud800", "half of a surrogate pair"),
         ((*T4, "memory_limit_kib"), _DELETE, "device 'T4': the key 'memory_limit_kib' is missing"),
         ((*T4, "count"), 0, "count is 0"),

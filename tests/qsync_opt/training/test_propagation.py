@@ -5,7 +5,7 @@ import pytest
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Role
 from qsync_opt.testing import cost, diamond
-from qsync_opt.training import follow, ladder, missing_casts, propagate
+from qsync_opt.training import follow, ladder, propagate
 
 
 def test_ladder_is_sorted_by_rank_not_by_the_file():
@@ -41,10 +41,10 @@ def test_a_missing_choice_is_an_error():
         propagate(problem, problem.devices[0], {"a": "FP16", "b": "FP16"})
 
 
-def test_missing_casts_of_both_directions_are_found():
+@pytest.mark.parametrize(("source", "target"), [("FP16", "FP32"), ("FP32", "FP16")])
+def test_a_missing_cast_of_either_direction_is_named(source, target):
     problem = diamond().problem
-    device = problem.devices[0]
-    bare = replace(device, casts={})
-    found = {(source, target) for source, target, _, _ in missing_casts(problem, bare)}
-    assert found == {("FP16", "FP32"), ("FP32", "FP16")}
-    assert list(missing_casts(problem, device)) == []
+    (device,) = problem.devices
+    casts = {pair: cast for pair, cast in device.casts.items() if pair != (source, target)}
+    with pytest.raises(ProblemError, match=f"the cast {source}>{target} is needed between"):
+        replace(problem, devices=(replace(device, casts=casts),))
