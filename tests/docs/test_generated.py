@@ -97,11 +97,11 @@ def test_formulas_become_mathml():
 def test_every_command_is_on_the_page_of_the_command_line():
     import command_line_page
 
-    from qsync_opt.cli.app import COMMANDS
+    from qsync_opt.cli import COMMANDS
 
     page = command_line_page.command_line_page()
     for command in COMMANDS:
         assert f"## qsync-opt {command}\n" in page
-    assert "| `PROBLEM` | problem file |" in page
-    assert "usage:" not in page
+    assert "| `PROBLEM` | problem file" in page
+    assert "Usage:" not in page
     assert sys.prefix not in page  # no path of the machine that builds the site

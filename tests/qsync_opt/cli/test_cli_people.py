@@ -1,9 +1,8 @@
-"""The commands explain, pareto, diff, doctor and completion, run in this process."""
+"""The commands explain, pareto, diff and doctor, and completion."""
 
 import csv
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,21 +14,18 @@ import pytest
 import qsync_opt
 import qsync_opt.cli.doctor as doctor
 from qsync_opt import evaluate, load_plan, uniform_plan
-from qsync_opt.cli.app import main
+from qsync_opt.cli import COMMANDS, main
 from qsync_opt.errors import ProblemError
 from qsync_opt.registry import Kind, entries
 from qsync_opt.testing import buckets, diamond, no_memory
 from qsync_opt.training import Explainer, overview
 
-COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli.app import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli import main; sys.exit(main())"]
 
 
 def run(capfd, *arguments):
     """Exit status, standard output, standard error."""
-    try:
-        status = main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        status = stop.code
+    status = main([str(argument) for argument in arguments])
     out, err = capfd.readouterr()
     return status, out, err
 
@@ -318,54 +314,29 @@ def test_doctor_reports_what_is_broken(monkeypatch, capfd):
     assert "ImportError: libcudart.so.13: cannot open shared object file; reinstall it" in out
 
 
-def complete(script, *words):
-    """What bash proposes for the last word."""
-    listed = " ".join(f"'{word}'" for word in words)
-    text = f'source "$1"; COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; _qsync_opt; echo "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", text, "bash", str(script)], capture_output=True, text=True, timeout=250)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes(capfd, files, monkeypatch):
-    script = files / "completion.bash"
-    script.write_text(run(capfd, "completion", "bash")[1])
-    monkeypatch.chdir(files)
-    assert complete(script, "qsync-opt", "so") == ["solve"]
-    assert {"solve", "pareto", "doctor", "--version"} <= set(complete(script, "qsync-opt", ""))
-    assert complete(script, "qsync-opt", "solve", "--me") == ["--method"]
-    assert complete(script, "qsync-opt", "solve", "--method", "exa") == ["exact"]
-    assert complete(script, "qsync-opt", "solve", "--solver", "") == list(entries(Kind.SOLVER))
-    assert complete(script, "qsync-opt", "pareto", "--against", "") == ["latency", "memory"]
-    assert complete(script, "qsync-opt", "-v", "evaluate", "pro") == ["problem.json"]
-    assert complete(script, "qsync-opt", "solve", "--output", "lo") == ["low.json"]
-    assert complete(script, "qsync-opt", "solve", "--time-limit", "") == []
-    assert complete(script, "qsync-opt", "completion", "b") == ["bash"]
-    registered = subprocess.run(
-        ["bash", "-c", 'source "$1"; complete -p qsync-opt', "bash", str(script)], capture_output=True, text=True
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("qsync-opt so", ["solve"]),
+        ("qsync-opt solve --me", ["--method"]),
+        ("qsync-opt solve --method exa", ["exact"]),
+        ("qsync-opt solve --solver ", list(entries(Kind.SOLVER))),
+        ("qsync-opt pareto --against ", ["latency", "memory"]),
+    ],
+)
+def test_completion_proposes_commands_options_and_registered_names(words, expected):
+    position = len(words.split()) if words.endswith(" ") else len(words.split()) - 1
+    environment = {"_QSYNC_OPT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
+    done = subprocess.run(
+        COMMAND, capture_output=True, text=True, timeout=250, env={**os.environ, **environment}, check=True
     )
-    assert "-F _qsync_opt qsync-opt" in registered.stdout
-
-
-@pytest.mark.parametrize(("shell", "check"), [("bash", "-n"), ("zsh", "-n"), ("fish", "--no-execute")])
-def test_completion_scripts_name_everything(capfd, tmp_path, shell, check):
-    status, script, _ = run(capfd, "completion", shell)
-    assert status == 0
-    for word in ("solve", "evaluate", "pareto", "explain", "doctor"):
-        assert word in script
-    for option in ("method", "against", "quiet", "exit-code", "require"):
-        assert option in script
-    if shutil.which(shell) is not None:
-        path = tmp_path / "script"
-        path.write_text(script)
-        subprocess.run([shell, check, str(path)], check=True, timeout=250)
+    assert done.stdout.split() == expected
 
 
 def test_help_loads_nothing_heavy():
     code = (
         "import sys\n"
-        "from qsync_opt.cli.app import main\n"
+        "from qsync_opt.cli import main\n"
         "try:\n"
         "    main(['--help'])\n"
         "except SystemExit:\n"
@@ -380,10 +351,10 @@ def test_help_loads_nothing_heavy():
 
 
 def test_every_command_describes_itself(capfd):
-    for command in ("plan", "explain", "pareto", "diff", "doctor", "completion"):
+    for command in COMMANDS:
         status, out, _ = run(capfd, command, "--help")
         assert status == 0
-        assert out.startswith(f"usage: qsync-opt {command}")
+        assert out.startswith(f"Usage: qsync-opt {command} [OPTIONS]")
 
 
 def test_two_devices_need_a_choice(capfd, files):

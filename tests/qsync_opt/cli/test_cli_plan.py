@@ -25,7 +25,7 @@ from qsync_opt import (
     save_statistics,
     sensitivities,
 )
-from qsync_opt.cli.app import main
+from qsync_opt.cli import main
 from qsync_opt.cluster import DeviceType
 from qsync_opt.costs import ESTIMATES_KEY, estimate_lines
 from qsync_opt.sensitivity import FROM_FORMATS, FROM_WEIGHTS
@@ -278,7 +278,7 @@ def test_resnet50_is_planned_without_torch(tmp_path):
     model = tmp_path / "resnet50.onnx"
     example = ROOT / "examples" / "plan_onnx_file"
     subprocess.run([sys.executable, str(example / "resnet50.py"), str(model)], check=True, timeout=250)
-    script = "import sys\nsys.modules['torch'] = None\nfrom qsync_opt.cli.app import main\nsys.exit(main())\n"
+    script = "import sys\nsys.modules['torch'] = None\nfrom qsync_opt.cli import main\nsys.exit(main())\n"
     command = [sys.executable, "-c", script, "plan", str(model), str(example / "cluster.yaml"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

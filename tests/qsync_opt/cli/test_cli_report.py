@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from qsync_opt.cli.app import main
+from qsync_opt.cli import main
 from qsync_opt.testing import chain
 
 
@@ -19,10 +19,7 @@ def files(tmp_path, tmp_path_factory, monkeypatch):
 
 def _run(capfd, *arguments):
     capfd.readouterr()
-    try:
-        status = main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        status = stop.code
+    status = main([str(argument) for argument in arguments])
     out, err = capfd.readouterr()
     return status, out, err
 
@@ -83,7 +80,7 @@ def test_points_of_fronts_are_kept_in_the_named_folder_or_nowhere(capfd, files):
 @pytest.mark.parametrize(
     ("arguments", "needle"),
     [
-        (["problem.json"], "required: PLAN"),
+        (["problem.json"], "missing argument 'PLAN'"),
         (["none.json", "plan.json"], "none.json"),
         (["problem.json", "problem.json"], "format is 'qsync-problem/1', but allowed is 'qsync-plan/1'"),
         (["problem.json", "plan.json", "--front", "best"], "front is 'best', but allowed are greedy, exact, none"),

@@ -1,0 +1,68 @@
+"""A registered system is mounted under its name, and its commands are loaded when one of them is run."""
+
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+import typer
+
+from qsync_opt.cli import main
+from qsync_opt.errors import ProblemError
+
+
+@dataclass(frozen=True)
+class FakeSystem:
+    name: str
+    description: str
+    commands: str | None
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A system whose commands are in the module ``parcels``, and one without commands."""
+    systems = {
+        "parcels": FakeSystem("parcels", "the size of every parcel", "parcels:commands"),
+        "silent": FakeSystem("silent", "no commands", None),
+    }
+    registry = types.ModuleType("qsync_opt.systems")
+    registry.systems = lambda: systems
+    monkeypatch.setitem(sys.modules, "qsync_opt.systems", registry)
+    commands = typer.Typer()
+
+    @commands.command()
+    def solve(problem: str) -> int:
+        """Choose the sizes."""
+        if problem == "bad":
+            raise ProblemError("problem 'bad' is\nbad; give a good one")
+        print(f"solved {problem}")
+        return 3
+
+    module = types.ModuleType("parcels")
+    module.commands = commands
+    return module
+
+
+def test_help_lists_a_system_without_loading_it(fake, capfd):
+    assert main(["--help"]) == 0
+    out = capfd.readouterr().out
+    assert "parcels   the size of every parcel" in out
+    assert "silent" not in out
+
+
+def test_a_command_of_a_system_is_run(fake, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "parcels", fake)
+    assert main(["parcels", "solve", "p.json"]) == 3
+    assert capfd.readouterr().out == "solved p.json\n"
+    assert main(["parcels", "solve", "bad"]) == 2
+    assert capfd.readouterr().err == "qsync-opt parcels: problem 'bad' is bad; give a good one\n"
+    assert main(["parcels", "solve"]) == 2
+    assert capfd.readouterr().err.endswith("; see qsync-opt parcels solve --help\n")
+    assert main(["parcels", "slove"]) == 2
+    assert "'slove'" in capfd.readouterr().err
+    assert main(["parcles"]) == 2
+    assert "did you mean 'parcels'?" in capfd.readouterr().err
+    assert main(["parcels", "--help"]) == 0
+    out = capfd.readouterr().out
+    assert "the size of every parcel" in out
+    assert "--install-completion" not in out
