@@ -38,7 +38,7 @@ COMMANDS: dict[str, str] = {
 }
 """Command -> ``"module:function"``. ``--help`` imports these modules: heavy imports stand in the functions."""
 
-# Typer 0.26 took click in: of its exceptions only this one has a public name everywhere.
+# Of the exceptions that typer took over from click only this one has a public name.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.mro()[1])
 
 

@@ -36,6 +36,11 @@ def whole(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
+def option(metavar: str, help: str | None = None, *flags: str, **more: Any) -> Any:
+    """An option with a value."""
+    return typer.Option(*flags, metavar=metavar, help=help, **more)
+
+
 def choice(*allowed: str) -> dict[str, Any]:
     """What an option with few values needs: a check that names the nearest one, and completion."""
 
@@ -70,27 +75,25 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="no progress bar (there is none without a terminal)")]
 ProblemFile = Annotated[str, typer.Argument(metavar="PROBLEM", help="problem file")]
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="plan file")]
-PlanOutput = Annotated[str | None, typer.Option("--output", metavar="PLAN", help="write the plan to this file")]
+PlanOutput = Annotated[str | None, option("PLAN", "write the plan to this file", "--output")]
 Method = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="greedy (default; exact with a budget), qsync, exact, exhaustive, ...",
+    option(
+        "NAME",
+        "greedy (default; exact with a budget), qsync, exact, exhaustive, ...",
         autocompletion=registered("formulation"),
     ),
 ]
 Solver = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="ortools, pulp, highs, scip, cp-sat, ...; the first installed by default",
+    option(
+        "NAME",
+        "ortools, pulp, highs, scip, cp-sat, ...; the first installed by default",
         autocompletion=registered("solver"),
     ),
 ]
-TimeLimit = Annotated[float | None, typer.Option(metavar="S", help="seconds for a whole solve", parser=real)]
-Cache = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="where points are kept (default: ~/.cache/qsync-opt)")
-]
+TimeLimit = Annotated[float | None, option("S", "seconds for a whole solve", parser=real)]
+Cache = Annotated[Path | None, option("FOLDER", "where points are kept (default: ~/.cache/qsync-opt)")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="compute every point anew and keep none")]
 
 
@@ -145,9 +148,9 @@ def gap_text(value: float | None) -> str:
     return "-" if value is None else format_gap(value)
 
 
-def signed(text: str, value: float) -> str:
-    """The text of a change, with its sign where it is positive; a negative one has it already."""
-    return f"+{text}" if value > 0 else text
+def signed(show: Callable[[Any], str], change: float) -> str:
+    """A change as ``show`` writes it, with a plus where it is positive."""
+    return f"+{show(change)}" if change > 0 else show(change)
 
 
 def print_json(data: object) -> None:

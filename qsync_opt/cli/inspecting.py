@@ -24,6 +24,7 @@ from qsync_opt.cli.console import (
     front_cache,
     mebibytes,
     milliseconds,
+    option,
     print_estimates,
     print_json,
     print_table,
@@ -35,15 +36,7 @@ from qsync_opt.io import near_match
 
 if TYPE_CHECKING:
     from qsync_opt.steps import AuditedWorker
-    from qsync_opt.training import (
-        Alternative,
-        Evaluation,
-        Explanation,
-        Overview,
-        PlanDifference,
-        Problem,
-        Saving,
-    )
+    from qsync_opt.training import Alternative, Evaluation, Explanation, Overview, PlanDifference, Problem, Saving
 
 _LOGGER = logging.getLogger(__name__)
 _KB = 1000
@@ -93,7 +86,7 @@ def explain(
             "most sensitivity or could save most time",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="only this device type; all by default")] = None,
+    device: Annotated[str | None, option("NAME", "only this device type; all by default")] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
@@ -161,29 +154,40 @@ def _print_overview(overview: Overview) -> None:
 def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
     from qsync_opt.io import format_sensitivity
 
-    higher = explanation.next_higher
-    share = explanation.sensitivity / total
+    higher, share = explanation.next_higher, explanation.sensitivity / total
     return (
         f"  {explanation.operator}",
         explanation.precision,
         format_sensitivity(explanation.sensitivity),
         f"{100 * share:.0f} %" if share >= _LEAST_SHARE else "under 1 %",
-        *(("-",) * 4 if higher is None else (higher.precision, _iteration(higher), _memory(higher), _limits(higher))),
+        *(("-",) * 4 if higher is None else (higher.precision, *_changes(higher, "iteration", "memory", "limits"))),
     )
 
 
 def _saving_row(saving: Saving) -> tuple[str, ...]:
     instead = saving.instead
-    return (
-        f"  {saving.explanation.operator}",
-        saving.explanation.precision,
-        instead.precision,
-        _computing(instead),
-        _iteration(instead),
-        _sensitivity(instead),
-        _memory(instead),
-        _limits(instead),
-    )
+    changes = _changes(instead, "computing", "iteration", "sensitivity", "memory", "limits")
+    return f"  {saving.explanation.operator}", saving.explanation.precision, instead.precision, *changes
+
+
+def _alternative_row(alternative: Alternative) -> tuple[str, ...]:
+    casts = f"+{len(alternative.added_casts)} -{len(alternative.removed_casts)}"
+    *changes, limits = _changes(alternative, "sensitivity", "iteration", "computing", "memory", "limits")
+    return f"  {alternative.precision}", *changes, casts, limits
+
+
+def _changes(alternative: Alternative, *names: str) -> list[str]:
+    """What another precision would change, as texts."""
+    from qsync_opt.io import format_memory, format_sensitivity, format_time
+
+    texts = {
+        "sensitivity": signed(format_sensitivity, alternative.sensitivity_change),
+        "iteration": signed(format_time, alternative.iteration_change_ns),
+        "computing": signed(format_time, alternative.compute_change_ns),
+        "memory": signed(format_memory, alternative.memory_change_kib),
+        "limits": "; ".join(f"breaks {limit.text}" for limit in alternative.broken) or "kept",
+    }
+    return [texts[name] for name in names]
 
 
 def _print_explanation(explanation: Explanation) -> None:
@@ -200,58 +204,16 @@ def _print_explanation(explanation: Explanation) -> None:
     )
     if explanation.alternatives:
         header = ("  precision", "sensitivity", "iteration", "own compute", "memory", "casts", "limits")
-        print_table(header, [_row(alternative) for alternative in explanation.alternatives])
+        print_table(header, [_alternative_row(alternative) for alternative in explanation.alternatives])
     for alternative in explanation.alternatives:
         for pushed in alternative.pushed:
             print(f"  {alternative.precision} would push {pushed.operator} from {pushed.before} to {pushed.after}")
 
 
-def _row(alternative: Alternative) -> tuple[str, ...]:
-    return (
-        f"  {alternative.precision}",
-        _sensitivity(alternative),
-        _iteration(alternative),
-        _computing(alternative),
-        _memory(alternative),
-        f"+{len(alternative.added_casts)} -{len(alternative.removed_casts)}",
-        _limits(alternative),
-    )
-
-
-def _sensitivity(alternative: Alternative) -> str:
-    from qsync_opt.io import format_sensitivity
-
-    return signed(format_sensitivity(alternative.sensitivity_change), alternative.sensitivity_change)
-
-
-def _iteration(alternative: Alternative) -> str:
-    from qsync_opt.io import format_time
-
-    return signed(format_time(alternative.iteration_change_ns), alternative.iteration_change_ns)
-
-
-def _computing(alternative: Alternative) -> str:
-    from qsync_opt.io import format_time
-
-    return signed(format_time(alternative.compute_change_ns), alternative.compute_change_ns)
-
-
-def _memory(alternative: Alternative) -> str:
-    from qsync_opt.io import format_memory
-
-    return signed(format_memory(alternative.memory_change_kib), alternative.memory_change_kib)
-
-
-def _limits(alternative: Alternative) -> str:
-    return "kept" if alternative.feasible else "; ".join(f"breaks {limit.text}" for limit in alternative.broken)
-
-
 def diff(
     first: Annotated[str, typer.Argument(metavar="PLAN", help="plan file before")],
     second: Annotated[str, typer.Argument(metavar="PLAN", help="plan file after")],
-    problem: Annotated[
-        str | None, typer.Option(metavar="PROBLEM", help="their problem: also shows what the change costs")
-    ] = None,
+    problem: Annotated[str | None, option("PROBLEM", "their problem: also shows what the change costs")] = None,
     show_all: Annotated[
         bool, typer.Option("--all", help=f"list every operator, not the first {_SHOWN_CHANGES} of a device")
     ] = False,
@@ -304,7 +266,7 @@ def _print_cost(before: Evaluation, after: Evaluation) -> None:
     from qsync_opt.io import format_memory, format_sensitivity, format_time
 
     def row(name: str, show: Any, old: float, new: float) -> tuple[str, ...]:
-        return name, show(old), show(new), signed(show(new - old), new - old)
+        return name, show(old), show(new), signed(show, new - old)
 
     rows = [
         row("iteration time", format_time, before.iteration_ns, after.iteration_ns),
@@ -320,13 +282,10 @@ def _print_cost(before: Evaluation, after: Evaluation) -> None:
 def report(
     problem: ProblemFile,
     plan: PlanFile,
-    output: Annotated[str, typer.Option("--output", "--out", metavar="FILE", help="page to write")] = "report.html",
-    front: Annotated[
-        str, typer.Option(metavar="METHOD", help="greedy, exact (every point proved; may take long) or none")
-    ] = "greedy",
+    output: Annotated[str, option("FILE", "page to write", "--output", "--out")] = "report.html",
+    front: Annotated[str, option("METHOD", "greedy, exact (every point proved; may take long) or none")] = "greedy",
     measured: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="measurements of the plan, to show beside what is predicted"),
+        str | None, option("FILE", "measurements of the plan, to show beside what is predicted")
     ] = None,
     cache: Cache = None,
     no_cache: NoCache = False,
@@ -374,16 +333,14 @@ def report(
 
 def audit(
     traces: Annotated[list[str], typer.Argument(metavar="TRACE...", help="traces of torch.profiler, one per worker")],
-    graph: Annotated[str, typer.Option(metavar="GRAPH", help="captured graph of the model")],
-    plan: Annotated[str, typer.Option(metavar="PLAN", help="plan file that the workers ran under")],
-    costs: Annotated[list[str], typer.Option(metavar="COSTS...", help="step costs, one file per worker")],
+    graph: Annotated[str, option("GRAPH", "captured graph of the model")],
+    plan: Annotated[str, option("PLAN", "plan file that the workers ran under")],
+    costs: Annotated[list[str], option("COSTS...", "step costs, one file per worker")],
     device: Annotated[
-        list[str] | None, typer.Option(metavar="TYPE...", help="device type of each worker, if the plan has several")
+        list[str] | None, option("TYPE...", "device type of each worker, if the plan has several")
     ] = None,
-    top: Annotated[int, typer.Option(metavar="N", help="operators to list", parser=whole)] = _SHOWN_OPERATORS,
-    overlay: Annotated[
-        str | None, typer.Option(metavar="FILE", help="also write both as one trace for Perfetto")
-    ] = None,
+    top: Annotated[int, option("N", "operators to list", parser=whole)] = _SHOWN_OPERATORS,
+    overlay: Annotated[str | None, option("FILE", "also write both as one trace for Perfetto")] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
@@ -409,11 +366,9 @@ def audit(
     types = device or [next(iter(choices))] * len(traces)
     if len(choices) > 1 and not device:
         raise ProblemError(f"the plan has several device types ({', '.join(choices)}); say --device for each trace")
-    for option, values in (("--costs", costs), ("--device", types)):
+    for flag, values in (("--costs", costs), ("--device", types)):
         if len(values) != len(traces):
-            raise ProblemError(
-                f"{len(traces)} traces but {len(values)} times {option}; one of each per worker is needed"
-            )
+            raise ProblemError(f"{len(traces)} traces but {len(values)} times {flag}; one of each per worker is needed")
     workers: list[AuditedWorker] = []
     timelines, measured = [], {}
     for trace, costs_file, kind in zip(traces, costs, types, strict=True):

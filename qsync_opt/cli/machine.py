@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qsync_opt.cli.console import EXIT_DIFFERENT, EXIT_OK, Json, Verbose, print_json, whole
+from qsync_opt.cli.console import EXIT_DIFFERENT, EXIT_OK, Json, Verbose, option, print_json, whole
 from qsync_opt.errors import NotInstalledError, ProblemError, UnsupportedError
 from qsync_opt.io import near_match
 
@@ -28,8 +28,7 @@ _SEEDS = 2**63
 
 def doctor(
     require: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="names with commas between that must be there: torch,ortools,cuda"),
+        str | None, option("NAMES", "names with commas between that must be there: torch,ortools,cuda")
     ] = None,
     json: Json = False,
     verbose: Verbose = False,
@@ -99,13 +98,9 @@ def _seed(text: str) -> int:
 
 
 def demo(
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="folder for the files it writes")] = Path(
-        "demo-output"
-    ),
-    steps: Annotated[
-        int, typer.Option(metavar="N", help="training steps of each of the three runs", parser=_steps)
-    ] = 80,
-    seed: Annotated[int, typer.Option(metavar="N", help="seed of weights and batches", parser=_seed)] = 0,
+    output: Annotated[Path, option("FOLDER", "folder for the files it writes")] = Path("demo-output"),
+    steps: Annotated[int, option("N", "training steps of each of the three runs", parser=_steps)] = 80,
+    seed: Annotated[int, option("N", "seed of weights and batches", parser=_seed)] = 0,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object; the steps go to standard error")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="do not show the steps")] = False,
     verbose: Verbose = False,

@@ -17,6 +17,7 @@ from qsync_opt.cli.console import (
     TimeLimit,
     Verbose,
     check_outputs,
+    option,
     real,
     registered,
 )
@@ -41,43 +42,43 @@ def plan(
     ],
     costs: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="cost model: auto (a profile where there is one, else roofline), ...",
+        option(
+            "NAME",
+            "cost model: auto (a profile where there is one, else roofline), ...",
             autocompletion=registered("cost model"),
         ),
     ] = "auto",
     indicator: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="sensitivities from: weights (default), formats, ...; of statistics (default: what they hold): "
+        option(
+            "NAME",
+            "sensitivities from: weights (default), formats, ...; of statistics (default: what they hold): "
             "probed, propagated, progress, loss, depth, hessian, fisher, weight, random",
             autocompletion=registered("indicator"),
         ),
     ] = None,
     statistics: Annotated[
-        str | None, typer.Option(metavar="FILE", help="statistics collected of this model, for the sensitivities")
+        str | None, option("FILE", "statistics collected of this model, for the sensitivities")
     ] = None,
     method: Method = None,
     solver: Solver = None,
     time_limit: TimeLimit = None,
     latency_limit: Annotated[
-        str | None, typer.Option(metavar="TIME", help="such as '120 ms'; the fastest plan that fits, by default")
+        str | None, option("TIME", "such as '120 ms'; the fastest plan that fits, by default")
     ] = None,
     noise_budget: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="minimise the iteration time, raising the variance of the averaged gradient by at most this share of "
+        option(
+            "SHARE",
+            "minimise the iteration time, raising the variance of the averaged gradient by at most this share of "
             "what it has anyway, such as 0.05; needs --statistics of two batches or more",
             parser=real,
         ),
     ] = None,
-    slack: Annotated[float, typer.Option(metavar="X", help="lengthen the fastest plan's time by X", parser=real)] = 0.0,
-    optimizer: Annotated[str, typer.Option(metavar="NAME", help="for estimates: adamw, momentum or sgd")] = "adamw",
+    slack: Annotated[float, option("X", "lengthen the fastest plan's time by X", parser=real)] = 0.0,
+    optimizer: Annotated[str, option("NAME", "for estimates: adamw, momentum or sgd")] = "adamw",
     output: PlanOutput = None,
-    save_problem: Annotated[str | None, typer.Option(metavar="PROBLEM", help="write the problem to this file")] = None,
+    save_problem: Annotated[str | None, option("PROBLEM", "write the problem to this file")] = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -29,6 +29,7 @@ from qsync_opt.cli.console import (
     mebibytes,
     milliseconds,
     number,
+    option,
     print_estimates,
     print_json,
     print_table,
@@ -48,25 +49,21 @@ def solve(
     method: Method = None,
     solver: Solver = None,
     time_limit: TimeLimit = None,
-    gap: Annotated[
-        float | None, typer.Option(metavar="G", help="relative gap at which to stop, such as 0.01", parser=real)
-    ] = None,
-    start: Annotated[
-        str | None, typer.Option(metavar="PLAN", help="plan file to start from; it need not be feasible")
-    ] = None,
+    gap: Annotated[float | None, option("G", "relative gap at which to stop, such as 0.01", parser=real)] = None,
+    start: Annotated[str | None, option("PLAN", "plan file to start from; it need not be feasible")] = None,
     tied: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GROUP",
-            help="operators that share one precision, names with commas between, or the word 'blocks': the same "
+        option(
+            "GROUP",
+            "operators that share one precision, names with commas between, or the word 'blocks': the same "
             "operator of identical blocks; may be given several times",
         ),
     ] = None,
     sensitivity_budget: Annotated[
         float | None,
-        typer.Option(
-            metavar="B",
-            help="minimise the iteration time with at most this sensitivity: proved by the method exact, searched for "
+        option(
+            "B",
+            "minimise the iteration time with at most this sensitivity: proved by the method exact, searched for "
             "by greedy",
             parser=real,
         ),
@@ -236,7 +233,7 @@ def _print_devices(problem: Problem, plan: Plan, evaluation: Evaluation) -> None
 
 def compare(
     problem: ProblemFile,
-    methods: Annotated[str, typer.Option(metavar="NAMES", help="names with commas between")] = "greedy,exact",
+    methods: Annotated[str, option("NAMES", "names with commas between")] = "greedy,exact",
     time_limit: TimeLimit = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
     quiet: Quiet = False,
@@ -287,23 +284,18 @@ def _print_comparison(solutions: list[Solution]) -> None:
 
 def pareto(
     problem: ProblemFile,
-    against: Annotated[str, typer.Option(metavar="latency|memory", **choice("latency", "memory"))] = "latency",
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="whose memory; the only planned type by default")
-    ] = None,
+    against: Annotated[str, option("latency|memory", None, **choice("latency", "memory"))] = "latency",
+    device: Annotated[str | None, option("NAME", "whose memory; the only planned type by default")] = None,
     method: Annotated[
-        str,
-        typer.Option(metavar="greedy|exact", help="exact: every point is proved", **choice("greedy", "exact")),
+        str, option("greedy|exact", "exact: every point is proved", **choice("greedy", "exact"))
     ] = "greedy",
-    points: Annotated[int, typer.Option(metavar="N", help="how many limits to try", parser=whole)] = 30,
+    points: Annotated[int, option("N", "how many limits to try", parser=whole)] = 30,
     whole_front: Annotated[
         bool, typer.Option("--whole", help="every point of the latency front, however many")
     ] = False,
-    csv: Annotated[str | None, typer.Option(metavar="FILE", help="write the points as CSV")] = None,
-    svg: Annotated[str | None, typer.Option(metavar="FILE", help="write the front as a picture")] = None,
-    plans: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="write the plan of every point into this folder")
-    ] = None,
+    csv: Annotated[str | None, option("FILE", "write the points as CSV")] = None,
+    svg: Annotated[str | None, option("FILE", "write the front as a picture")] = None,
+    plans: Annotated[Path | None, option("FOLDER", "write the plan of every point into this folder")] = None,
     cache: Cache = None,
     no_cache: NoCache = False,
     json: Json = False,
