@@ -1,5 +1,6 @@
 """What is generated and kept in the repository is what the generators make."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -105,3 +106,10 @@ def test_every_command_is_on_the_page_of_the_command_line():
     assert "| `PROBLEM` | problem file" in page
     assert "Usage:" not in page
     assert sys.prefix not in page  # no path of the machine that builds the site
+
+
+def test_files_that_the_tour_of_the_code_names_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:qsync_opt|formulations|runtimes|kernels)/[\w/.]*)`", text))
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists() and name != "qsync_opt/systems.py"]
