@@ -20,7 +20,9 @@ def _section(context: Any) -> str:
     records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
     rows = [f"| `{name}` | {_cell(text)} |" for name, text in records]
     table = "\n".join(["| argument | meaning |", "|---|---|", *rows])
-    return f'## {context.command_path}\n\n{_cell(command.help or "")}\n\n```text title="Usage"\n{usage}\n```\n\n{table}\n'
+    return (
+        f'## {context.command_path}\n\n{_cell(command.help or "")}\n\n```text title="Usage"\n{usage}\n```\n\n{table}\n'
+    )
 
 
 def command_line_page() -> str:
