@@ -93,15 +93,15 @@ class _Commands(TyperGroup):
             with results_on_stdout():
                 return super().invoke(ctx)
         except QSyncError as failure:
-            return _refuse(ctx, str(failure))
+            return _refuse(ctx.invoked_subcommand, str(failure))
         except KeyboardInterrupt as stop:
             # A command that keeps what it has done says so in the exception.
-            _refuse(ctx, f"interrupted; {stop}" if str(stop) else "interrupted")
+            _refuse(ctx.invoked_subcommand, f"interrupted; {stop}" if str(stop) else "interrupted")
             return EXIT_INTERRUPTED
         except BrokenPipeError:
             return EXIT_OK  # the reader has gone; there is nobody left to tell
         except OSError as failure:  # a full disk, say
-            return _refuse(ctx, f"the operating system refuses: {failure}")
+            return _refuse(ctx.invoked_subcommand, f"the operating system refuses: {failure}")
 
 
 def _systems() -> dict[str, Any]:
@@ -118,9 +118,10 @@ def _load(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _refuse(ctx: typer.Context, message: str) -> int:
+def _refuse(command: str | None, message: str) -> int:
     # Another package's text may hold line breaks; the promise is one line.
-    print(f"qsync-opt {ctx.invoked_subcommand}: {' '.join(message.split())}", file=sys.stderr)
+    place = f"qsync-opt {command}" if command else "qsync-opt"
+    print(f"{place}: {' '.join(message.split())}", file=sys.stderr)
     return EXIT_UNUSABLE
 
 
@@ -166,8 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = failure.ctx.command_path if failure.ctx else "qsync-opt"
         print(f"{place}: {_usage_message(failure)}; see {place} --help", file=sys.stderr)
         return EXIT_UNUSABLE
+    except QSyncError as failure:  # of a system that is listed
+        return _refuse(None, str(failure))
     except KeyboardInterrupt:
-        print("qsync-opt: interrupted", file=sys.stderr)
+        _refuse(None, "interrupted")
         return EXIT_INTERRUPTED
     return int(status or EXIT_OK)
 

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from qsync_opt.cli import main
-from qsync_opt.errors import ProblemError
+from qsync_opt.errors import ProblemError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,15 @@ def test_help_lists_a_system_without_loading_it(fake, capfd):
     out = capfd.readouterr().out
     assert "parcels   the size of every parcel" in out
     assert "silent" not in out
+
+
+def test_systems_that_cannot_be_listed_exit_2_with_one_line(fake, capfd, monkeypatch):
+    def claimed_twice():
+        raise UnsupportedError("the system name 'parcels' is claimed twice")
+
+    monkeypatch.setattr(sys.modules["qsync_opt.systems"], "systems", claimed_twice)
+    assert main(["--help"]) == 2
+    assert capfd.readouterr().err == "qsync-opt: the system name 'parcels' is claimed twice\n"
 
 
 def test_a_command_of_a_system_is_run(fake, capfd, monkeypatch):
