@@ -61,8 +61,8 @@ def public_names_page() -> str:
         "# Reference",
         "",
         "These names are loaded on first use from `qsync_opt`; importing the package loads neither torch nor a solver. "
-        "Everything else is imported from its package, such as `qsync_opt.training`; the navigation lists what each module "
-        "defines.",
+        "Everything else is imported from its package, such as `qsync_opt.training`; the navigation lists what each "
+        "module defines.",
         "",
         "| name | what it is |",
         "|---|---|",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import typer
 
-from qsync_opt.cli import main
 from qsync_opt.errors import ProblemError, UnsupportedError
 
 
@@ -43,35 +42,30 @@ def fake(monkeypatch):
     return module
 
 
-def test_help_lists_a_system_without_loading_it(fake, capfd):
-    assert main(["--help"]) == 0
-    out = capfd.readouterr().out
+def test_help_lists_a_system_without_loading_it(fake, run):
+    status, out, _ = run("--help")
+    assert status == 0
     assert "parcels   the size of every parcel" in out
     assert "silent" not in out
 
 
-def test_systems_that_cannot_be_listed_exit_2_with_one_line(fake, capfd, monkeypatch):
+def test_systems_that_cannot_be_listed_exit_2_with_one_line(fake, run, monkeypatch):
     def claimed_twice():
         raise UnsupportedError("the system name 'parcels' is claimed twice")
 
     monkeypatch.setattr(sys.modules["qsync_opt.systems"], "systems", claimed_twice)
-    assert main(["--help"]) == 2
-    assert capfd.readouterr().err == "qsync-opt: the system name 'parcels' is claimed twice\n"
+    assert run("--help") == (2, "", "qsync-opt: the system name 'parcels' is claimed twice\n")
 
 
-def test_a_command_of_a_system_is_run(fake, capfd, monkeypatch):
+def test_a_command_of_a_system_is_run(fake, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "parcels", fake)
-    assert main(["parcels", "solve", "p.json"]) == 3
-    assert capfd.readouterr().out == "solved p.json\n"
-    assert main(["parcels", "solve", "bad"]) == 2
-    assert capfd.readouterr().err == "qsync-opt parcels: problem 'bad' is bad; give a good one\n"
-    assert main(["parcels", "solve"]) == 2
-    assert capfd.readouterr().err.endswith("; see qsync-opt parcels solve --help\n")
-    assert main(["parcels", "slove"]) == 2
-    assert "'slove'" in capfd.readouterr().err
-    assert main(["parcles"]) == 2
-    assert "did you mean 'parcels'?" in capfd.readouterr().err
-    assert main(["parcels", "--help"]) == 0
-    out = capfd.readouterr().out
+    assert run("parcels", "solve", "p.json") == (3, "solved p.json\n", "")
+    assert run("parcels", "solve", "bad") == (2, "", "qsync-opt parcels: problem 'bad' is bad; give a good one\n")
+    status, out, err = run("parcels", "solve")
+    assert (status, out) == (2, "")
+    assert err.endswith("; see qsync-opt parcels solve --help\n")
+    assert "'slove'" in run("parcels", "slove")[2]
+    assert "did you mean 'parcels'?" in run("parcles")[2]
+    status, out, _ = run("parcels", "--help")
+    assert (status, "--install-completion" in out) == (0, False)
     assert "the size of every parcel" in out
-    assert "--install-completion" not in out
