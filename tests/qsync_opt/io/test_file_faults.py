@@ -44,7 +44,7 @@ def python(code, *arguments, **options):
 WRITERS = """
 import json, sys
 import qsync_opt
-from qsync_opt.cli.app import main
+from qsync_opt.cli import main
 from qsync_opt.testing.conformance import sample_graph
 from qsync_opt.cluster.datasheets import data_sheet
 from qsync_opt.errors import QSyncError
@@ -129,7 +129,7 @@ def test_the_command_line_says_in_one_line_that_the_disk_is_full(tmp_path):
     with small_disk(folder):
         (folder / "filler").write_bytes(bytes(64 * 1024))
         command = ["solve", str(tmp_path / "problem.json"), "--output", str(folder / "plan.json")]
-        result = python("import sys; from qsync_opt.cli.app import main; sys.exit(main(sys.argv[1:]))", *command)
+        result = python("import sys; from qsync_opt.cli import main; sys.exit(main(sys.argv[1:]))", *command)
         assert result.returncode == 2 and result.stderr.count("\n") == 1
         assert "plan.json" in result.stderr and "No space left" in result.stderr
         assert [entry.name for entry in folder.iterdir()] == ["filler"]
@@ -138,7 +138,7 @@ def test_the_command_line_says_in_one_line_that_the_disk_is_full(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_results_that_cannot_be_printed_are_an_error(tmp_path):
     chain().problem.save(tmp_path / "problem.json")
-    code = "import sys; from qsync_opt.cli.app import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from qsync_opt.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-P", "-c", code, "solve", str(tmp_path / "problem.json"), "--json"]
     with open("/dev/full", "w") as full_device:
         result = subprocess.run(command, stdout=full_device, stderr=subprocess.PIPE, text=True, timeout=250)

@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from qsync_opt.cli.app import main
+from qsync_opt.cli import main
 from qsync_opt.runtimes.torch.demo import INFERENCE, TRAINER, DemoOptions, others_words, result_json, run_demo
 from qsync_opt.runtimes.torch.demo.sizes import GptConfig
 from qsync_opt.training import evaluate, load_plan, load_problem
