@@ -5,10 +5,11 @@ The console script calls `main`; the commands of a further system share the opti
 
 from typing import TYPE_CHECKING
 
+from qsync_opt.cli.app import main
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.cli.app import COMMANDS, command_line, main
+    from qsync_opt.cli.app import COMMANDS, command_line
     from qsync_opt.cli.console import (
         EXIT_INFEASIBLE,
         EXIT_OK,
