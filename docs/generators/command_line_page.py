@@ -1,76 +1,47 @@
-"""Reference of the command line, from the argument parser itself."""
+"""Reference of the command line, from the commands themselves."""
 
 from __future__ import annotations
 
-import argparse
 import re
+from typing import Any
 
-from qsync_opt.cli.app import build_parser
+from qsync_opt.cli import COMMANDS, command_line
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-def _help(action: argparse.Action) -> str:
-    text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
-    if action.choices and not isinstance(action, argparse._SubParsersAction):
-        listed = ", ".join(f"`{choice}`" for choice in action.choices)
-        text += f" (one of {listed})"
-    return _cell(text)
-
-
-def _name(action: argparse.Action) -> str:
-    if not action.option_strings:
-        shown = action.metavar if isinstance(action.metavar, str) else action.dest
-        return f"`{shown}`"
-    if action.nargs == 0:
-        return ", ".join(f"`{option}`" for option in action.option_strings)
-    value = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    return ", ".join(f"`{option} {value}`" for option in action.option_strings)
-
-
-def _arguments(parser: argparse.ArgumentParser) -> str:
-    rows = [
-        f"| {_name(action)} | {_help(action)} |"
-        for action in parser._actions
-        if not isinstance(action, argparse._SubParsersAction) and action.help != argparse.SUPPRESS
-    ]
-    return "\n".join(["| argument | meaning |", "|---|---|", *rows]) + "\n"
-
-
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    return {}
-
-
-def _usage(parser: argparse.ArgumentParser) -> str:
+def _section(context: Any) -> str:
+    """Heading, description, usage and arguments of a command."""
+    command = context.command
     # The width of the terminal that builds the site must not show.
-    words = re.sub(r"\s+", " ", parser.format_usage()).removeprefix("usage: ").strip()
-    return f'```text title="Usage"\n{words}\n```\n'
+    usage = re.sub(r"\s+", " ", command.get_usage(context)).removeprefix("Usage: ").strip()
+    records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
+    rows = [f"| `{name}` | {_cell(text)} |" for name, text in records]
+    table = "\n".join(["| argument | meaning |", "|---|---|", *rows])
+    return (
+        f'## {context.command_path}\n\n{_cell(command.help or "")}\n\n```text title="Usage"\n{usage}\n```\n\n{table}\n'
+    )
 
 
 def command_line_page() -> str:
     """Markdown of the page."""
-    parser = build_parser()
-    commands = _commands(parser)
+    program = command_line()
+    context = program.make_context("qsync-opt", [], resilient_parsing=True)
     parts = [
         "# Command line\n\n"
-        "This page is generated from the argument parser. With `--json` exactly one JSON value goes to standard "
-        "output; progress and logs go to standard error.\n\n"
+        "This page is generated from the commands. With `--json` exactly one JSON value goes to standard output; "
+        "progress and logs go to standard error.\n\n"
         "| exit status | meaning |\n|---|---|\n"
         "| 0 | done; where a plan was wanted: there is a feasible one |\n"
         "| 1 | `diff --exit-code`: the plans differ; `doctor`: something is broken or a required name is missing |\n"
         "| 2 | unusable arguments or file; one line on standard error says what, where, and what is allowed |\n"
         "| 3 | no feasible plan; the reason names the limit, the device and the least value that could be met |\n"
         "| 130 | interrupted |\n",
-        f"## qsync-opt\n\n{_usage(parser)}\n{_arguments(parser)}",
+        _section(context),
     ]
-    for name, command in commands.items():
-        description = (command.description or "").strip().rstrip(".")
-        parts.append(f"## qsync-opt {name}\n\n{_cell(description)}.\n\n{_usage(command)}\n{_arguments(command)}")
-        if command.epilog:
-            parts.append(f"{_cell(command.epilog)}\n")
+    for name in COMMANDS:
+        command = program.get_command(context, name)
+        parts.append(_section(type(context)(command, parent=context, info_name=name)))
     return "\n".join(parts)

@@ -17,8 +17,8 @@ from wrong_inputs import write_inputs
 from wrong_models import MODEL_CASES
 from wrong_problems import PROBLEM_CASES
 
-from qsync_opt.cli.app import main
-from qsync_opt.errors import QSyncError
+from qsync_opt import QSyncError
+from qsync_opt.cli import main
 
 CASES = (*PROBLEM_CASES, *MODEL_CASES)
 

@@ -203,141 +203,74 @@ def _capture(data: Record) -> dict[str, str]:
     }
 
 
-RUNTIME_ROWS = (
+_ROWS = (
+    # what, result, file, its sections where they may be of several days
+    ("Predicted iteration time of {{ steps.cases }} plans", "off by {{ steps.all }}", "predictor.json"),
+    ("Predicted peak memory, {{ steps.memory-plans }} peaks", "{{ steps.memory }}", "predictor.json"),
     (
-        "A plan of FP32 alone against plain DDP; of BF16 alone against BF16 autocast",
-        "{{ runtime.fp32 }}; {{ runtime.bf16 }}; operator by operator {{ runtime.bf16-operators }}",
+        "Throughput of the plan on a whole card and 16 multiprocessors of another, beside the best single mode",
+        "{{ runtime.throughput }}",
+        "runtime.json",
     ),
     (
-        "Throughput of the plan on a whole card and 16 multiprocessors of another, beside the best single way; with "
-        "local batches by speed, beside all other ways",
-        "{{ runtime.throughput }}; {{ runtime.by-speed }}",
+        "Step of BERT-base, 16 x 128 tokens: BF16 autocast; BF16 plan, INT8 plan; both as CUDA graphs",
+        "{{ host.bert-base.eager.bf16-autocast }}; {{ host.bert-base.eager.plan-bf16 }}, "
+        "{{ host.bert-base.eager.plan-int8 }}; {{ host.bert-base.graphs.plan-bf16 }}, "
+        "{{ host.bert-base.graphs.plan-int8 }}",
+        "host-cost.json",
     ),
-    ("Training with a plan made anew every 100 steps", "{{ runtime.soak }}"),
+    (
+        "Step of two transformers under INT8 and FP8 plans, against BF16 autocast",
+        "eager {{ kernels.model.eager }}; CUDA graph {{ kernels.model.graph }}",
+        "kernels.json",
+        "model",
+    ),
+    (
+        "INT8 products, INT8 convolutions, against BF16",
+        "{{ kernels.product.int8 }} x, {{ kernels.convolution }} x",
+        "kernels.json",
+        "product",
+        "convolution",
+    ),
+    (
+        "Rank correlation of predicted and measured sensitivities, {{ indicator.networks }} networks",
+        "{{ indicator.probed.rank }}",
+        "indicator.json",
+    ),
+    (
+        "`exact`, 1,000 operators: proved; median time",
+        "{{ solvers.exact.1000.proved }}; {{ solvers.exact.1000.seconds }}",
+        "solvers.json",
+    ),
+    (
+        "`greedy`, 1,000 operators: worst distance from the optimum; median time",
+        "{{ solvers.greedy.1000.worst-error }}; {{ solvers.greedy.1000.seconds }}",
+        "solvers.json",
+    ),
+    (
+        "Capture of {{ capture.models }} models with {{ capture.operators }} operators",
+        "{{ capture.seconds }}",
+        "capture.json",
+    ),
 )
+"""Results that a user chooses by; the page of results has all."""
 
 
 def readme_table() -> str:
     """The table of measured results that README shows; a test compares the two."""
     known, results = figures(), load_results()
 
-    def row(what: str, result: str, name: str, sections: tuple[str, ...] = ()) -> tuple[str, str, str, str]:
-        """``sections`` are those that the result comes from, where they may be of several days."""
-        found = environment(results[name])
+    def row(what: str, result: str, name: str, *sections: str) -> tuple[str, str, str]:
         parts = [results[name]["sections"][section] for section in sections] or [results[name]]
         days = sorted({environment(part)["date"][: len("2026-11-22")] for part in parts})
-        date = " and ".join(days) if days[0][:1].isdigit() else "–"
-        hardware = found["hardware"]
-        if "; " in hardware:  # of several machines their names; the file has the rest
-            hardware = "; ".join(dict.fromkeys(text.split(",")[0] for text in hardware.split("; ")))
-        return what, with_figures(result, known), f"{hardware}, {date}", f"`{name}`"
+        # Of several machines their cards; the file has the rest.
+        machines = [text.split(",")[0] for text in environment(results[name])["hardware"].split("; ")]
+        cards = list(dict.fromkeys(text for text in machines if "NVIDIA" in text)) or machines[:1]
+        date = f"{days[0]} and {days[-1]}" if len(days) > 1 else days[0]
+        return with_figures(what, known), with_figures(result, known), f"`{name}`: {'; '.join(cards)}, {date}"
 
-    rows = [
-        row(
-            f"Iteration time, predicted against measured: small transformer, {known['predicted.plans']} plans",
-            "uniform FP32 {{ predicted.time-fp32 }}; all plans {{ predicted.time }}",
-            "predicted-cuda.json",
-        ),
-        row("Memory, predicted against measured peak, same plans", "{{ predicted.memory }}", "predicted-cuda.json"),
-        row(
-            "Iteration measured, same model",
-            "FP32 {{ predicted.fp32.measured }}, TF32 {{ predicted.tf32.measured }}, "
-            "FP16 {{ predicted.fp16.measured }}, INT8 {{ predicted.int8.measured }}, FP8 {{ predicted.fp8.measured }}",
-            "predicted-cuda.json",
-        ),
-        row(
-            f"Iteration time from recorded steps, a card beside a partition, {known['steps.cases']} plans; the "
-            f"{known['steps.device-cases']} in which the device takes at least 1.25 times what the host does",
-            "off by {{ steps.all }}; by {{ steps.device }}",
-            "predictor.json",
-        ),
-        row(
-            f"The same, each of {known['held-out.cases']} recorded plans of two models predicted from the others; "
-            "those that needed no scaled costs",
-            "off by {{ held-out.all }}; by {{ held-out.measured }}",
-            "predictor-held-out.json",
-        ),
-        row(
-            f"Iteration time of compiled steps, {known['compiled.cases']} plans; those that nobody had run",
-            "off by {{ compiled.all }}; by {{ compiled.new }}",
-            "predictor-compiled.json",
-        ),
-        row(
-            f"Peak memory of both workers, {known['steps.memory-plans']} peaks",
-            "{{ steps.memory }}",
-            "predictor.json",
-        ),
-        row(
-            "Predicting a BERT-base plan on four device types; after the change of one operator",
-            "{{ replay.full }}; {{ replay.change }}",
-            "replay-speed.json",
-        ),
-        row(
-            "INT8 products against cuBLAS BF16; INT8 convolutions against cuDNN BF16, geometric means of speed",
-            "{{ kernels.product.int8 }} x; {{ kernels.convolution }} x",
-            "kernels.json",
-            ("product", "convolution"),
-        ),
-        row(
-            "Linear-GELU-Linear in 8 bits, forward and backward with all quantization, against BF16",
-            "{{ kernels.layer }} x; with a 16-bit backward {{ kernels.layer-half }} x",
-            "kernels.json",
-            ("layer",),
-        ),
-        row(
-            "A training step of two transformers (12 layers, width 768 and 2048) under uniform INT8 and FP8 plans, "
-            "against BF16 autocast",
-            "eager {{ kernels.model.eager }}; CUDA graph {{ kernels.model.graph }}; compiled "
-            "{{ kernels.model.compiled }}",
-            "kernels.json",
-            ("model",),
-        ),
-        row(
-            "A training step of BERT-base, 16 x 128 tokens: BF16 autocast; BF16 plan, INT8 plan; the plans captured by "
-            "`graphed`",
-            "{{ host.bert-base.eager.bf16-autocast }}; {{ host.bert-base.eager.plan-bf16 }}, "
-            "{{ host.bert-base.eager.plan-int8 }}; {{ host.bert-base.graphs.plan-bf16 }}, "
-            "{{ host.bert-base.graphs.plan-int8 }}",
-            "host-cost.json",
-        ),
-        *(
-            row(what, result, "runtime.json")
-            for what, result in RUNTIME_ROWS
-            if any(known[name] != NOT_MEASURED for name in _PLACE.findall(result))
-        ),
-        row(
-            f"Variance of single operators, predicted over measured, {known['indicator.cases']} cases",
-            "{{ indicator.operators }}",
-            "indicator.json",
-        ),
-        row(
-            f"Rank correlation of operators' sensitivities with measured ones, {known['indicator.networks']} networks",
-            "{{ indicator.probed.rank }}",
-            "indicator.json",
-        ),
-        row(
-            "The same of a GPT on a card: with added gradient variance; with the loss after steps",
-            "{{ quality.gradient.probed }}; {{ quality.after_steps.probed }}, "
-            "where noise allows {{ quality.after_steps.ceiling }}",
-            "quality.json",
-        ),
-        row(
-            f"`exact`, 1,000 operators: proved; median time{known['solvers.load']}",
-            "{{ solvers.exact.1000.proved }}; {{ solvers.exact.1000.seconds }}",
-            "solvers.json",
-        ),
-        row(
-            f"`greedy`, 1,000 operators: worst distance from the optimum; median time{known['solvers.load']}",
-            "{{ solvers.greedy.1000.worst-error }}; {{ solvers.greedy.1000.seconds }}",
-            "solvers.json",
-        ),
-        row(
-            f"Capture of {known['capture.models']} models with {known['capture.operators']} operators",
-            "{{ capture.seconds }}",
-            "capture.json",
-        ),
-    ]
-    return table(("measured", "result", "hardware, date", "file in `benchmarks/results/`"), rows)
+    rows = [row(*each) for each in _ROWS if known.get(_PLACE.findall(each[1])[0]) != NOT_MEASURED]
+    return table(("measured", "result", "file in `benchmarks/results/`"), rows)
 
 
 def write_readme_table(path: Path) -> None:

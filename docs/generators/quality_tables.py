@@ -161,6 +161,6 @@ def cost_table(data: Record) -> str:
 
 def overview(data: Mapping[str, Any]) -> str:
     """What the page of measured results shows."""
-    return "Read [Does the indicator tell the truth?](background/quality.md) for what these mean.\n\n" + "\n".join(
+    return "Read [How good the indicator is](background/quality.md) for what these mean.\n\n" + "\n".join(
         (operators_table(data), ranks_table(data), plans_table(data), training_table(data), cost_table(data))
     )

@@ -1,4 +1,4 @@
-"""Which page documents which module? One page per module, found by walking the folders."""
+"""The reference: one page per module, for all modules in the folders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def public_names_page() -> str:
         "# Reference",
         "",
         "These names are loaded on first use from `qsync_opt`; importing the package loads neither torch nor a solver. "
-        "Everything else is imported from the module that the navigation lists.",
+        "Everything else is imported from its package, such as `qsync_opt.training`; the navigation lists what each "
+        "module defines.",
         "",
         "| name | what it is |",
         "|---|---|",

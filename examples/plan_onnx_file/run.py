@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from qsync_opt import build_problem, data_sheet, load_cluster, read_onnx, read_weights, roofline_profile, solve
-from qsync_opt.cli.app import main as qsync_opt_command
+from qsync_opt.cli import main as qsync_opt_command
 from qsync_opt.sensitivity import FROM_WEIGHTS, weight_sensitivities
 
 HERE = Path(__file__).resolve().parent

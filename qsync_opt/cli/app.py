@@ -1,4 +1,4 @@
-"""The command ``qsync-opt``: solve, evaluate and compare from a shell.
+"""The command ``qsync-opt``: its commands, its exit status, and one line on standard error for what goes wrong.
 
 With ``--json`` exactly one JSON value goes to standard output; progress and logs go to standard error. Exit status: 0 a
 feasible plan, 2 unusable arguments or file (one line says which), 3 no feasible plan.
@@ -6,128 +6,182 @@ feasible plan, 2 unusable arguments or file (one line says which), 3 no feasible
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, cast
+
+import typer
+import typer.main
+from typer.core import TyperCommand, TyperGroup
 
 import qsync_opt
+from qsync_opt.cli.console import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNUSABLE, Verbose
 from qsync_opt.errors import QSyncError
 from qsync_opt.io import near_match
 
-EXIT_OK, EXIT_UNUSABLE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 2, 3, 130
+COMMANDS: dict[str, str] = {
+    "solve": "qsync_opt.cli.solving:solve",
+    "evaluate": "qsync_opt.cli.inspecting:evaluate",
+    "compare": "qsync_opt.cli.solving:compare",
+    "plan": "qsync_opt.cli.planning:plan",
+    "explain": "qsync_opt.cli.inspecting:explain",
+    "pareto": "qsync_opt.cli.solving:pareto",
+    "report": "qsync_opt.cli.inspecting:report",
+    "diff": "qsync_opt.cli.inspecting:diff",
+    "audit": "qsync_opt.cli.inspecting:audit",
+    "doctor": "qsync_opt.cli.machine:doctor",
+    "demo": "qsync_opt.cli.machine:demo",
+}
+"""Command -> ``"module:function"``. ``--help`` imports these modules: heavy imports stand in the functions."""
 
-FIRST_STEPS = (
-    "To begin with: 'qsync-opt demo' shows every step on this machine, 'qsync-opt doctor' what it can do, 'qsync-opt "
-    "COMMAND --help' the options of a command."
+# Of the exceptions that typer took over from click only this one has a public name.
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.mro()[1])
+
+
+class _Command(TyperCommand):
+    """A command whose options of several values take all that follow, as in ``--costs A B``."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        # The parser wants such an option before each of its values.
+        lists = {name for param in self.params if str(param.metavar).endswith("...") for name in param.opts}
+        option: str | None = None
+        repeated: list[str] = []
+        for arg in args:
+            if arg.startswith("-"):
+                option = arg if arg in lists else None
+            elif option is not None and repeated[-1] != option:
+                repeated.append(option)
+            repeated.append(arg)
+        try:
+            return super().parse_args(ctx, repeated)
+        except _UsageError as failure:
+            failure.ctx = failure.ctx or ctx
+            raise
+
+
+class _Commands(TyperGroup):
+    """The commands of this package and those of registered systems, each loaded when it is run."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return [*COMMANDS, *_systems()]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        holder = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        if cmd_name in COMMANDS:
+            holder.command(cmd_name, cls=_Command)(_load(COMMANDS[cmd_name]))
+        elif (system := _systems().get(cmd_name)) is not None:
+            holder.add_typer(_load(system.commands), name=cmd_name, help=system.description)
+        elif ctx.resilient_parsing:  # a shell asks for completions
+            return None
+        else:
+            names = self.list_commands(ctx)
+            ctx.fail(f"no such command {cmd_name!r}{near_match(cmd_name, names)}; allowed are {', '.join(names)}")
+        return typer.main.get_group(holder).commands[cmd_name]
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        rows = [(name, _load(target).__doc__.splitlines()[0]) for name, target in COMMANDS.items()]
+        rows += [(name, system.description) for name, system in _systems().items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            with results_on_stdout():
+                return super().invoke(ctx)
+        except QSyncError as failure:
+            return _refuse(ctx.invoked_subcommand, str(failure))
+        except KeyboardInterrupt as stop:
+            # A command that keeps what it has done says so in the exception.
+            _refuse(ctx.invoked_subcommand, f"interrupted; {stop}" if str(stop) else "interrupted")
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            return EXIT_OK  # the reader has gone; there is nobody left to tell
+        except OSError as failure:  # a full disk, say
+            return _refuse(ctx.invoked_subcommand, f"the operating system refuses: {failure}")
+
+
+def _systems() -> dict[str, Any]:
+    """The registered systems that have commands of their own."""
+    try:
+        from qsync_opt.systems import systems
+    except ModuleNotFoundError:
+        return {}
+    return {name: system for name, system in systems().items() if system.commands}
+
+
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _refuse(command: str | None, message: str) -> int:
+    # Another package's text may hold line breaks; the promise is one line.
+    place = f"qsync-opt {command}" if command else "qsync-opt"
+    print(f"{place}: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_UNUSABLE
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"qsync-opt {qsync_opt.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=_Commands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    # The rest of the docstring is for who imports the package.
+    help=(qsync_opt.__doc__ or "").partition("\n\n")[0],
+    epilog="To begin with: 'qsync-opt demo' shows every step on this machine, 'qsync-opt doctor' what it can do, "
+    "'qsync-opt COMMAND --help' the options of a command.",
+    subcommand_metavar="COMMAND ...",
 )
 
-Runner = Callable[[argparse.Namespace], int]
-"""Does a command and returns the exit status; a QSyncError becomes one line and status 2."""
 
-# Sub-command -> "module:function"; the function gets the sub-parser, adds arguments and returns a `Runner`. A module is
-# imported only when a command line is parsed, so it must be cheap: heavy imports belong into its runner.
-COMMANDS: dict[str, str] = {
-    "solve": "qsync_opt.cli.solving:add_solve",
-    "evaluate": "qsync_opt.cli.solving:add_evaluate",
-    "compare": "qsync_opt.cli.solving:add_compare",
-    "plan": "qsync_opt.cli.planning:add_plan",
-    "explain": "qsync_opt.cli.inspecting:add_explain",
-    "pareto": "qsync_opt.cli.cli_pareto:add_pareto",
-    "report": "qsync_opt.cli.cli_report:add_report",
-    "diff": "qsync_opt.cli.cli_diff:add_diff",
-    "audit": "qsync_opt.cli.cli_audit:add_audit",
-    "doctor": "qsync_opt.cli.machine:add_doctor",
-    "completion": "qsync_opt.cli.completion:add_completion",
-    "demo": "qsync_opt.cli.cli_demo:add_demo",
-}
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version", callback=_print_version, is_eager=True)
+    ] = False,
+    verbose: Verbose = False,
+) -> None: ...
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """argparse, but an error is one line, and a misspelled choice gets the nearest one."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            names = [str(choice) for choice in action.choices]
-            near = near_match(str(value), names)
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{near}; allowed are {', '.join(names)}")
-
-    def error(self, message: str) -> Any:
-        self.exit(EXIT_UNUSABLE, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-class _CommandParser(_OneLineParser):
-    """Parser of one command: what it does not know is told in its own name, not in that of the whole program."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, others = super().parse_known_args(args, namespace)
-        if others:
-            option = next((each.partition("=")[0] for each in others if each.startswith("-")), "")
-            near = near_match(option, self._option_string_actions) if option else ""
-            self.error(f"unrecognized arguments: {' '.join(others)}{near}")
-        return known, others
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
-    # The rest of the docstring is for who imports the package.
-    description = (qsync_opt.__doc__ or "").partition("\n\n")[0]
-    parser = _OneLineParser(prog="qsync-opt", description=description, epilog=FIRST_STEPS)
-    parser.add_argument("--version", action="version", version=f"qsync-opt {qsync_opt.__version__}")
-    _add_verbose(parser, default=False)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
-    for name, target in COMMANDS.items():
-        module, _, attribute = target.partition(":")
-        add: Callable[[argparse.ArgumentParser], Runner] = getattr(importlib.import_module(module), attribute)
-        help_text = (add.__doc__ or "").splitlines()[0].rstrip(".")
-        subparser = subparsers.add_parser(name, help=help_text, description=help_text)
-        subparser.set_defaults(run=add(subparser))
-        # Without a default of its own, so that one given before the command is not forgotten.
-        _add_verbose(subparser, default=argparse.SUPPRESS)
-    return parser
-
-
-def _add_verbose(parser: argparse.ArgumentParser, default: Any) -> None:
-    """Let the option stand before the command or after it."""
-    text = "log what is done to standard error"
-    parser.add_argument("-v", "--verbose", action="store_true", default=default, help=text)
+def command_line() -> Any:
+    """The whole command line as a command of click, which can be run and described."""
+    return typer.main.get_command(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
-        options = build_parser().parse_args(arguments)
+        status = command_line().main(arguments, prog_name="qsync-opt", standalone_mode=False)
+    except _UsageError as failure:
+        place = failure.ctx.command_path if failure.ctx else "qsync-opt"
+        print(f"{place}: {_usage_message(failure)}; see {place} --help", file=sys.stderr)
+        return EXIT_UNUSABLE
+    except QSyncError as failure:  # of a system that is listed
+        return _refuse(None, str(failure))
     except KeyboardInterrupt:
-        print("qsync-opt: interrupted", file=sys.stderr)
+        _refuse(None, "interrupted")
         return EXIT_INTERRUPTED
-    logging.basicConfig(
-        level=logging.INFO if options.verbose else logging.WARNING,
-        stream=sys.stderr,
-        format="%(levelname)s %(name)s: %(message)s",
-    )
-    try:
-        with results_on_stdout():
-            status: int = options.run(options)
-    except QSyncError as failure:
-        # A foreign text may hold line breaks; the promise is one line.
-        print(f"qsync-opt {options.command}: {' '.join(str(failure).split())}", file=sys.stderr)
-        return EXIT_UNUSABLE
-    except KeyboardInterrupt as stop:
-        # A command that keeps what it has done says so in the exception.
-        kept = f"; {stop}" if str(stop) else ""
-        print(f"qsync-opt {options.command}: interrupted{kept}", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return EXIT_OK  # the reader has gone; there is nobody left to tell
-    except OSError as failure:  # a full disk, say
-        print(f"qsync-opt {options.command}: the operating system refuses: {failure}", file=sys.stderr)
-        return EXIT_UNUSABLE
-    return status
+    return int(status or EXIT_OK)
+
+
+def _usage_message(failure: typer.BadParameter) -> str:
+    """What is wrong with the arguments, with the nearest option that there is."""
+    option = getattr(failure, "option_name", "")
+    if possibilities := getattr(failure, "possibilities", None):
+        return f"no such option {option!r}{near_match(option, possibilities)}"
+    message = failure.format_message().strip().rstrip(".")
+    return message[:1].lower() + message[1:]
 
 
 @contextlib.contextmanager
@@ -154,8 +208,3 @@ def results_on_stdout() -> Iterator[None]:
     finally:
         os.dup2(kept, descriptor)
         os.close(kept)
-
-
-def print_json(data: object) -> None:
-    """Print one JSON value to standard output."""
-    print(json.dumps(data, allow_nan=False))

@@ -1,4 +1,4 @@
-"""What can this machine do, and what is to be installed for more? Imports nothing to find out what is missing."""
+"""What this machine can do and what to install for more; a missing package is noticed without importing anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERSION_SECONDS = 30
 
 
 class Health(enum.StrEnum):
-    """State of one thing that was looked at."""
+    """State of one thing that was examined."""
 
     OK = "ok"
     MISSING = "missing"
@@ -34,7 +34,7 @@ class Health(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing: what it is for, its version or place, and what to do where it is missing or broken."""
+    """One examined thing: what it is for, its version or place, and what to do if it is missing or broken."""
 
     area: str
     name: str
@@ -61,6 +61,7 @@ _PACKAGES: tuple[tuple[str, str, str, str], ...] = (
     ("core", "onnx", "onnx", "pip install onnx"),
     ("core", "PyYAML", "yaml", "pip install pyyaml"),
     ("core", "rich", "rich", "pip install rich"),
+    ("core", "typer", "typer", "pip install typer"),
     ("torch", "torch", "torch", "pip install 'qsync-opt[torch]'; needed to capture, profile and apply"),
     ("torch", "onnxscript", "onnxscript", "pip install 'qsync-opt[torch]'; needed to capture a torch model"),
     ("onnxruntime", "onnxruntime", "onnxruntime", "pip install 'qsync-opt[onnxruntime]'"),
@@ -71,14 +72,14 @@ _PACKAGES: tuple[tuple[str, str, str, str], ...] = (
 
 
 def examine() -> tuple[Finding, ...]:
-    """Look at packages, solvers, plug-ins, compilers and devices.
+    """Examine packages, solvers, plug-ins, compilers and devices.
 
     Returns:
-        What was found, in reading order. An installed package that fails to load is a finding and not an error.
+        Findings in reading order. An installed package that fails to load is a finding, not an error.
 
     Source: ours.
     """
-    found = [
+    findings = [
         Finding(
             area="core",
             name="python",
@@ -87,15 +88,15 @@ def examine() -> tuple[Finding, ...]:
             data={"platform": platform.platform(), "processors": os.cpu_count()},
         )
     ]
-    found += [_package(*row) for row in _PACKAGES]
+    findings += [_package(*row) for row in _PACKAGES]
     for kind in Kind:
-        found += _attempt(kind, "registry", partial(_plugins, kind))
-    found += [_compiler(name, programs) for name, programs in _COMPILERS.items()]
+        findings += _attempt(kind, "registry", partial(_plugins, kind))
+    findings += [_compiler(name, programs) for name, programs in _COMPILERS.items()]
     if importlib.util.find_spec("torch") is not None:
-        found += _attempt("device", "torch devices", _devices)
+        findings += _attempt("device", "torch devices", _devices)
     if importlib.util.find_spec("onnxruntime") is not None:
-        found += _attempt("onnxruntime", "execution providers", _providers)
-    return tuple(found)
+        findings += _attempt("onnxruntime", "execution providers", _providers)
+    return tuple(findings)
 
 
 def _package(area: str, distribution: str, module: str, advice: str) -> Finding:
@@ -110,20 +111,19 @@ def _package(area: str, distribution: str, module: str, advice: str) -> Finding:
 
 def _plugins(kind: Kind) -> list[Finding]:
     """Every registered name: those of this package need packages, those of others must be importable."""
-    found = []
+    findings = []
     for entry in entries(kind).values():
         if entry.origin != "qsync_opt":
-            found += _attempt(kind, entry.name, partial(_foreign, kind, entry))
+            findings += _attempt(kind, entry.name, partial(_foreign, kind, entry))
         elif entry.available:
             versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in entry.packages)
-            found.append(Finding(area=kind, name=entry.name, health=Health.OK, detail=versions or "built in"))
+            findings.append(Finding(area=kind, name=entry.name, health=Health.OK, detail=versions or "built in"))
         else:
-            missing = ", ".join(p for p in entry.packages if importlib.util.find_spec(p) is None)
-            detail = f"needs {missing}"
-            found.append(
-                Finding(area=kind, name=entry.name, health=Health.MISSING, detail=detail, advice=entry.install)
+            needs = "needs " + ", ".join(p for p in entry.packages if importlib.util.find_spec(p) is None)
+            findings.append(
+                Finding(area=kind, name=entry.name, health=Health.MISSING, detail=needs, advice=entry.install)
             )
-    return found
+    return findings
 
 
 def _foreign(kind: Kind, entry: Entry) -> list[Finding]:
@@ -132,7 +132,7 @@ def _foreign(kind: Kind, entry: Entry) -> list[Finding]:
 
 
 def _attempt(area: str, name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
-    """What ``look`` finds; whatever stops it is itself what was found."""
+    """What ``look`` returns, or the error that stops it as a finding."""
     try:
         return look()
     except Exception as failure:  # a broken installation can fail in any way, and is reported
@@ -142,7 +142,7 @@ def _attempt(area: str, name: str, look: Callable[[], list[Finding]]) -> list[Fi
 
 
 def _compiler(name: str, programs: tuple[str, ...]) -> Finding:
-    path = next((found for program in programs if (found := shutil.which(program))), None)
+    path = next(filter(None, map(shutil.which, programs)), None)
     if path is None:
         advice = {
             "C++ compiler": "install g++ or clang++ to build the compiled kernels",
@@ -150,31 +150,30 @@ def _compiler(name: str, programs: tuple[str, ...]) -> Finding:
         }[name]
         return Finding(area="compiler", name=name, health=Health.MISSING, advice=advice)
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=True)
+        result = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError) as failure:
         return Finding(area="compiler", name=name, health=Health.BROKEN, detail=str(failure), advice=f"repair {path}")
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
     version = next((line for line in lines if "release" in line), lines[0] if lines else "version unknown")
     return Finding(area="compiler", name=name, health=Health.OK, detail=f"{version.strip()} ({path})")
 
 
 def _devices() -> list[Finding]:
     torch_doctor = importlib.import_module("qsync_opt.runtimes.torch.doctor")  # runtimes are reached by name
-    found = []
+    findings = []
     for device in torch_doctor.describe_devices():
         detail = f"{device['name']}: {', '.join(device['precisions'])}"
-        found.append(Finding(area="device", name=device["device"], health=Health.OK, detail=detail, data=device))
+        findings.append(Finding(area="device", name=device["device"], health=Health.OK, detail=detail, data=device))
     build = torch_doctor.describe_build()
     if not build["cuda_available"]:
         cause = "this torch is built without CUDA" if build["cuda"] is None else "torch sees no card"
         advice = "install a driver and a torch with CUDA to profile GPUs; plans from profiles or estimates need none"
-        found.append(Finding(area="device", name="cuda", health=Health.MISSING, detail=cause, advice=advice))
-    return found
+        findings.append(Finding(area="device", name="cuda", health=Health.MISSING, detail=cause, advice=advice))
+    return findings
 
 
 def _providers() -> list[Finding]:
-    onnxruntime = importlib.import_module("onnxruntime")
-    providers = list(onnxruntime.get_available_providers())
-    return [
-        Finding(area="onnxruntime", name="execution providers", health=Health.OK, detail=", ".join(providers)),
-    ]
+    providers = importlib.import_module("onnxruntime").get_available_providers()
+    return [Finding(area="onnxruntime", name="execution providers", health=Health.OK, detail=", ".join(providers))]

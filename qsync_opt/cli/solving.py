@@ -1,148 +1,186 @@
-"""The sub-commands solve, evaluate and compare."""
+"""The commands solve, compare and pareto."""
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING, Any
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from qsync_opt.cli.app import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
+import typer
+
 from qsync_opt.cli.console import (
-    add_quiet,
+    EXIT_INFEASIBLE,
+    EXIT_OK,
+    Cache,
+    Json,
+    Method,
+    NoCache,
+    PlanOutput,
+    ProblemFile,
+    Quiet,
+    Solver,
+    TimeLimit,
+    Verbose,
     check_outputs,
-    estimate_notice,
+    choice,
+    front_cache,
     gap_text,
     mebibytes,
     milliseconds,
     number,
+    option,
+    print_estimates,
+    print_json,
     print_table,
+    real,
+    whole,
 )
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.errors import ProblemError, UnsupportedError
 
 if TYPE_CHECKING:
-    from qsync_opt.training import Evaluation, FastestPlan, Plan, Problem, Solution
+    from qsync_opt.training import Evaluation, FastestPlan, Front, Plan, Problem, Solution
+
+_LOGGER = logging.getLogger(__name__)
 
 
-def add_solve(parser: argparse.ArgumentParser) -> Runner:
+def solve(
+    problem: ProblemFile,
+    method: Method = None,
+    solver: Solver = None,
+    time_limit: TimeLimit = None,
+    gap: Annotated[float | None, option("G", "relative gap at which to stop, such as 0.01", parser=real)] = None,
+    start: Annotated[str | None, option("PLAN", "plan file to start from; it need not be feasible")] = None,
+    tied: Annotated[
+        list[str] | None,
+        option(
+            "GROUP",
+            "operators that share one precision, names with commas between, or the word 'blocks': the same "
+            "operator of identical blocks; may be given several times",
+        ),
+    ] = None,
+    sensitivity_budget: Annotated[
+        float | None,
+        option(
+            "B",
+            "minimise the iteration time with at most this sensitivity: proved by the method exact, searched for "
+            "by greedy",
+            parser=real,
+        ),
+    ] = None,
+    output: PlanOutput = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> int:
     """Choose a precision for every operator."""
-    parser.add_argument("problem", metavar="PROBLEM", help="problem file")
-    parser.add_argument(
-        "--method", help="greedy (default; exact with --sensitivity-budget), qsync, exact, exhaustive, ..."
-    )
-    parser.add_argument("--solver", help="ortools, pulp, highs, scip, cp-sat, ...; the first installed by default")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole solve")
-    parser.add_argument("--gap", type=float, metavar="G", help="relative gap at which to stop, such as 0.01")
-    parser.add_argument("--start", metavar="PLAN", help="plan file to start from; it need not be feasible")
-    parser.add_argument(
-        "--tied", metavar="GROUP", action="append", default=[],
-        help="operators that share one precision, names with commas between, or the word 'blocks': the same operator "
-        "of identical blocks; may be given several times",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sensitivity-budget", type=float, metavar="B",
-        help="turn the problem round: the least iteration time with at most this sensitivity, proved by the method "
-        "exact, sought by greedy",
-    )  # fmt: skip
-    parser.add_argument("--output", metavar="PLAN", help="write the plan to this file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_quiet(parser)
-    return _solve
-
-
-def _solve(options: argparse.Namespace) -> int:
+    from qsync_opt import training
     from qsync_opt.io import waiting
-    from qsync_opt.training import load_plan, load_problem, solve
 
-    check_outputs([options.output], [options.problem])  # a plan to start from may be replaced
-    problem = load_problem(options.problem)
-    tied = _tied(problem, options.tied)
-    if options.sensitivity_budget is not None:
-        return _solve_turned(problem, options, tied)
-    start = None if options.start is None else load_plan(options.start)
-    method = options.method or "greedy"
-    with waiting(False if options.quiet else None, f"solving by {method}", options.time_limit):
-        solution = solve(
-            problem, method, solver=options.solver, time_limit_s=options.time_limit, gap=options.gap,
-            start=start, tied=tied,
+    check_outputs([output], [problem])  # a plan to start from may be replaced
+    loaded = training.load_problem(problem)
+    groups = _tied_groups(loaded, tied or [])
+    show = False if quiet else None
+    if sensitivity_budget is not None:
+        refuse_options("--sensitivity-budget", {"--start": start, "--gap": gap})
+        method = method or "exact"
+        with waiting(show, "minimising the iteration time", time_limit):
+            fastest = training.fastest(
+                loaded, method, sensitivity_budget=sensitivity_budget, solver=solver, time_limit_s=time_limit,
+                tied=groups,
+            )  # fmt: skip
+        return finish_fastest(
+            loaded, fastest, method, sensitivity_budget, solver=solver, time_limit_s=time_limit, output=output,
+            json=json,
         )  # fmt: skip
-    if solution.plan is not None and options.output is not None:
-        solution.plan.save(options.output)
-    if options.json:
-        print_json(solution.to_json())
-    else:
-        print_solution(problem, solution)
-        estimate_notice(problem.extras)
-    return EXIT_OK if solution.plan is not None else EXIT_INFEASIBLE
+    start_plan = None if start is None else training.load_plan(start)
+    method = method or "greedy"
+    with waiting(show, f"solving by {method}", time_limit):
+        solution = training.solve(
+            loaded, method, solver=solver, time_limit_s=time_limit, gap=gap, start=start_plan, tied=groups
+        )
+    return finish(loaded, solution, output=output, json=json)
 
 
-def _tied(problem: Problem, groups: list[str]) -> list[tuple[str, ...]]:
-    """Groups as they were asked for on the command line."""
+def _tied_groups(problem: Problem, texts: list[str]) -> list[tuple[str, ...]]:
     from qsync_opt.training import identical_blocks
 
-    tied: list[tuple[str, ...]] = []
-    for text in groups:
+    groups: list[tuple[str, ...]] = []
+    for text in texts:
         if text == "blocks":
-            tied += identical_blocks(problem)
+            groups += identical_blocks(problem)
             continue
         names = tuple(name.strip() for name in text.split(",") if name.strip())
         if len(names) < 2:
             raise UnsupportedError(
                 f"--tied {text!r} names {len(names)} operators; give at least two with commas between, or 'blocks'"
             )
-        tied.append(names)
-    return tied
+        groups.append(names)
+    return groups
 
 
-def _solve_turned(problem: Problem, options: argparse.Namespace, tied: list[tuple[str, ...]]) -> int:
-    """The least iteration time under a budget of sensitivity; the problem's latency limit is set aside."""
-    from qsync_opt.io import waiting
-    from qsync_opt.training import fastest
+def refuse_options(budget: str, options: dict[str, object]) -> None:
+    """Refuse options that have no meaning where the iteration time is minimised under a budget."""
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedError(f"{name} does not go with {budget}, which minimises time; leave it out")
 
-    for name, given in (("--start", options.start), ("--gap", options.gap)):
-        if given is not None:
-            raise UnsupportedError(
-                f"{name} does not go with --sensitivity-budget, which seeks least time; leave it out"
-            )
-    method = options.method or "exact"
-    with waiting(False if options.quiet else None, "seeking the least iteration time", options.time_limit):
-        found = fastest(
-            problem, method, sensitivity_budget=options.sensitivity_budget, solver=options.solver,
-            time_limit_s=options.time_limit, tied=tied,
-        )  # fmt: skip
-    if found is not None and options.output is not None:
-        found.plan.save(options.output)
-    why: tuple[str, str | None] = ("", None)
-    if found is None:
-        why = why_not_fast(problem, options.sensitivity_budget, options.solver, options.time_limit)
-    if options.json:
-        print_json(turned_json(found, method, *why))
+
+def finish(problem: Problem, solution: Solution, /, *, output: str | None, json: bool, **labels: Any) -> int:
+    """Write and print a solution, with ``labels`` as further keys of the JSON object; return the exit status."""
+    if solution.plan is not None and output is not None:
+        solution.plan.save(output)
+    if json:
+        print_json({**solution.to_json(), **labels})
     else:
-        print_turned(problem, found, options.sensitivity_budget, why[1])
-    return EXIT_OK if found is not None else EXIT_INFEASIBLE
+        _print_solution(problem, solution)
+        print_estimates(problem.extras)
+    return EXIT_OK if solution.plan is not None else EXIT_INFEASIBLE
 
 
-def print_turned(problem: Problem, found: FastestPlan | None, budget: float, reason: str | None) -> None:
-    """Print for people what the problem turned round has given."""
-    if found is None:
-        print(f"{problem.name}: {reason}")
-        return
-    proof = "proved least" if found.proved else f"at least {milliseconds(found.bound_ns)}"
-    print(f"{problem.name}: {found.method} in {found.solve_seconds:.2f} s")
-    print(f"iteration time  {milliseconds(found.iteration_ns)} ({proof})")
-    print(f"objective       {found.evaluation.objective:.9g} (budget {budget:.9g})")
-    _print_devices(problem, found.plan, found.evaluation)
-    estimate_notice(problem.extras)
+def finish_fastest(
+    problem: Problem,
+    fastest: FastestPlan | None,
+    method: str,
+    budget: float,
+    /,
+    *,
+    solver: str | None,
+    time_limit_s: float | None,
+    output: str | None,
+    json: bool,
+    **labels: Any,
+) -> int:
+    """Write and print the fastest plan within a budget, or why there is none; return the exit status."""
+    if fastest is None:
+        ended, reason = _infeasibility(problem, budget, solver, time_limit_s)
+        if json:
+            print_json({**_fastest_json(None, method, ended, reason), **labels})
+        else:
+            print(f"{problem.name}: {reason}")
+        return EXIT_INFEASIBLE
+    if output is not None:
+        fastest.plan.save(output)
+    if json:
+        print_json({**_fastest_json(fastest, method, "optimal" if fastest.proved else "feasible", None), **labels})
+        return EXIT_OK
+    proof = "proved least" if fastest.proved else f"at least {milliseconds(fastest.bound_ns)}"
+    print(f"{problem.name}: {fastest.method} in {fastest.solve_seconds:.2f} s")
+    print(f"iteration time  {milliseconds(fastest.iteration_ns)} ({proof})")
+    print(f"objective       {fastest.evaluation.objective:.9g} (budget {budget:.9g})")
+    _print_devices(problem, fastest.plan, fastest.evaluation)
+    print_estimates(problem.extras)
+    return EXIT_OK
 
 
-def why_not_fast(
-    problem: Problem, budget: float, solver: str | None, time_limit: float | None
+def _infeasibility(
+    problem: Problem, budget: float, solver: str | None, time_limit_s: float | None
 ) -> tuple[str, str | None]:
     """Termination and reason where no plan keeps the budget: the least sensitivity that memory allows."""
-    from dataclasses import replace
+    from qsync_opt import training
 
-    from qsync_opt.training import NO_LIMIT_NS, solve
-
-    patient = replace(problem, latency_limit_ns=NO_LIMIT_NS)
-    least = solve(patient, "exact", solver=solver, time_limit_s=time_limit)
+    unhurried = replace(problem, latency_limit_ns=training.NO_LIMIT_NS)
+    least = training.solve(unhurried, "exact", solver=solver, time_limit_s=time_limit_s)
     if least.objective is None or least.bound is None:
         return least.termination.value, least.reason
     if least.bound > budget:
@@ -151,92 +189,28 @@ def why_not_fast(
     return "time_limit", f"no plan with a sensitivity of at most {budget:.9g} was found; allow more time"
 
 
-def turned_json(found: FastestPlan | None, method: str, ended: str, reason: str | None) -> dict[str, Any]:
+def _fastest_json(fastest: FastestPlan | None, method: str, ended: str, reason: str | None) -> dict[str, Any]:
     """The keys of solve, and the bound of the iteration time; what is minimised has no bound of sensitivity."""
-    if found is not None:
-        ended = "optimal" if found.proved else "feasible"
-    evaluation = None if found is None else found.evaluation
+    evaluation = None if fastest is None else fastest.evaluation
     return {
         "termination": ended,
-        "point": "none" if found is None else "feasible",
+        "point": "none" if fastest is None else "feasible",
         "objective": None if evaluation is None else evaluation.objective,
         "bound": None,
         "gap": None,
-        "iteration_ns": None if found is None else found.iteration_ns,
-        "iteration_bound_ns": None if found is None else found.bound_ns,
+        "iteration_ns": None if fastest is None else fastest.iteration_ns,
+        "iteration_bound_ns": None if fastest is None else fastest.bound_ns,
         "memory_kib": None if evaluation is None else evaluation.memory_kib,
         "sensitivity": None if evaluation is None else evaluation.sensitivity,
         "method": method,
-        "solver": None if found is None else found.method,
+        "solver": None if fastest is None else fastest.method,
         "build_seconds": 0.0,
-        "solve_seconds": 0.0 if found is None else found.solve_seconds,
+        "solve_seconds": 0.0 if fastest is None else fastest.solve_seconds,
         "reason": reason,
     }
 
 
-def add_evaluate(parser: argparse.ArgumentParser) -> Runner:
-    """Time, memory and sensitivity of a plan, by code that trusts no solver."""
-    parser.add_argument("problem", metavar="PROBLEM", help="problem file")
-    parser.add_argument("plan", metavar="PLAN", help="plan file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return _evaluate
-
-
-def _evaluate(options: argparse.Namespace) -> int:
-    from qsync_opt.training import evaluate, load_plan, load_problem
-
-    problem = load_problem(options.problem)
-    evaluation = evaluate(problem, load_plan(options.plan))
-    if options.json:
-        print_json(evaluation.to_json())
-    else:
-        limit = milliseconds(problem.latency_limit_ns)
-        print(f"objective       {evaluation.objective:.9g}")
-        print(f"iteration time  {milliseconds(evaluation.iteration_ns)} (limit {limit})")
-        for device in evaluation.devices.values():
-            print(
-                f"{device.name:<15} {mebibytes(device.memory_kib)} of {mebibytes(device.memory_limit_kib)}, "
-                f"sensitivity {device.sensitivity:.9g}"
-            )
-        print("feasible" if evaluation.feasible else "\n".join(f"violated: {text}" for text in evaluation.violations))
-        estimate_notice(problem.extras)
-    return EXIT_OK if evaluation.feasible else EXIT_INFEASIBLE
-
-
-def add_compare(parser: argparse.ArgumentParser) -> Runner:
-    """Solve by several methods and show them side by side."""
-    parser.add_argument("problem", metavar="PROBLEM", help="problem file")
-    parser.add_argument("--methods", default="greedy,exact", help="names with commas between (default: greedy,exact)")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="seconds for each method")
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
-    add_quiet(parser)
-    return _compare
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from qsync_opt.io import waiting
-    from qsync_opt.registry import Kind, find
-    from qsync_opt.training import load_problem, solve
-
-    methods = [name.strip() for name in options.methods.split(",") if name.strip()]
-    if not methods:
-        raise UnsupportedError("--methods is empty; give at least one, such as greedy,exact")
-    for name in methods:
-        find(Kind.FORMULATION, name)  # all names are checked before the first one runs
-    problem = load_problem(options.problem)
-    results = []
-    for name in methods:
-        with waiting(False if options.quiet else None, f"solving by {name}", options.time_limit):
-            results.append(solve(problem, name, time_limit_s=options.time_limit))
-    if options.json:
-        print_json([{**solution.to_json(), "feasible": solution.plan is not None} for solution in results])
-    else:
-        _print_comparison(results)
-    return EXIT_OK if any(solution.plan is not None for solution in results) else EXIT_INFEASIBLE
-
-
-def print_solution(problem: Problem, solution: Solution) -> None:
-    """Print a solution for people."""
+def _print_solution(problem: Problem, solution: Solution) -> None:
     solver = f" with {solution.solver}" if solution.solver else ""
     seconds = solution.build_seconds + solution.solve_seconds
     print(f"{problem.name}: {solution.termination} by {solution.method}{solver} in {seconds:.2f} s")
@@ -250,33 +224,169 @@ def print_solution(problem: Problem, solution: Solution) -> None:
 
 
 def _print_devices(problem: Problem, plan: Plan, evaluation: Evaluation) -> None:
-    for device in problem.devices:
-        found = evaluation.devices[device.name]
-        counts: dict[str, int] = {}
-        for precision in plan.devices[device.name].values():
-            counts[precision] = counts.get(precision, 0) + 1
-        levels = ", ".join(f"{counts[p]} {p}" for p in problem.formats if p in counts)
-        memory = f"{mebibytes(found.memory_kib)} of {mebibytes(found.memory_limit_kib)}"
-        print(
-            f"{device.name:<15} {memory}, sensitivity {found.sensitivity:.9g}, adjustable operators: {levels or 'none'}"
-        )
+    for name, device in evaluation.devices.items():
+        precisions = list(plan.devices[name].values())
+        counts = ", ".join(f"{precisions.count(p)} {p}" for p in problem.formats if p in precisions)
+        memory = f"{mebibytes(device.memory_kib)} of {mebibytes(device.memory_limit_kib)}"
+        print(f"{name:<15} {memory}, sensitivity {device.sensitivity:.9g}, adjustable operators: {counts or 'none'}")
 
 
-def _print_comparison(results: list[Solution]) -> None:
-    header = ("method", "ended", "objective", "bound", "gap", "iteration", "seconds")
-    rows = (
-        (
-            solution.method,
-            solution.termination.value,
-            number(solution.objective),
-            number(solution.bound),
-            gap_text(solution.gap),
-            "-" if solution.iteration_ns is None else milliseconds(solution.iteration_ns),
-            f"{solution.build_seconds + solution.solve_seconds:.2f}",
-        )
-        for solution in results
+def compare(
+    problem: ProblemFile,
+    methods: Annotated[str, option("NAMES", "names with commas between")] = "greedy,exact",
+    time_limit: TimeLimit = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> int:
+    """Solve by several methods and show them side by side."""
+    from qsync_opt import training
+    from qsync_opt.io import waiting
+    from qsync_opt.registry import Kind, find
+
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    if not names:
+        raise UnsupportedError("--methods is empty; give at least one, such as greedy,exact")
+    for name in names:
+        find(Kind.FORMULATION, name)  # all names are checked before the first one runs
+    loaded = training.load_problem(problem)
+    solutions = []
+    for name in names:
+        with waiting(False if quiet else None, f"solving by {name}", time_limit):
+            solutions.append(training.solve(loaded, name, time_limit_s=time_limit))
+    if json:
+        print_json([{**solution.to_json(), "feasible": solution.plan is not None} for solution in solutions])
+    else:
+        _print_comparison(solutions)
+    return EXIT_OK if any(solution.plan is not None for solution in solutions) else EXIT_INFEASIBLE
+
+
+def _print_comparison(solutions: list[Solution]) -> None:
+    print_table(
+        ("method", "ended", "objective", "bound", "gap", "iteration", "seconds"),
+        [
+            (
+                solution.method,
+                solution.termination.value,
+                number(solution.objective),
+                number(solution.bound),
+                gap_text(solution.gap),
+                "-" if solution.iteration_ns is None else milliseconds(solution.iteration_ns),
+                f"{solution.build_seconds + solution.solve_seconds:.2f}",
+            )
+            for solution in solutions
+        ],
     )
-    print_table(header, rows)
-    for solution in results:
+    for solution in solutions:
         if solution.reason:
             print(f"{solution.method}: {solution.reason}")
+
+
+def pareto(
+    problem: ProblemFile,
+    against: Annotated[str, option("latency|memory", None, **choice("latency", "memory"))] = "latency",
+    device: Annotated[str | None, option("NAME", "whose memory; the only planned type by default")] = None,
+    method: Annotated[
+        str, option("greedy|exact", "exact: every point is proved", **choice("greedy", "exact"))
+    ] = "greedy",
+    points: Annotated[int, option("N", "how many limits to try", parser=whole)] = 30,
+    whole_front: Annotated[
+        bool, typer.Option("--whole", help="every point of the latency front, however many")
+    ] = False,
+    csv: Annotated[str | None, option("FILE", "write the points as CSV")] = None,
+    svg: Annotated[str | None, option("FILE", "write the front as a picture")] = None,
+    plans: Annotated[Path | None, option("FOLDER", "write the plan of every point into this folder")] = None,
+    cache: Cache = None,
+    no_cache: NoCache = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> int:
+    """Show the front of sensitivity against iteration time, or against the memory of a device type."""
+    from qsync_opt.io import reporting, write_text
+    from qsync_opt.report.figures import front_svg
+    from qsync_opt.training import load_problem, pareto_front
+
+    check_outputs([csv, svg], [problem])
+    loaded = load_problem(problem)
+    with reporting(False if quiet else None, "pareto") as report:
+        front = pareto_front(
+            loaded,
+            against,
+            device=device,
+            method=method,
+            points=None if whole_front else points,
+            cache=front_cache(cache, no_cache),
+            progress=lambda done, total, reused: report(done, total or done, f"points, {reused} from the cache"),
+        )
+    if csv is not None:
+        write_text(csv, _csv(front))
+    if svg is not None:
+        write_text(svg, front_svg(front))
+    if plans is not None:
+        _write_plans(plans, front)
+    if json:
+        print_json(front.to_json())
+    else:
+        _print_front(front)
+    return EXIT_OK if front.points else EXIT_INFEASIBLE
+
+
+def _print_front(front: Front) -> None:
+    from qsync_opt.io import format_memory
+    from qsync_opt.report.display import levels
+
+    problem = front.problem
+    if not front.points:
+        print(f"{problem.name}: no plan keeps the limits; qsync-opt solve says which one stands in the way")
+        return
+    names = [device.name for device in problem.devices]
+    print(f"{problem.name}: {len(front)} points against {front.against}, {front.reused} limits from the cache")
+    print_table(
+        ("iteration", *(f"memory of {name}" for name in names), "sensitivity", "gap", "limits", "precisions"),
+        [
+            (
+                milliseconds(point.iteration_ns),
+                *(format_memory(point.memory_kib[name]) for name in names),
+                number(point.objective),
+                gap_text(point.gap),
+                "kept" if point.feasible else "broken",
+                "; ".join(levels(choices.values()) for choices in point.plan.devices.values()),
+            )
+            for point in front.points
+        ],
+    )
+    print_estimates(problem.extras)
+
+
+def _csv(front: Front) -> str:
+    """One line per point."""
+    import csv
+    import io
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = [device.name for device in front.problem.devices]
+    writer.writerow(["iteration_ns", *(f"memory_kib of {name}" for name in names), "objective", "bound", "feasible"])
+    for point in front.points:
+        memory = [point.memory_kib[name] for name in names]
+        writer.writerow([point.iteration_ns, *memory, point.objective, point.bound, str(point.feasible).lower()])
+    return text.getvalue()
+
+
+def _write_plans(folder: Path, front: Front) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise ProblemError(
+            f"cannot make the folder {str(folder)!r}: {failure.strerror or failure}; name another one"
+        ) from failure
+    written = {f"plan-{position:03}.json": point.plan for position, point in enumerate(front.points)}
+    for name, plan in written.items():
+        plan.save(folder / name)
+    others = sorted({path.name for path in folder.glob("plan-*.json")} - written.keys())
+    if others:
+        _LOGGER.warning(
+            "%s also holds %d plans that are not of this front, first %s; remove them, or name an empty folder",
+            folder, len(others), others[0],
+        )  # fmt: skip

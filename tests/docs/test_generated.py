@@ -1,5 +1,6 @@
 """What is generated and kept in the repository is what the generators make."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -97,11 +98,18 @@ def test_formulas_become_mathml():
 def test_every_command_is_on_the_page_of_the_command_line():
     import command_line_page
 
-    from qsync_opt.cli.app import COMMANDS
+    from qsync_opt.cli import COMMANDS
 
     page = command_line_page.command_line_page()
     for command in COMMANDS:
         assert f"## qsync-opt {command}\n" in page
-    assert "| `PROBLEM` | problem file |" in page
-    assert "usage:" not in page
+    assert "| `PROBLEM` | problem file" in page
+    assert "Usage:" not in page
     assert sys.prefix not in page  # no path of the machine that builds the site
+
+
+def test_files_that_the_tour_of_the_code_names_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:qsync_opt|formulations|runtimes|kernels)/[\w/.]*)`", text))
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists() and name != "qsync_opt/systems.py"]

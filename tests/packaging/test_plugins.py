@@ -116,7 +116,7 @@ def test_the_example_package_installs_and_conforms(tmp_path):
         "conformance checks passed",
         "diamond: optimal with own 0.1.0, objective 2.0",
     ]
-    doctor = [sys.executable, "-c", "import sys; from qsync_opt.cli.app import main; sys.exit(main())", "doctor"]
+    doctor = [sys.executable, "-c", "import sys; from qsync_opt.cli import main; sys.exit(main())", "doctor"]
     listed = subprocess.run([*doctor, "--require", "own"], env=environment, capture_output=True, text=True, timeout=250)
     assert listed.returncode == 0, listed.stdout
     assert "from own-solver" in listed.stdout

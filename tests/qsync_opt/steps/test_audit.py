@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qsync_opt.cli.app import main
+from qsync_opt.cli import main
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Role, save_graph
 from qsync_opt.steps import (

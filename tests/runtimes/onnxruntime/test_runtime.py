@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 pytest.importorskip("onnxruntime")
 
-from qsync_opt.cli.app import main
+from qsync_opt.cli import main
 from qsync_opt.costs import load_profile
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.model import Role

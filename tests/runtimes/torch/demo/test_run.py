@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from qsync_opt.cli.app import main
+from qsync_opt.cli import main
 from qsync_opt.runtimes.torch.demo import (
     INFERENCE,
     TRAINER,
@@ -72,8 +72,8 @@ def test_json_goes_to_standard_output_alone(tmp_path, monkeypatch, capsys, argum
         console.print("a step")
         return "result"
 
-    monkeypatch.setattr("qsync_opt.runtimes.torch.demo.run.run_demo", shown)
-    monkeypatch.setattr("qsync_opt.runtimes.torch.demo.report.result_json", lambda result: {"was": result})
+    monkeypatch.setattr("qsync_opt.runtimes.torch.demo.run_demo", shown)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.demo.result_json", lambda result: {"was": result})
     assert main(["demo", "--output", str(tmp_path), *arguments]) == 0
     captured = capsys.readouterr()
     if "--json" in arguments:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qsync_opt.cli.app import main
+from qsync_opt.cli import main
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.model import Role, save_graph
 from qsync_opt.runtimes.torch.capture import capture

@@ -25,7 +25,6 @@ from qsync_opt import (
     save_statistics,
     sensitivities,
 )
-from qsync_opt.cli.app import main
 from qsync_opt.cluster import DeviceType
 from qsync_opt.costs import ESTIMATES_KEY, estimate_lines
 from qsync_opt.sensitivity import FROM_FORMATS, FROM_WEIGHTS
@@ -39,12 +38,6 @@ devices:
   - {name: small, hardware: T4, count: 2, memory: 1 GiB, precisions: [INT8, FP16, FP32]}
 network: {latency: 20 us, bandwidth: 10 Gbit/s, source: assumed}
 """
-
-
-def run(capfd, *arguments):
-    status = main([str(argument) for argument in arguments])
-    out, err = capfd.readouterr()
-    return status, out, err
 
 
 @pytest.fixture
@@ -69,9 +62,9 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_a_plan_its_problem_and_their_labels(capfd, files):
+def test_a_plan_its_problem_and_their_labels(run, files):
     outputs = ["--output", files / "plan.json", "--save-problem", files / "problem.json"]
-    status, out, err = run(capfd, "plan", files / "mlp.onnx", files / "cluster.yaml", "--json", *outputs)
+    status, out, err = run("plan", files / "mlp.onnx", files / "cluster.yaml", "--json", *outputs)
     printed = json.loads(out)
     assert (status, err) == (0, "")
     problem, plan = load_problem(files / "problem.json"), load_plan(files / "plan.json")
@@ -90,7 +83,7 @@ def test_a_plan_its_problem_and_their_labels(capfd, files):
     assert "from estimates" in repr(plan)
 
 
-def test_everything_that_shows_an_estimate_says_so(capfd, files, monkeypatch):
+def test_everything_that_shows_an_estimate_says_so(run, files, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
     problem, plan = files / "problem.json", files / "plan.json"
     commands = (
@@ -102,36 +95,36 @@ def test_everything_that_shows_an_estimate_says_so(capfd, files, monkeypatch):
         ["diff", plan, plan, "--problem", problem],
     )
     for command in commands:
-        status, out, _ = run(capfd, *command)
+        status, out, _ = run(*command)
         assert status == 0
         assert f"note: sensitivities are estimates: {FROM_WEIGHTS}" in out, command[0]
         assert "note: costs of small are estimates: roofline" in out, command[0]
 
 
-def test_measured_profiles_carry_no_label(capfd, files):
+def test_measured_profiles_carry_no_label(run, files):
     graph = read_onnx(files / "mlp.onnx")
     make_profile(graph).save(files / "measured.json")
     measured = CLUSTER.replace("hardware: T4", "profile: measured.json").replace("FP16", "BF16")
     (files / "cluster.yaml").write_text(measured)
-    status, out, _ = run(capfd, "plan", files / "mlp.onnx", files / "cluster.yaml", "--json", "--indicator", "formats")
+    status, out, _ = run("plan", files / "mlp.onnx", files / "cluster.yaml", "--json", "--indicator", "formats")
     assert status == 0
     assert list(json.loads(out)["estimates"]["costs"]) == ["A100"]
     assert json.loads(out)["estimates"]["sensitivity"] == FROM_FORMATS
 
 
-def test_limits_and_slack(capfd, files):
+def test_limits_and_slack(run, files):
     base = ["plan", files / "mlp.onnx", files / "cluster.yaml", "--json"]
-    tight = json.loads(run(capfd, *base)[1])
-    loose = json.loads(run(capfd, *base, "--slack", "1.0")[1])
+    tight = json.loads(run(*base)[1])
+    loose = json.loads(run(*base, "--slack", "1.0")[1])
     assert loose["objective"] < tight["objective"]
-    given = json.loads(run(capfd, *base, "--latency-limit", "10 ms")[1])
+    given = json.loads(run(*base, "--latency-limit", "10 ms")[1])
     assert given["objective"] == 0.0  # room for FP32 everywhere
-    status, out, _ = run(capfd, *base, "--latency-limit", "1 us")
+    status, out, _ = run(*base, "--latency-limit", "1 us")
     assert status == 3
     assert "latency" in json.loads(out)["reason"]
 
 
-def test_statistics_are_weighed_as_the_indicator_names_it(capfd, files):
+def test_statistics_are_weighed_as_the_indicator_names_it(run, files):
     graph = read_onnx(files / "mlp.onnx")
     make_profile(graph).save(files / "measured.json")
     measured = CLUSTER.replace("hardware: T4", "profile: measured.json").replace("FP16", "BF16")
@@ -149,13 +142,13 @@ def test_statistics_are_weighed_as_the_indicator_names_it(capfd, files):
     objectives = {}
     for kind in ("", "probed", "progress", "fisher"):
         command = [*base, "--save-problem", files / "problem.json", *(["--indicator", kind] if kind else [])]
-        assert run(capfd, *command)[0] == 0
+        assert run(*command)[0] == 0
         (device,) = [d for d in load_problem(files / "problem.json").devices if d.name == "small"]
         expected = sensitivities(graph, found, formats, kind=kind or None)
         objectives[kind] = {name: device.operators[name]["INT8"].sensitivity / device.count for name in expected}
         assert objectives[kind] == pytest.approx({name: row["INT8"] for name, row in expected.items()})
     assert objectives[""] == objectives["probed"] != objectives["progress"] != objectives["fisher"]
-    status, _, err = run(capfd, *base, "--indicator", "hessian")
+    status, _, err = run(*base, "--indicator", "hessian")
     assert status != 0
     assert "curvature_probes" in err
 
@@ -173,7 +166,7 @@ def counted(files):
     return found
 
 
-def test_an_indicator_that_is_named_beside_statistics_is_the_one_used(capfd, files, counted, monkeypatch, request):
+def test_an_indicator_that_is_named_beside_statistics_is_the_one_used(run, files, counted, monkeypatch, request):
     """No name is passed over: another package's indicator gets the statistics, a misspelt one is refused."""
     seen = []
 
@@ -193,34 +186,34 @@ def test_an_indicator_that_is_named_beside_statistics_is_the_one_used(capfd, fil
     request.addfinalizer(registry.entries.cache_clear)
     registry.entries.cache_clear()
     base = ["plan", files / "mlp.onnx", files / "cluster.yaml", "--json", "--statistics", files / "statistics.json"]
-    status, out, _ = run(capfd, *base, "--indicator", "own")
+    status, out, _ = run(*base, "--indicator", "own")
     assert status == 0
     assert json.loads(out)["estimates"]["sensitivity"] == "of my own"
     assert seen[0].statistics == counted
     assert set(seen[0].weights)
-    run(capfd, *base, "--indicator", "own", "--save-problem", files / "problem.json")
+    run(*base, "--indicator", "own", "--save-problem", files / "problem.json")
     device = load_problem(files / "problem.json").devices[0]
     assert [sorted(device.operators[name]) for name in ("fc0", "fc1")] == [["FP16", "FP32", "INT8"], ["FP16", "FP32"]]
     assert device.operators["fc0"]["INT8"].sensitivity == 3.0 * device.count
-    status, out, _ = run(capfd, *base, "--indicator", "weights")
+    status, out, _ = run(*base, "--indicator", "weights")
     assert json.loads(out)["estimates"]["sensitivity"] == FROM_WEIGHTS
-    status, _, err = run(capfd, *base, "--indicator", "fischer")
+    status, _, err = run(*base, "--indicator", "fischer")
     assert status == 2
     assert "unknown indicator 'fischer'; did you mean 'fisher'?" in err
-    status, _, err = run(capfd, *base[:-2], "--indicator", "fisher")
+    status, _, err = run(*base[:-2], "--indicator", "fisher")
     assert status == 2
     assert "the indicator 'fisher' needs statistics" in err
     assert "--statistics FILE" in err
 
 
 @pytest.mark.parametrize("method", ["exact", "greedy"])
-def test_the_fastest_plan_under_a_share_of_the_gradients_noise(capfd, files, counted, method):
+def test_the_fastest_plan_under_a_share_of_the_gradients_noise(run, files, counted, method):
     base = ["plan", files / "mlp.onnx", files / "cluster.yaml", "--statistics", files / "statistics.json"]
     base += ["--method", method, "--save-problem", files / "problem.json", "--output", files / "plan.json"]
     cluster, graph = load_cluster(files / "cluster.yaml"), read_onnx(files / "mlp.onnx")
     times = []
     for budget in (1e-7, 1e-4, 1e3):
-        status, out, _ = run(capfd, *base, "--noise-budget", budget, "--json")
+        status, out, _ = run(*base, "--noise-budget", budget, "--json")
         assert status == 0
         found = json.loads(out)
         problem, plan = load_problem(files / "problem.json"), load_plan(files / "plan.json")
@@ -240,10 +233,10 @@ def test_the_fastest_plan_under_a_share_of_the_gradients_noise(capfd, files, cou
         assert found["objective"] == pytest.approx(share)
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
-    assert "(budget 1e-07)" in run(capfd, *base, "--noise-budget", "1e-7")[1]
+    assert "(budget 1e-07)" in run(*base, "--noise-budget", "1e-7")[1]
 
 
-def test_a_noise_budget_that_means_nothing_is_refused(capfd, files, counted):
+def test_a_noise_budget_that_means_nothing_is_refused(run, files, counted):
     base = ["plan", files / "mlp.onnx", files / "cluster.yaml"]
     with_statistics = [*base, "--statistics", files / "statistics.json"]
     for arguments, needle in (
@@ -252,11 +245,11 @@ def test_a_noise_budget_that_means_nothing_is_refused(capfd, files, counted):
         ([*with_statistics, "--noise-budget", "-1"], "--noise-budget is -1.0"),
         ([*with_statistics, "--noise-budget", "0.05", "--slack", "0.1"], "--slack does not go with --noise-budget"),
     ):
-        status, _, err = run(capfd, *arguments)
+        status, _, err = run(*arguments)
         assert status == 2
         assert needle in err
     save_statistics(dataclasses.replace(counted, gradient_noise=None), files / "statistics.json")
-    status, _, err = run(capfd, *with_statistics, "--noise-budget", "0.05")
+    status, _, err = run(*with_statistics, "--noise-budget", "0.05")
     assert status == 2
     assert "two different batches or more" in err
 
@@ -278,7 +271,7 @@ def test_resnet50_is_planned_without_torch(tmp_path):
     model = tmp_path / "resnet50.onnx"
     example = ROOT / "examples" / "plan_onnx_file"
     subprocess.run([sys.executable, str(example / "resnet50.py"), str(model)], check=True, timeout=250)
-    script = "import sys\nsys.modules['torch'] = None\nfrom qsync_opt.cli.app import main\nsys.exit(main())\n"
+    script = "import sys\nsys.modules['torch'] = None\nfrom qsync_opt.cli import main\nsys.exit(main())\n"
     command = [sys.executable, "-c", script, "plan", str(model), str(example / "cluster.yaml"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
