@@ -15,14 +15,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CONVOLUTIONS",
-    "PRODUCTS",
-    "ConvolutionCall",
-    "KernelOptions",
-    "backend",
-    "convolution_call",
-    "layers",
-    "ops",
-    "product_call",
-    "reference",
-]
+    "CONVOLUTIONS", "PRODUCTS", "ConvolutionCall", "KernelOptions", "backend", "convolution_call", "layers", "ops",
+    "product_call", "reference",
+]  # fmt: skip

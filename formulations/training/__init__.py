@@ -30,25 +30,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "DeviceState",
-    "ExhaustiveFormulation",
-    "FrontPoint",
-    "GreedyFormulation",
-    "Move",
-    "QsyncFormulation",
-    "Sweep",
-    "adjustable_positions",
-    "collapse",
-    "exact_effort",
-    "fast_start",
-    "fastest_within",
-    "greedy_effort",
-    "keeps_limits",
-    "latency_front",
-    "least_latency",
-    "memory_front",
-    "peers_ns",
-    "plan_certified",
-    "recover",
+    "DeviceState", "ExhaustiveFormulation", "FrontPoint", "GreedyFormulation", "Move", "QsyncFormulation", "Sweep",
+    "adjustable_positions", "collapse", "exact_effort", "fast_start", "fastest_within", "greedy_effort",
+    "keeps_limits", "latency_front", "least_latency", "memory_front", "peers_ns", "plan_certified", "recover",
     "segments",
-]
+]  # fmt: skip

@@ -18,15 +18,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "EIGHT_BITS",
-    "convolution",
-    "convolution_slices",
-    "differentiated_once",
-    "feed_forward",
-    "float_modes",
-    "fp32_mode",
-    "linear",
-    "product",
-    "product_slices",
-    "scaled_convolution",
-]
+    "EIGHT_BITS", "convolution", "convolution_slices", "differentiated_once", "feed_forward", "float_modes",
+    "fp32_mode", "linear", "product", "product_slices", "scaled_convolution",
+]  # fmt: skip

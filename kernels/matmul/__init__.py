@@ -33,25 +33,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "TABLES",
-    "Choice",
-    "ProductKind",
-    "activate",
-    "choice_of",
-    "exact_convolution",
-    "has_native_product",
-    "has_onednn_convolution",
-    "has_onednn_linear",
-    "int8_bmm",
-    "int8_mm",
-    "integer",
-    "kind_of",
-    "operand_sets",
-    "read_choices",
-    "scaled_mm",
-    "scaled_mm_amax",
-    "scaled_mm_aux",
-    "scaled_mm_unchecked",
-    "tiles",
-    "write_choices",
-]
+    "TABLES", "Choice", "ProductKind", "activate", "choice_of", "exact_convolution", "has_native_product",
+    "has_onednn_convolution", "has_onednn_linear", "int8_bmm", "int8_mm", "integer", "kind_of", "operand_sets",
+    "read_choices", "scaled_mm", "scaled_mm_amax", "scaled_mm_aux", "scaled_mm_unchecked", "tiles", "write_choices",
+]  # fmt: skip

@@ -26,21 +26,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "COMMANDS",
-    "EXIT_INFEASIBLE",
-    "EXIT_OK",
-    "EXIT_UNUSABLE",
-    "Json",
-    "Quiet",
-    "TimeLimit",
-    "Verbose",
-    "check_outputs",
-    "command_line",
-    "gap_text",
-    "main",
-    "number",
-    "print_json",
-    "print_table",
-]
+    "COMMANDS", "EXIT_INFEASIBLE", "EXIT_OK", "EXIT_UNUSABLE", "Json", "Quiet", "TimeLimit", "Verbose",
+    "check_outputs", "command_line", "gap_text", "main", "number", "print_json", "print_table",
+]  # fmt: skip
 
 __getattr__, __dir__ = lazy(__name__)

@@ -106,10 +106,8 @@ class _Commands(TyperGroup):
 
 def _systems() -> dict[str, Any]:
     """The registered systems that have commands of their own."""
-    try:
-        from qsync_opt.systems import systems
-    except ModuleNotFoundError:
-        return {}
+    from qsync_opt.systems import systems
+
     return {name: system for name, system in systems().items() if system.commands}
 
 

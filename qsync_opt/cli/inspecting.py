@@ -295,8 +295,7 @@ def report(
 ) -> int:
     """Write a page that shows and explains a plan."""
     from qsync_opt.io import reporting
-    from qsync_opt.report import load_measured, make_report, write_report
-    from qsync_opt.report.contents import check_front
+    from qsync_opt.report import check_front, load_measured, make_report, write_report
     from qsync_opt.training import load_plan, load_problem
 
     check_outputs([output], [problem, plan, measured])

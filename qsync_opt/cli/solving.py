@@ -334,7 +334,7 @@ def pareto(
 
 def _print_front(front: Front) -> None:
     from qsync_opt.io import format_memory
-    from qsync_opt.report.display import levels
+    from qsync_opt.report import levels
 
     problem = front.problem
     if not front.points:

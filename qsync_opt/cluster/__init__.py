@@ -15,13 +15,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "DATA_SHEETS",
-    "Cluster",
-    "DataSheet",
-    "DeviceRole",
-    "DeviceType",
-    "Link",
-    "Network",
-    "data_sheet",
+    "DATA_SHEETS", "Cluster", "DataSheet", "DeviceRole", "DeviceType", "Link", "Network", "data_sheet",
     "load_cluster",
-]
+]  # fmt: skip

@@ -32,27 +32,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CAST_FORMATS",
-    "FORMATS",
-    "GRADIENT_KINDS",
-    "LARGEST",
-    "SCALED_FORMATS",
-    "WIDE_FP8",
-    "WIDE_FP8_LARGEST",
-    "WIDE_FP8_MANTISSA_BITS",
-    "WIDE_FP8_SMALLEST_EXPONENT",
-    "FormatQuantizer",
-    "Granularity",
-    "PrecisionFormats",
-    "Quantizer",
-    "Rounding",
-    "closed_form_variance",
-    "closest_precision",
-    "fixed_point_variance",
-    "floating_point_variance",
-    "formats_for",
-    "noise_kind",
-    "noise_kinds",
-    "number_format",
-    "smallest_exponent",
-]
+    "CAST_FORMATS", "FORMATS", "GRADIENT_KINDS", "LARGEST", "SCALED_FORMATS", "WIDE_FP8", "WIDE_FP8_LARGEST",
+    "WIDE_FP8_MANTISSA_BITS", "WIDE_FP8_SMALLEST_EXPONENT", "FormatQuantizer", "Granularity", "PrecisionFormats",
+    "Quantizer", "Rounding", "closed_form_variance", "closest_precision", "fixed_point_variance",
+    "floating_point_variance", "formats_for", "noise_kind", "noise_kinds", "number_format", "smallest_exponent",
+]  # fmt: skip

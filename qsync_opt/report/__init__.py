@@ -16,14 +16,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Measured",
-    "MeasuredDevice",
-    "Report",
-    "check_front",
-    "front_svg",
-    "levels",
-    "load_measured",
-    "make_report",
-    "report_html",
-    "write_report",
-]
+    "Measured", "MeasuredDevice", "Report", "check_front", "front_svg", "levels", "load_measured", "make_report",
+    "report_html", "write_report",
+]  # fmt: skip

@@ -19,15 +19,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "WEIGHT_LEVEL",
-    "OnnxRuntime",
-    "RunnableModel",
-    "bfloat16_bits",
-    "border_formats",
-    "compare",
-    "prepare",
-    "relative_error",
-    "rewrite",
-    "stored",
-    "weight_codes",
-]
+    "WEIGHT_LEVEL", "OnnxRuntime", "RunnableModel", "bfloat16_bits", "border_formats", "compare", "prepare",
+    "relative_error", "rewrite", "stored", "weight_codes",
+]  # fmt: skip

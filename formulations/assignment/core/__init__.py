@@ -19,15 +19,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Condensed",
-    "Core",
-    "CoreEdge",
-    "CoreNode",
-    "CoreSearch",
-    "close",
-    "condense",
-    "extract",
-    "lay_out",
-    "search",
+    "Condensed", "Core", "CoreEdge", "CoreNode", "CoreSearch", "close", "condense", "extract", "lay_out", "search",
     "walk",
-]
+]  # fmt: skip

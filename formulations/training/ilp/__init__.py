@@ -22,14 +22,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Assignment",
-    "Choice",
-    "Goal",
-    "Limit",
-    "Product",
-    "Units",
-    "build_assignment",
-    "least_time",
-    "linearize",
+    "Assignment", "Choice", "Goal", "Limit", "Product", "Units", "build_assignment", "least_time", "linearize",
     "read_back",
-]
+]  # fmt: skip

@@ -14,11 +14,5 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "EXTERNAL_FAILURES",
-    "GRAPH_KEY",
-    "OPERATOR_KEY",
-    "inline_functions",
-    "load_proto",
-    "read_onnx",
-    "read_weights",
-]
+    "EXTERNAL_FAILURES", "GRAPH_KEY", "OPERATOR_KEY", "inline_functions", "load_proto", "read_onnx", "read_weights",
+]  # fmt: skip

@@ -21,13 +21,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "ChargedStep",
-    "CompiledEvents",
-    "GeneratedPass",
-    "HostCall",
-    "Peak",
-    "Scheduled",
-    "charge_compiled",
-    "matched",
+    "ChargedStep", "CompiledEvents", "GeneratedPass", "HostCall", "Peak", "Scheduled", "charge_compiled", "matched",
     "step_peak",
-]
+]  # fmt: skip

@@ -15,14 +15,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CapturedModel",
-    "RecordedCall",
-    "TensorArgument",
-    "capture",
-    "capture_model",
-    "count_flops",
-    "export_onnx",
-    "export_program",
-    "index_bound",
-    "save_onnx",
-]
+    "CapturedModel", "RecordedCall", "TensorArgument", "capture", "capture_model", "count_flops", "export_onnx",
+    "export_program", "index_bound", "save_onnx",
+]  # fmt: skip

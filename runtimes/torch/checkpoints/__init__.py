@@ -30,20 +30,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "MANIFEST",
-    "MANIFEST_FORMAT",
-    "Checkpoints",
-    "PlanState",
-    "RankState",
-    "begin",
-    "carry_out",
-    "decide",
-    "file_facts",
-    "files_in",
-    "finish",
-    "in_present_order",
-    "join_state",
-    "plan_of_ranks",
-    "split_state",
+    "MANIFEST", "MANIFEST_FORMAT", "Checkpoints", "PlanState", "RankState", "begin", "carry_out", "decide",
+    "file_facts", "files_in", "finish", "in_present_order", "join_state", "plan_of_ranks", "split_state",
     "tensors_named",
-]
+]  # fmt: skip

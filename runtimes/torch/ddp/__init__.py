@@ -36,22 +36,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CollectiveCost",
-    "at_most_all",
-    "broadcast_json",
-    "digest",
-    "fail_together",
-    "fit_all_reduce",
-    "free_port",
-    "gather_json",
-    "measure_all_reduce",
-    "measure_collectives",
-    "measure_slowdown",
-    "message_device",
-    "never_falling",
-    "others_needed",
-    "process_group",
-    "require_agreement",
-    "together",
-    "world",
-]
+    "CollectiveCost", "at_most_all", "broadcast_json", "digest", "fail_together", "fit_all_reduce", "free_port",
+    "gather_json", "measure_all_reduce", "measure_collectives", "measure_slowdown", "message_device",
+    "never_falling", "others_needed", "process_group", "require_agreement", "together", "world",
+]  # fmt: skip

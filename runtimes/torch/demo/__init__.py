@@ -24,17 +24,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "INFERENCE",
-    "SPEC_FORMAT",
-    "TRAINER",
-    "Batches",
-    "DemoOptions",
-    "Gpt",
-    "GptConfig",
-    "WorkerSpec",
-    "load_spec",
-    "others_words",
-    "result_json",
-    "run_demo",
-    "standard_library_text",
-]
+    "INFERENCE", "SPEC_FORMAT", "TRAINER", "Batches", "DemoOptions", "Gpt", "GptConfig", "WorkerSpec", "load_spec",
+    "others_words", "result_json", "run_demo", "standard_library_text",
+]  # fmt: skip

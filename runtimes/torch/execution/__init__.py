@@ -28,23 +28,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "AUTOCAST_TYPES",
-    "AppliedPlan",
-    "ApplyOptions",
-    "ApplySettings",
-    "AuditResult",
-    "CapturedPasses",
-    "DevicePlans",
-    "FirstPass",
-    "LossScaler",
-    "StepAudit",
-    "applied_plan",
-    "apply",
-    "device_formats",
-    "graphed",
-    "is_sharded",
-    "operator_kind",
-    "operator_precisions",
-    "run_fixed",
-    "undo",
-]
+    "AUTOCAST_TYPES", "AppliedPlan", "ApplyOptions", "ApplySettings", "AuditResult", "CapturedPasses",
+    "DevicePlans", "FirstPass", "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed",
+    "is_sharded", "operator_kind", "operator_precisions", "run_fixed", "undo",
+]  # fmt: skip

@@ -23,13 +23,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Handler",
-    "Interception",
-    "OperatorCall",
-    "Run",
-    "check_not_scripted",
-    "functions_named",
-    "intercepted",
-    "interception_of",
-    "operator_name",
-]
+    "Handler", "Interception", "OperatorCall", "Run", "check_not_scripted", "functions_named", "intercepted",
+    "interception_of", "operator_name",
+]  # fmt: skip

@@ -15,12 +15,5 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "DTYPES",
-    "OperatorBench",
-    "Trial",
-    "like",
-    "option_values",
-    "profile",
-    "try_plan",
-    "wanted_formats",
-]
+    "DTYPES", "OperatorBench", "Trial", "like", "option_values", "profile", "try_plan", "wanted_formats",
+]  # fmt: skip

@@ -35,27 +35,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Positions",
-    "RandomSigns",
-    "Step",
-    "Wanted",
-    "answered",
-    "attention_call",
-    "attention_errors",
-    "channel_variances",
-    "collect_statistics",
-    "even_positions",
-    "even_runs",
-    "fixed_point_errors",
-    "full_precision",
-    "operand_slots",
-    "paired_errors",
-    "parts_of",
-    "places_by_size",
-    "positions_by_size",
-    "product_of",
-    "replace_operands",
-    "runs_by_size",
-    "stacked_errors",
-    "weights_by_size",
-]
+    "Positions", "RandomSigns", "Step", "Wanted", "answered", "attention_call", "attention_errors",
+    "channel_variances", "collect_statistics", "even_positions", "even_runs", "fixed_point_errors",
+    "full_precision", "operand_slots", "paired_errors", "parts_of", "places_by_size", "positions_by_size",
+    "product_of", "replace_operands", "runs_by_size", "stacked_errors", "weights_by_size",
+]  # fmt: skip

@@ -26,15 +26,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "RecordingOptions",
-    "StepRecords",
-    "Stepper",
-    "compiled_inside",
-    "compiled_plan_peak",
-    "profile_steps",
-    "read_events",
-    "record_plan",
-    "record_steps",
-    "step_labels",
-    "trace_steps",
-]
+    "RecordingOptions", "StepRecords", "Stepper", "compiled_inside", "compiled_plan_peak", "profile_steps",
+    "read_events", "record_plan", "record_steps", "step_labels", "trace_steps",
+]  # fmt: skip

@@ -27,16 +27,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "WHILE_ACTIVATIONS_ARE_KEPT",
-    "GradientScatter",
-    "LateMoments",
-    "Norms",
-    "OperatorRecord",
-    "SignalTensors",
-    "cast_waiting",
-    "finish_batch",
-    "loss_curvature",
-    "measure_lookup",
-    "normalized",
-    "signals_on_host",
-]
+    "WHILE_ACTIVATIONS_ARE_KEPT", "GradientScatter", "LateMoments", "Norms", "OperatorRecord", "SignalTensors",
+    "cast_waiting", "finish_batch", "loss_curvature", "measure_lookup", "normalized", "signals_on_host",
+]  # fmt: skip
