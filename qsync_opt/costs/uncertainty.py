@@ -1,7 +1,7 @@
 """Times of operators, layers and casts with an interval and the source of each figure.
 
-Intervals hold only what was observed: where nothing is known about the error of a figure they reach from zero to
-infinity, and `Estimate.basis` says so.
+Intervals come from observed errors only: where none was recorded they reach from zero to infinity. `Estimate.basis`
+says which errors they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from qsync_opt.costs.labels import estimated_by
 from qsync_opt.costs.profile import DeviceProfile
 from qsync_opt.costs.roofline import STEP_RATIOS, Assumptions, used_assumptions
 from qsync_opt.errors import ProblemError
@@ -31,11 +32,13 @@ class CostSource(enum.StrEnum):
     """It was timed in another precision, and scaled as operators that were timed in both."""
     ROOFLINE = "roofline"
     """It was computed from operations, bytes and a data sheet."""
+    ESTIMATED = "estimated"
+    """A cost model estimated it in some other way, or it is of a profile with estimates that are not told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A time in seconds with the interval that it is known to lie in.
+    """A time in seconds with an interval from observed errors.
 
     Attributes:
         time_s: The figure that plans are priced with.
@@ -55,8 +58,8 @@ class Estimate:
 def operator_cost(profile: DeviceProfile, operator: str, precision: str, direction: Direction) -> Estimate:
     """Time of one pass of an operator on the profile's device, alone: without casts of its inputs and host time.
 
-    A measured figure gets its interval from the whole iterations that the profile was checked against, a roofline
-    estimate from measured training steps (`STEP_RATIOS`); both are errors of sums, single operators may exceed them.
+    The interval of a measured figure is the error of the whole iterations that the profile was checked against, that of
+    a roofline estimate the error of whole training steps (`STEP_RATIOS`). Single operators may be further off.
 
     Args:
         profile: Measured, observed or estimated.
@@ -77,16 +80,19 @@ def operator_cost(profile: DeviceProfile, operator: str, precision: str, directi
         )
     cost = costs[precision]
     time_s = 1e-9 * (cost.forward_ns if direction == "forward" else cost.backward_ns)
-    if (assumptions := used_assumptions(profile)) is not None:
-        return _roofline(time_s, precision, assumptions)
     if cost.scaled_from:
         basis = f"scaled from {cost.scaled_from}; the error of the scaling is not recorded"
         return Estimate(time_s=time_s, source=CostSource.SCALED, basis=basis)
+    if (estimate := _estimated(profile, time_s, precision)) is not None:
+        return estimate
     count = len(profile.overhead.iterations)
     if not count:
         basis = "the profile records no spread of its measurements"
         return Estimate(time_s=time_s, source=CostSource.MEASURED, basis=basis)
-    basis = f"largest error of {count} whole iteration{'s' * (count > 1)} predicted from this profile"
+    basis = (
+        f"largest error of {count} whole iteration{'s' * (count > 1)} predicted from this profile; "
+        "single operators may be further off"
+    )
     return _within(time_s, profile.overhead.residual, basis)
 
 
@@ -133,8 +139,8 @@ def cast_cost(profile: DeviceProfile, source: str, target: str, elements: int) -
             f"{', '.join(profile.casts)}"
         )
     time_s = 1e-9 * fit.ns(elements)
-    if (assumptions := used_assumptions(profile)) is not None:
-        return _roofline(time_s, target, assumptions)
+    if (estimate := _estimated(profile, time_s, target)) is not None:
+        return estimate
     if not fit.samples:
         return Estimate(time_s=time_s, source=CostSource.MEASURED, basis="the fit records no measurements")
     return _within(time_s, fit.worst_error, f"largest error of the fit to {fit.samples} measurements")
@@ -163,15 +169,23 @@ def _within(time_s: float, error: float, basis: str) -> Estimate:
     )
 
 
-def _roofline(time_s: float, precision: str, assumptions: Assumptions) -> Estimate:
+def _estimated(profile: DeviceProfile, time_s: float, precision: str) -> Estimate | None:
+    """The estimate of a profile that was not measured, None for one whose unmarked costs were."""
+    label = estimated_by(profile)
+    if label is None or any(cost.scaled_from for table in profile.measurements.values() for cost in table.values()):
+        return None
+    assumptions = used_assumptions(profile)
+    if assumptions is None:
+        return Estimate(time_s=time_s, source=CostSource.ESTIMATED, basis=f"{label}; its error is not recorded")
     if assumptions != Assumptions():
         basis = "nothing was measured under these assumptions of the roofline"
         return Estimate(time_s=time_s, source=CostSource.ROOFLINE, basis=basis)
     low, high = STEP_RATIOS[number_format(precision).bits == 8]
     return Estimate(
         time_s=time_s,
+        source=CostSource.ROOFLINE,
+        basis="measured over estimated training steps of one GPT on one H200 (benchmarks/results/roofline.json); "
+        "single operators, other models and other devices may be further off",
         low_s=low * time_s,
         high_s=high * time_s,
-        source=CostSource.ROOFLINE,
-        basis="measured over estimated training steps of one GPT on one H200 (benchmarks/results/roofline.json)",
     )

@@ -9,6 +9,7 @@ import pytest
 
 from qsync_opt.cluster import data_sheet
 from qsync_opt.costs import (
+    ESTIMATE_OPTION,
     Assumptions,
     CostFit,
     CostSource,
@@ -63,13 +64,21 @@ def test_a_scaled_time_is_told_apart_in_the_profile_and_its_file() -> None:
     profile = make_profile(residual_graph())
     key = profile.operators["head"]
     table = {**profile.measurements[key], "FP32": replace(profile.measurements[key]["FP32"], scaled_from="BF16")}
-    scaled = replace(profile, measurements={**profile.measurements, key: table})
+    options = {ESTIMATE_OPTION: "FP32 of head was scaled from BF16, because it did not fit into memory"}
+    scaled = replace(profile, measurements={**profile.measurements, key: table}, options=options)
     again = DeviceProfile.from_json(json.loads(json.dumps(scaled.to_json())))
     assert again == scaled
     found = operator_cost(again, "head", "FP32", "forward")
     assert (found.source, found.high_s) == (CostSource.SCALED, math.inf)
     assert "scaled from BF16" in found.basis
     assert operator_cost(again, "head", "BF16", "forward").source is CostSource.MEASURED
+
+
+def test_other_estimates_do_not_pass_for_measurements() -> None:
+    profile = replace(make_profile(residual_graph()), options={ESTIMATE_OPTION: "a guess"})
+    for found in (operator_cost(profile, "head", "BF16", "forward"), cast_cost(profile, "FP32", "BF16", 10)):
+        assert (found.source, found.low_s, found.high_s) == (CostSource.ESTIMATED, 0.0, math.inf)
+        assert found.basis == "a guess; its error is not recorded"
 
 
 def test_profiles_that_were_measured_look_as_before() -> None:
