@@ -37,7 +37,7 @@ SWITCH = "QSYNC_COMPILED_LOOPS"
 LOADING_S = 0.8
 """CPU seconds of loops in Python after which kept machine code is loaded, which takes about a second."""
 COMPILING_S = 4.0
-"""CPU seconds of loops in Python after which they are compiled where no machine code is kept, which takes over ten."""
+"""CPU seconds of loops in Python after which they are compiled if no machine code is kept, which takes over ten."""
 _LOGGER = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
