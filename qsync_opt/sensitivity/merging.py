@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from qsync_opt.errors import ProblemError
 from qsync_opt.numerics import Granularity, Rounding, closed_form_variance
 from qsync_opt.sensitivity.statistics import (
+    PATHS,
     Curvature,
     Gain,
     GradientNoise,
@@ -23,15 +24,6 @@ from qsync_opt.sensitivity.statistics import (
     TensorStatistics,
 )
 
-# Path to the noisy operand and the operand that multiplies the noise.
-_PATH_ENDS: dict[str, tuple[str, str]] = {
-    "first>output": ("first", "second"),
-    "second>output": ("second", "first"),
-    "first>second_gradient": ("first", "output_gradient"),
-    "gradient>second_gradient": ("output_gradient", "first"),
-    "second>first_gradient": ("second", "output_gradient"),
-    "gradient>first_gradient": ("output_gradient", "second"),
-}
 _SIGNAL = ("input_square_sum", "output_square_sum", "curvature", "noise_weight", "noise_ratio")
 _PROBED = ("gains", "adaptive_gains", "curvatures")
 
@@ -186,7 +178,7 @@ def _merge_tensors(parts: Sequence[TensorStatistics], weights: Sequence[int], wh
 
 def _path_scale(operator: OperatorStatistics, path: str, shape: str) -> float:
     """Mean noise times mean signal of one path: the denominator of its alignment."""
-    noisy, signal = (getattr(operator, name) for name in _PATH_ENDS[path])
+    noisy, signal = (getattr(operator, name) for name in PATHS[path])
     if shape == "floating":
         return float(noisy.mean_square * signal.mean_square)
     return float(noisy.variance(f"INT8/{Granularity(shape)}", Rounding.STOCHASTIC) * signal.mean_square)

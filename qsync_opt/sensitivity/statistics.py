@@ -16,6 +16,7 @@ import os
 import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -228,14 +229,17 @@ class GradientNoise:
 
 # An alignment is named "path/shape", with the path "noisy tensor>target". Noise of shape "floating" is proportional to
 # the element's square; the others are INT8 noise with one scale per tensor, channel or row.
-PATHS: tuple[str, ...] = (
-    "first>output",
-    "second>output",
-    "first>second_gradient",
-    "gradient>second_gradient",
-    "second>first_gradient",
-    "gradient>first_gradient",
+PATHS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "first>output": ("first", "second"),
+        "second>output": ("second", "first"),
+        "first>second_gradient": ("first", "output_gradient"),
+        "gradient>second_gradient": ("output_gradient", "first"),
+        "second>first_gradient": ("second", "output_gradient"),
+        "gradient>first_gradient": ("output_gradient", "second"),
+    }
 )
+"""Paths with the noisy tensor and the tensor that multiplies its noise."""
 SHAPES: tuple[str, ...] = ("floating", *Granularity)
 OPERANDS: tuple[str, ...] = ("first", "second", "third")
 GRADIENTS: tuple[str, ...] = ("first_gradient", "second_gradient", "third_gradient")
@@ -388,24 +392,25 @@ class ModelStatistics:
     model_fingerprint: str | None = None
     gradient_noise: GradientNoise | None = None
     shift: float = 0.0
-    _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _by_name: Mapping[str, OperatorStatistics] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _positive_integer(self.batches, "batches")
         _finite(self.shift, "shift")
-        index = {operator.name: position for position, operator in enumerate(self.operators)}
-        if len(index) != len(self.operators):
-            twice = next(o.name for position, o in enumerate(self.operators) if index[o.name] != position)
+        by_name = {operator.name: operator for operator in self.operators}
+        if len(by_name) != len(self.operators):
+            counts = Counter(operator.name for operator in self.operators)
+            twice = next(name for name, count in counts.items() if count > 1)
             raise ProblemError(f"operator {twice!r} has statistics twice: names must be unique")
         freeze(self, "signals")
-        object.__setattr__(self, "_index", MappingProxyType(index))
+        object.__setattr__(self, "_by_name", by_name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._index
+        return name in self._by_name
 
     def __getitem__(self, name: str) -> OperatorStatistics:
         try:
-            return self.operators[self._index[name]]
+            return self._by_name[name]
         except KeyError:
             raise ProblemError(
                 f"no statistics for operator {name!r}: collect them again with the model that was captured"
@@ -413,8 +418,7 @@ class ModelStatistics:
 
     def find(self, name: str) -> OperatorStatistics | None:
         """The statistics of an operator, or None."""
-        position = self._index.get(name)
-        return None if position is None else self.operators[position]
+        return self._by_name.get(name)
 
 
 FORMAT = "qsync-statistics/3"

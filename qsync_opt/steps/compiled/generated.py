@@ -21,24 +21,13 @@ from typing import Any, NamedTuple
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.steps.memory_timeline import ROUNDED_BYTES
 
-_ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int16": 2,
-    "uint16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "float32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
-    "complex64": 8,
+_DTYPES = {
+    1: ("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"),
+    2: ("int16", "uint16", "float16", "bfloat16"),
+    4: ("int32", "uint32", "float32"),
+    8: ("int64", "uint64", "float64", "complex64"),
 }
+_ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names}
 _TANGENT = "tangents_"
 """Prefix of the arguments of the backward pass that are gradients of the model's results."""
 

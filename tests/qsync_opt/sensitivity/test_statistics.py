@@ -103,7 +103,7 @@ def test_truncated_and_missing_files(tmp_path: Path) -> None:
 
 def test_an_operator_named_twice_or_missing_is_named() -> None:
     with pytest.raises(ProblemError, match="'fc/linear' has statistics twice"):
-        model(operators=(operator(), operator()))
+        model(operators=(operator(),) * 2)
     with pytest.raises(ProblemError, match="no statistics for operator 'other'"):
         model()["other"]
 
