@@ -115,7 +115,7 @@ def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
             name, ends = f"{cast.source} > {cast.target}", {"producer": cast.producer, "consumer": cast.consumer}
             yield event(name=name, kind=f"{kind} cast", start_ns=now_ns, duration_ns=cast.duration_ns, details=ends)
             now_ns += cast.duration_ns
-        details = {"precision": operator.precision, "casts": len(casts)}
+        details: dict[str, str | int] = {"precision": operator.precision, "casts": len(casts)}
         yield event(name=operator.name, kind=kind, start_ns=now_ns, duration_ns=duration_ns, details=details)
         now_ns += duration_ns
 
