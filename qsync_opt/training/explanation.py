@@ -446,5 +446,5 @@ def _signed(value: float, form: Callable[[float], str], what: str) -> str:
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    shown = " and ".join(repr(name) for name in names[:_NAMED_INPUTS])
-    return shown if len(names) <= _NAMED_INPUTS else f"{shown} and {len(names) - _NAMED_INPUTS} more"
+    listed = " and ".join(repr(name) for name in names[:_NAMED_INPUTS])
+    return listed if len(names) <= _NAMED_INPUTS else f"{listed} and {len(names) - _NAMED_INPUTS} more"

@@ -28,7 +28,7 @@ from qsync_opt.training.propagation import follow, ladder, propagate
 from qsync_opt.views import Displayed, Tabular
 
 PLAN_FORMAT = "qsync-plan/1"
-_SHOWN = 3
+_NAMED = 3
 """How many differing operators an error names."""
 
 
@@ -147,8 +147,8 @@ def plan_from_json(data: Any) -> Plan:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+    listed = ", ".join(repr(name) for name in names[:_NAMED])
+    return listed if len(names) <= _NAMED else f"{listed} and {len(names) - _NAMED} more"
 
 
 def uniform_plan(problem: Problem, precision: str | None = None) -> Plan:

@@ -102,13 +102,13 @@ def replan(
         kind = ProblemError if solution.termination == "infeasible" else SolverError
         raise kind(f"there is no plan for problem {problem.name!r} as it is now: {solution.reason}")
     changes = _changes(problem, current, solution.plan)
-    reason, kept = _verdict(before, misfit, solution.evaluation, changes, improvement)
+    reason, replaced = _verdict(before, misfit, solution.evaluation, changes, improvement)
     return Replanning(
-        plan=current if kept else solution.plan,
-        replaced=not kept,
+        plan=solution.plan if replaced else current,
+        replaced=replaced,
         before=before,
         after=solution.evaluation,
-        changes={} if kept else changes,
+        changes=changes if replaced else {},
         reason=reason,
         solution=solution,
     )
@@ -121,21 +121,21 @@ def _verdict(
     changes: Mapping[str, Mapping[str, Change]],
     improvement: float,
 ) -> tuple[str, bool]:
-    """The reason in words, and whether the plan in use is kept."""
+    """The reason in words, and whether the plan in use is replaced."""
     if before is None:
-        return f"the plan in use does not fit the problem: {misfit}", False
+        return f"the plan in use does not fit the problem: {misfit}", True
     if not changes:
         if before.feasible:
-            return "the plan in use is still the one that is found", True
+            return "the plan in use is still the one that is found", False
         raise SolverError("one plan was found both to break the limits and to keep them")
     count = sum(map(len, changes.values()))
     if not before.feasible:
-        return f"the plan in use breaks limits now ({'; '.join(before.violations)}): {count} operators change", False
+        return f"the plan in use breaks limits now ({'; '.join(before.violations)}): {count} operators change", True
     old, new = before.objective, after.objective
     comparison = f"total sensitivity {new:.6g} instead of {old:.6g}"
     if new < (1 - improvement) * old:
-        return f"a better plan was found, {comparison}: {count} operators change", False
-    return f"the plan in use is kept: the best that was found, {comparison}, is not better by {improvement:.0%}", True
+        return f"a better plan was found, {comparison}: {count} operators change", True
+    return f"the plan in use is kept: the best that was found, {comparison}, is not better by {improvement:.0%}", False
 
 
 def _changes(problem: Problem, before: Plan, after: Plan) -> dict[str, dict[str, Change]]:
