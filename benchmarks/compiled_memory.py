@@ -33,13 +33,13 @@ from predictor import RESULTS, errors, summarize
 from predictor_models import BATCHES, MEDIUM, SMALL, Subject
 from predictor_partition import partition
 
-import qsync_opt.runtimes.torch.steps.compiled.peak as compiled_peak
 from qsync_opt.errors import QSyncError
 from qsync_opt.io import write_json
 from qsync_opt.kernels import ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
 from qsync_opt.runtimes.torch.steps import compiled_inside
+from qsync_opt.runtimes.torch.steps.compiled import peak as compiled_peak
 from qsync_opt.runtimes.torch.support import TrainingExample
 
 MODELS = ("vit-short", "bert-short", "gpt-short", "gpt-tiny")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.autograd import float_modes
+    from qsync_opt.kernels.autograd import feed_forward_block, float_modes
     from qsync_opt.kernels.autograd.convolutions import convolution, convolution_slices, scaled_convolution
     from qsync_opt.kernels.autograd.derivatives import EIGHT_BITS, differentiated_once
     from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
@@ -18,6 +18,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "EIGHT_BITS", "convolution", "convolution_slices", "differentiated_once", "feed_forward", "float_modes",
-    "fp32_mode", "linear", "product", "product_slices", "scaled_convolution",
+    "EIGHT_BITS", "convolution", "convolution_slices", "differentiated_once", "feed_forward", "feed_forward_block",
+    "float_modes", "fp32_mode", "linear", "product", "product_slices", "scaled_convolution",
 ]  # fmt: skip

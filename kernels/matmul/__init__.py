@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.matmul import integer, tiles
+    from qsync_opt.kernels.matmul import integer, scaled, tiles, tuning
     from qsync_opt.kernels.matmul.integer import (
         exact_convolution,
         has_native_product,
@@ -33,7 +33,27 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "TABLES", "Choice", "ProductKind", "activate", "choice_of", "exact_convolution", "has_native_product",
-    "has_onednn_convolution", "has_onednn_linear", "int8_bmm", "int8_mm", "integer", "kind_of", "operand_sets",
-    "read_choices", "scaled_mm", "scaled_mm_amax", "scaled_mm_aux", "scaled_mm_unchecked", "tiles", "write_choices",
+    "TABLES",
+    "Choice",
+    "ProductKind",
+    "activate",
+    "choice_of",
+    "exact_convolution",
+    "has_native_product",
+    "has_onednn_convolution",
+    "has_onednn_linear",
+    "int8_bmm",
+    "int8_mm",
+    "integer",
+    "kind_of",
+    "operand_sets",
+    "read_choices",
+    "scaled",
+    "scaled_mm",
+    "scaled_mm_amax",
+    "scaled_mm_aux",
+    "scaled_mm_unchecked",
+    "tiles",
+    "tuning",
+    "write_choices",
 ]  # fmt: skip

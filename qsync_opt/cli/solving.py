@@ -304,7 +304,7 @@ def pareto(
 ) -> int:
     """Show the front of sensitivity against iteration time, or against the memory of a device type."""
     from qsync_opt.io import reporting, write_text
-    from qsync_opt.report.figures import front_svg
+    from qsync_opt.report import front_svg
     from qsync_opt.training import load_problem, pareto_front
 
     check_outputs([csv, svg], [problem])

@@ -11,12 +11,7 @@ if TYPE_CHECKING:
     from qsync_opt.sensitivity.indicators import FormatIndicator, Indicator, ModelKnowledge, WeightIndicator
     from qsync_opt.sensitivity.merging import merge_operators, merge_statistics
     from qsync_opt.sensitivity.rectifiers import flipped_variance, plan_variance, plan_variance_parts
-    from qsync_opt.sensitivity.rounding_variance import (
-        Noise,
-        NoiseOptions,
-        OperatorVariances,
-        variances,
-    )
+    from qsync_opt.sensitivity.rounding_variance import Noise, NoiseOptions, OperatorVariances, variances
     from qsync_opt.sensitivity.scores import horizon_of, sensitivities
     from qsync_opt.sensitivity.statistics import (
         FLIP_RATIOS,
@@ -41,6 +36,7 @@ if TYPE_CHECKING:
         statistics_to_json,
     )
     from qsync_opt.sensitivity.table import (
+        SENSITIVITY_FORMAT,
         Distances,
         IndicatorKind,
         OperatorSensitivity,
@@ -52,11 +48,48 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FLIP_RATIOS", "FROM_FORMATS", "FROM_WEIGHTS", "GRADIENTS", "OPERANDS", "SHAPES", "Curvature", "Distances",
-    "FormatIndicator", "Gain", "GradientNoise", "Indicator", "IndicatorKind", "MeasuredErrors", "ModelKnowledge",
-    "ModelStatistics", "Noise", "NoiseOptions", "OperatorKind", "OperatorSensitivity", "OperatorStatistics",
-    "OperatorVariances", "ProductSizes", "RoundingFactor", "SensitivityTable", "SensitivityValues", "Signal",
-    "TensorStatistics", "WeightIndicator", "check_loss_scale", "flipped_variance", "horizon_of", "load_statistics",
-    "merge_operators", "merge_statistics", "plan_variance", "plan_variance_parts", "save_statistics",
-    "sensitivities", "statistics_from_json", "statistics_to_json", "variances", "weight_sensitivities",
-]  # fmt: skip
+    "FLIP_RATIOS",
+    "FROM_FORMATS",
+    "FROM_WEIGHTS",
+    "GRADIENTS",
+    "OPERANDS",
+    "SENSITIVITY_FORMAT",
+    "SHAPES",
+    "Curvature",
+    "Distances",
+    "FormatIndicator",
+    "Gain",
+    "GradientNoise",
+    "Indicator",
+    "IndicatorKind",
+    "MeasuredErrors",
+    "ModelKnowledge",
+    "ModelStatistics",
+    "Noise",
+    "NoiseOptions",
+    "OperatorKind",
+    "OperatorSensitivity",
+    "OperatorStatistics",
+    "OperatorVariances",
+    "ProductSizes",
+    "RoundingFactor",
+    "SensitivityTable",
+    "SensitivityValues",
+    "Signal",
+    "TensorStatistics",
+    "WeightIndicator",
+    "check_loss_scale",
+    "flipped_variance",
+    "horizon_of",
+    "load_statistics",
+    "merge_operators",
+    "merge_statistics",
+    "plan_variance",
+    "plan_variance_parts",
+    "save_statistics",
+    "sensitivities",
+    "statistics_from_json",
+    "statistics_to_json",
+    "variances",
+    "weight_sensitivities",
+]

@@ -245,7 +245,7 @@ class FrontCache:
 
     def get(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> tuple[Any] | None:
         """See `PointStore.get`. An entry that cannot be used counts as unknown."""
-        data = self._cache.get(_key(latency_limit_ns, memory_limits_kib))
+        data = self._cache.get(front_key(latency_limit_ns, memory_limits_kib))
         if data is None:
             return None
         try:
@@ -259,7 +259,7 @@ class FrontCache:
     def put(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int], point: Any) -> None:
         """See `PointStore.put`."""
         data = None if point is None else {**encode(point), "plan": point.plan.to_json()}
-        self._cache.put(_key(latency_limit_ns, memory_limits_kib), {"point": data})
+        self._cache.put(front_key(latency_limit_ns, memory_limits_kib), {"point": data})
         self.num_new += 1
 
     def _read(self, fields: Fields) -> Any:
@@ -274,5 +274,6 @@ class FrontCache:
         )
 
 
-def _key(latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> str:
+def front_key(latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> str:
+    """Key, in the cache, of the point under these limits."""
     return json.dumps([latency_limit_ns, sorted(memory_limits_kib.items())])

@@ -18,29 +18,30 @@ import numpy as np
 import yaml
 from onnx import TensorProto, helper, numpy_helper
 
-from qsync_opt.cluster import cluster, data_sheet
-from qsync_opt.costs import profile as device_profile
-from qsync_opt.costs import roofline_profile
+from qsync_opt.cluster import data_sheet, load_cluster
+from qsync_opt.costs import load_profile, roofline_profile
 from qsync_opt.formulations.training import FrontPoint
 from qsync_opt.io import MeasurementCache, parse_json
-from qsync_opt.model import Role
-from qsync_opt.model import graph as graph_file
+from qsync_opt.model import Role, graph_to_json, load_graph, save_graph
 from qsync_opt.model.onnx import read_onnx, read_weights
-from qsync_opt.report.contents import load_measured
+from qsync_opt.report import load_measured
 from qsync_opt.sensitivity import (
+    SENSITIVITY_FORMAT,
     Gain,
     ModelStatistics,
     OperatorKind,
     OperatorStatistics,
     ProductSizes,
     RoundingFactor,
+    SensitivityValues,
     Signal,
     TensorStatistics,
+    load_statistics,
+    save_statistics,
+    statistics_to_json,
 )
-from qsync_opt.sensitivity import statistics as statistics_file
-from qsync_opt.sensitivity import table as sensitivity_values
 from qsync_opt.testing import random_plan, random_problem, sample_graph
-from qsync_opt.training import FrontCache, evaluate, plan, problem_file
+from qsync_opt.training import FrontCache, evaluate, front_key, load_plan, load_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """\
@@ -63,7 +64,7 @@ class Loader:
 
 
 def _problem(path: Path) -> object:
-    problem = problem_file.load_problem(path)
+    problem = load_problem(path)
     repr(problem)
     source = random.Random(0)
     evaluation = evaluate(problem, random_plan(source, problem))
@@ -72,14 +73,14 @@ def _problem(path: Path) -> object:
 
 
 def _plan(path: Path) -> object:
-    found = plan.load_plan(path)
+    found = load_plan(path)
     repr(found)
     found.save(path.with_suffix(".again"))
     return found
 
 
 def _profile(path: Path) -> object:
-    profile = device_profile.load_profile(path)
+    profile = load_profile(path)
     profile.describe()
     profile.save(path.with_suffix(".again"))
     profile.check_graph(sample_graph())
@@ -87,29 +88,29 @@ def _profile(path: Path) -> object:
 
 
 def _cluster(path: Path) -> object:
-    found = cluster.load_cluster(path)
+    found = load_cluster(path)
     found.network.allreduce_ns(10**6, 4)
     return found
 
 
 def _statistics(path: Path) -> object:
-    found = statistics_file.load_statistics(path)
-    statistics_file.save_statistics(found, path.with_suffix(".again"))
+    found = load_statistics(path)
+    save_statistics(found, path.with_suffix(".again"))
     return found
 
 
 def _graph(path: Path) -> object:
-    graph = graph_file.load_graph(path)
+    graph = load_graph(path)
     graph.fingerprint()
     graph.distances_to_loss()
-    graph_file.save_graph(graph, path.with_suffix(".again"))
+    save_graph(graph, path.with_suffix(".again"))
     return graph
 
 
 def _sensitivities(path: Path) -> object:
     text = path.read_bytes().decode("utf-8", "replace")
-    data = parse_json(text, (sensitivity_values.SENSITIVITY_FORMAT,), where="sensitivities")
-    return sensitivity_values.SensitivityValues.from_json(data).to_json()
+    data = parse_json(text, (SENSITIVITY_FORMAT,), where="sensitivities")
+    return SensitivityValues.from_json(data).to_json()
 
 
 def _measurement(path: Path) -> object:
@@ -127,9 +128,7 @@ def _front(path: Path) -> object:
     problem = random_problem(random.Random(3))
     cache = FrontCache(path.parent / "front", problem, 0.0, FrontPoint)
     limits = {device.name: device.memory_limit_kib for device in problem.devices}
-    from qsync_opt.training.pareto import _key
-
-    os.replace(path, cache._cache._path(_key(7, limits)))
+    os.replace(path, cache._cache._path(front_key(7, limits)))
     return cache.get(7, limits)
 
 
@@ -220,7 +219,7 @@ def onnx_models() -> list[bytes]:
     tensor.external_data.add(key="location", value="weights.bin")
     tensor.external_data.add(key="offset", value="0")
     tensor.external_data.add(key="length", value="432")
-    second.metadata_props.add(key="qsync_opt.model.graph", value=json.dumps(graph_file.graph_to_json(sample_graph())))
+    second.metadata_props.add(key="qsync_opt.model.graph", value=json.dumps(graph_to_json(sample_graph())))
     return [first.SerializeToString(), second.SerializeToString()]
 
 
@@ -265,10 +264,8 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         Loader("plan", "json", [small_plan], _plan),
         Loader("profile", "json", [profile], _profile),
         Loader("cluster", "yaml", [yaml.safe_load(CLUSTER), CLUSTER], _cluster),
-        Loader(
-            "statistics", "json", [json.loads(statistics_file.statistics_to_json(_sample_statistics()))], _statistics
-        ),
-        Loader("graph", "json", [graph_file.graph_to_json(sample_graph())], _graph),
+        Loader("statistics", "json", [json.loads(statistics_to_json(_sample_statistics()))], _statistics),
+        Loader("graph", "json", [graph_to_json(sample_graph())], _graph),
         Loader("sensitivities", "json", [sensitivities], _sensitivities),
         Loader("measurement cache", "json", [measurement], _measurement),
         Loader("front cache", "json", [front], _front),
@@ -311,7 +308,7 @@ def _job_seed(profile: dict[str, Any], sensitivities: dict[str, Any]) -> dict[st
     return {
         "format": "qsync-job/1",
         "facts": {"memory_bytes": {"T4": 1 << 30}},
-        "graph": graph_file.graph_to_json(graph),
+        "graph": graph_to_json(graph),
         "profiles": {"T4": profile},
         "sensitivities": {"T4": sensitivities},
         "ways": {"T4": [{"name": "FP16 autocast", **way}]},
@@ -332,9 +329,7 @@ def _front_seed(problem: Any, point: dict[str, Any]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         cache = FrontCache(Path(folder), problem, 0.0, FrontPoint)
-        from qsync_opt.training.pareto import _key
-
-        key = _key(7, {device.name: device.memory_limit_kib for device in problem.devices})
+        key = front_key(7, {device.name: device.memory_limit_kib for device in problem.devices})
         cache._cache.put(key, {"point": point})
         data: dict[str, Any] = json.loads(cache._cache._path(key).read_text())
         return data

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.numerics import formats_for
-from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.sensitivity import reductions as replays
+from qsync_opt.runtimes.torch.sensitivity import Replays, collect_statistics
 from qsync_opt.sensitivity import NoiseOptions, statistics_to_json, variances
 
 pytestmark = pytest.mark.gpu
@@ -77,11 +76,11 @@ def test_replayed_graphs_measure_what_kernels_measure_one_by_one(monkeypatch):
     model = Net().to(CUDA)
     batches = [(torch.randint(0, 64, (8, 24), device=CUDA),) for _ in range(2)]
     captured = []
-    capture = replays.Replays._captured
-    monkeypatch.setattr(replays.Replays, "_captured", lambda *a: captured.append(1) or capture(*a))
+    capture = Replays._captured
+    monkeypatch.setattr(Replays, "_captured", lambda *a: captured.append(1) or capture(*a))
     replayed = _numbers(statistics_to_json(collect_statistics(model, batches, probes=1)))
     assert captured
-    monkeypatch.setattr(replays, "_LARGEST", 0)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.sensitivity.replays._LARGEST", 0)
     captured.clear()
     plain = _numbers(statistics_to_json(collect_statistics(model, batches, probes=1)))
     assert not captured

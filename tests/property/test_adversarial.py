@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt import evaluate, solve
-from qsync_opt.formulations.assignment import search
+from qsync_opt.formulations.assignment import BoundAndFix
 from qsync_opt.model import Role
 from qsync_opt.testing import random_problem
 from qsync_opt.training import TerminationStatus, fastest, problem_from_json
@@ -245,7 +245,7 @@ def test_interrupted_anywhere_the_best_known_is_held(monkeypatch, calls, method)
     problem = network(chain_of(120), random.Random(6), devices=2)
     truth = solve(problem, "exact")
     left = [calls]
-    plain = search.BoundAndFix._dual
+    plain = BoundAndFix._dual
 
     def interrupted(*arguments):
         left[0] -= 1
@@ -253,7 +253,7 @@ def test_interrupted_anywhere_the_best_known_is_held(monkeypatch, calls, method)
             raise KeyboardInterrupt
         return plain(*arguments)
 
-    monkeypatch.setattr(search.BoundAndFix, "_dual", interrupted)
+    monkeypatch.setattr(BoundAndFix, "_dual", interrupted)
     answer = solve(problem, method)
     assert answer.termination in (TerminationStatus.TIME_LIMIT, TerminationStatus.OPTIMAL)
     assert (answer.termination is TerminationStatus.OPTIMAL) == (left[0] > 0)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
         paired_errors,
         stacked_errors,
     )
-    from qsync_opt.runtimes.torch.sensitivity.probes.batch_parts import parts_of
     from qsync_opt.runtimes.torch.sensitivity.products import operand_slots, product_of, replace_operands
     from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances
+    from qsync_opt.runtimes.torch.sensitivity.replays import Replays
     from qsync_opt.runtimes.torch.sensitivity.samples import (
         Positions,
         even_positions,
@@ -35,8 +35,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Positions", "RandomSigns", "Step", "Wanted", "answered", "attention_call", "attention_errors",
+    "Positions", "RandomSigns", "Replays", "Step", "Wanted", "answered", "attention_call", "attention_errors",
     "channel_variances", "collect_statistics", "even_positions", "even_runs", "fixed_point_errors",
-    "full_precision", "operand_slots", "paired_errors", "parts_of", "places_by_size", "positions_by_size",
-    "product_of", "replace_operands", "runs_by_size", "stacked_errors", "weights_by_size",
+    "full_precision", "operand_slots", "paired_errors", "places_by_size", "positions_by_size", "product_of",
+    "replace_operands", "runs_by_size", "stacked_errors", "weights_by_size",
 ]  # fmt: skip

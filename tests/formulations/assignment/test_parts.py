@@ -7,7 +7,7 @@ from qsync_opt.formulations.assignment import AssignmentModel, BoundAndFix, Effo
 from qsync_opt.formulations.assignment import incumbent as blending
 from qsync_opt.formulations.assignment.core import close, extract, frontier, search
 from qsync_opt.formulations.assignment.core.frontier import _narrow
-from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
+from qsync_opt.registry import Kind, create
 
 
 def best_of(model, labellings):
@@ -54,7 +54,7 @@ def test_core_search_and_solver_agree(seed, random_model, every_labelling):
     core = extract(model, base, model.allowed_Z, prices)
     upper = 1e6
     searched = search(core, upper, 10_000, spread=False)
-    closed = close(core, upper, OrtoolsSolver(), None)
+    closed = close(core, upper, create(Kind.SOLVER, "ortools"), None)
     for found in (searched, closed):
         if truth == np.inf:
             assert found.labels_N is None
@@ -135,7 +135,7 @@ def test_a_solver_may_stop_early_and_its_bound_says_so(random_model, every_label
         prices = np.full(2, 0.1)
         base = relax(model).elimination.minimise(model.priced(prices, model.allowed_Z))[1]
         core = extract(model, base, model.allowed_Z, prices)
-        found = close(core, 1e6, OrtoolsSolver(), None, tolerance=tolerance, most_nodes=1)
+        found = close(core, 1e6, create(Kind.SOLVER, "ortools"), None, tolerance=tolerance, most_nodes=1)
         if found.labels_N is not None:
             assert (model.excess(found.labels_N) <= 0).all()
             assert model.objective(found.labels_N) >= truth - 1e-9

@@ -8,7 +8,6 @@ import pytest
 
 from qsync_opt.errors import NotInstalledError, SolverError, UnsupportedError
 from qsync_opt.formulations.linear import LinearResult, LinearStatus
-from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
 from qsync_opt.formulations.training import (
     DeviceState,
     GreedyFormulation,
@@ -19,6 +18,7 @@ from qsync_opt.formulations.training import (
     recover,
 )
 from qsync_opt.formulations.training.ilp import solve as whole_program
+from qsync_opt.registry import Kind, find
 from qsync_opt.testing import cast_coupling, chain, diamond, no_memory, random_plan, random_problem, skipped_level
 from qsync_opt.training import (
     Plan,
@@ -147,7 +147,7 @@ def test_exact_without_a_solver_says_how_to_get_one(monkeypatch):
         solve(chain().problem, "ilp")
 
 
-class _Lying(OrtoolsSolver):
+class _Lying(find(Kind.SOLVER, "ortools").load()):
     """Says what it is told about every program."""
 
     def __init__(self, **result):
@@ -170,7 +170,7 @@ def test_a_failing_solver_is_an_error(status):
         solve(chain().problem, "ilp", solver=_Lying(status=status))
 
 
-class _Sloppy(OrtoolsSolver):
+class _Sloppy(find(Kind.SOLVER, "ortools").load()):
     """Returns the plan that is best without limits, as if its tolerances were huge."""
 
     def solve(self, model, options):

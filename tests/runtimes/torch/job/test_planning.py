@@ -22,7 +22,7 @@ from qsync_opt.runtimes.torch.job import (
 from qsync_opt.runtimes.torch.job import measuring as job_measuring
 from qsync_opt.runtimes.torch.job import steps as job_steps
 from qsync_opt.runtimes.torch.profiling import Trial
-from qsync_opt.runtimes.torch.steps import profile as step_profile
+from qsync_opt.runtimes.torch.steps import record_plan
 from qsync_opt.training import evaluate
 
 
@@ -113,14 +113,12 @@ def test_where_steps_cannot_be_recorded_operators_are_measured_and_the_plan_says
 
 
 def test_what_was_scaled_is_marked_in_profile_problem_and_plan(options, tmp_path, monkeypatch):
-    record = step_profile.record_plan
-
     def short_of_memory(stepper, graph, label, plan, *rest):
         if plan["b/linear"] == "FP32":
             raise torch.cuda.OutOfMemoryError("made up")
-        return record(stepper, graph, label, plan, *rest)
+        return record_plan(stepper, graph, label, plan, *rest)
 
-    monkeypatch.setattr(step_profile, "record_plan", short_of_memory)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.steps.profile.record_plan", short_of_memory)
     wanted = options(costs="steps", cache_dir=tmp_path, precisions=("BF16",), trial=False)
     plan = auto_plan(Net(), torch.randn(32, 64), loss=cross_entropy, options=wanted)
     marked = "FP32 of b/linear was scaled from BF16, because it did not fit into memory"

@@ -8,7 +8,7 @@ from torch import nn
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.runtimes.torch.ddp import free_port, process_group
-from qsync_opt.runtimes.torch.execution import LossScaler, apply, loss_scaling
+from qsync_opt.runtimes.torch.execution import LossScaler, apply
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_loss_scaling_among_workers_that_join_is_refused(monkeypatch):
         scaler.scale(model(torch.ones(3, 4)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        monkeypatch.setattr(loss_scaling, "world", lambda: (0, 2))
+        monkeypatch.setattr("qsync_opt.runtimes.torch.execution.loss_scaling.world", lambda: (0, 2))
         with model.join(), pytest.raises(UnsupportedError, match=r"inside of join\(\).*as many batches"):
             scaler.scale(model(torch.ones(3, 4)).sum()).backward()
             scaler.step(optimizer)

@@ -17,8 +17,6 @@ from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
 from qsync_opt.runtimes.torch.job import ExecutionMode, PlanningOptions, auto_plan, time_modes
-from qsync_opt.runtimes.torch.job import passes as job_passes
-from qsync_opt.runtimes.torch.job import steps as job_steps
 from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, StepRecords, record_plan
 from qsync_opt.runtimes.torch.steps.compiled import (
     annotated_operators,
@@ -365,8 +363,8 @@ def test_modes_are_timed_compiled(block, monkeypatch):
         seen.append(dict(applied_plan(model).precisions) if applied_plan(model) else {})
         return compiled_inside(model, backend="aot_eager")
 
-    monkeypatch.setattr(job_passes, "compiled_inside", noted)
-    monkeypatch.setattr(job_passes, "_ROUNDS", 1)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.job.passes.compiled_inside", noted)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.job.passes._ROUNDS", 1)
     modes = [_mode("FP32"), _mode("BF16")]
     kernels = ApplyOptions().kernels
     timed = time_modes(block.model, block.example, modes, block.graph, kernels, compiled=True)
@@ -376,7 +374,9 @@ def test_modes_are_timed_compiled(block, monkeypatch):
 
 
 def test_a_mode_that_cannot_be_compiled_is_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr(job_passes, "compiled_inside", functools.partial(compiled_inside, backend="aot_eager"))
+    monkeypatch.setattr(
+        "qsync_opt.runtimes.torch.job.passes.compiled_inside", functools.partial(compiled_inside, backend="aot_eager")
+    )
     example = TrainingExample(model=Breaking(), args=(torch.randn(16, 32),))
     (timed,) = time_modes(example.model, example, [_mode("FP32")], None, ApplyOptions().kernels, compiled=True)
     assert timed.needed_bytes is None
@@ -388,7 +388,7 @@ def test_a_job_whose_compiled_steps_cannot_be_recorded_says_so(block, monkeypatc
         assert compiled
         raise UnsupportedError("this model breaks into several graphs")
 
-    monkeypatch.setattr(job_steps, "record_steps", refuse)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.job.steps.record_steps", refuse)
     options = PlanningOptions(
         precisions=("FP32",), compiled=True, trial=False, compare=False, cache_dir=tmp_path, progress=False
     )

@@ -12,7 +12,7 @@ from qsync_opt.errors import QSyncError
 from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 from qsync_opt.runtimes.torch.ddp import process_group
 from qsync_opt.runtimes.torch.execution import applied_plan, apply
-from qsync_opt.runtimes.torch.job import PlanAdapter, PlanningOptions, auto_plan, planning
+from qsync_opt.runtimes.torch.job import PlanAdapter, PlanningOptions, auto_plan
 
 ROOMY = 1 << 30
 
@@ -123,7 +123,7 @@ def restart(rank, folder, device_type, width=128):
     def forbidden(*_, **__):
         raise AssertionError("measured again")
 
-    planning.capture_model = forbidden
+    sys.modules[auto_plan.__module__].capture_model = forbidden
     options = PlanningOptions(
         cache_dir=folder, job_file=f"{folder}/job.json", memory=ROOMY, device_type=device_type, slack=9.0, trial=False
     )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.runtimes.torch.checkpoints import checkpoints
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 from qsync_opt.runtimes.torch.ddp import free_port, process_group
 from qsync_opt.runtimes.torch.execution import apply
 
@@ -57,7 +57,7 @@ def arm(fault, model, optimizer):
         optimizer.register_step_pre_hook(die)
     elif fault == "checkpoint":
         # Its tensors are written by then, and the folder has not got its name.
-        checkpoints.file_facts = die
+        sys.modules[Checkpoints.__module__].file_facts = die
 
 
 def train(rank, world_size, port, folder, fault):
@@ -69,7 +69,7 @@ def train(rank, world_size, port, folder, fault):
     ):
         parallel = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(parallel.parameters(), 1e-2)
-        kept = checkpoints.Checkpoints(folder / "checkpoints", parallel, optimizer)
+        kept = Checkpoints(folder / "checkpoints", parallel, optimizer)
         resumed = kept.load()
         for step in range(resumed.step if resumed else 0, STEPS):
             if fault and step == FAULT_STEP:

@@ -11,8 +11,7 @@ import runpy
 import sys
 import warnings
 
-import qsync_opt.runtimes.torch.capture.model
-import qsync_opt.runtimes.torch.job.planning  # noqa: F401  (loaded for the scripts)
+from qsync_opt.runtimes.torch.job import auto_plan  # noqa: F401  (loaded for the scripts)
 
 
 def redirect(path, number):

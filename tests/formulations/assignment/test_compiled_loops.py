@@ -18,7 +18,7 @@ from qsync_opt.formulations.assignment.core import frontier as frontier_loops
 from qsync_opt.formulations.assignment.core import paths as walk_loops
 from qsync_opt.formulations.training import collapse
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 try:
     from families import Recipe, generate
