@@ -60,11 +60,6 @@ def _inverse(order: list[int]) -> list[int]:
     return [order.index(dim) for dim in range(len(order))]
 
 
-def int8_scale(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
-    """Scale of each slice of ``x`` that is spanned by ``dims`` (None: all), FP32, sizes 1 along ``dims``."""
-    return scale_from(amax(x, dims), INT8)
-
-
 def _on_card(
     x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions, key: int
 ) -> Quantized | None:

@@ -6,7 +6,6 @@ import torch
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.kernels.quantize import dequantize, quantize_fp8, quantize_int8
-from qsync_opt.kernels.quantize.quantize import int8_scale
 
 NEAREST = KernelOptions(rounding="nearest")
 
@@ -135,11 +134,6 @@ def test_fp8_stays_on_the_grid_and_is_unbiased():
     step = torch.exp2((torch.frexp(scaled)[1] - 1).float()).clamp_min(2.0**-6) * 2**-3 * nearest.scale
     assert ((total / 400 - x.double()) / step).abs().max().item() < 6 * 0.5 / 20
     assert quantize_fp8(x, (1,), NEAREST).scale.shape == (30, 1)
-
-
-def test_int8_scale_alone():
-    x = torch.tensor([[1.0, -2.54], [0.0, 127.0]])
-    assert int8_scale(x, (1,)).flatten().tolist() == pytest.approx([0.02, 1.0])
 
 
 @pytest.mark.parametrize(
