@@ -1,8 +1,8 @@
 """The record of one call of a convolution until the end of its batch: samples, small vectors and a few numbers.
 
 Elements are looked at one by one at some positions of all images. Errors of the first operand that meet the gradient of
-the result, and the gradient's own, are taken at positions where the gradient is; see `qsync_opt.runtimes.torch.sensitivity.samples`. That happens
-when the gradient arrives, while the operand is still what autograd keeps for the weight's gradient; rounding itself is
+the result, and the gradient's own, are taken at positions where the gradient is (see ``samples``). That happens when
+the gradient arrives, while the operand is still what autograd keeps for the weight's gradient; rounding itself is
 left to ``records.batch``, when no activation is kept any more, for many calls at once.
 """
 
