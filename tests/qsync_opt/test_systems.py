@@ -111,8 +111,8 @@ def test_a_problem_of_no_system_is_refused():
 
 
 def test_an_unknown_system_or_search_is_refused_with_what_is_allowed():
-    with pytest.raises(UnsupportedError, match=r"unknown system 'trainin'.*training"):
-        systems.system("trainin")
+    with pytest.raises(UnsupportedError, match=r"unknown system 'training2'.*allowed are training"):
+        systems.system("training2")
     with pytest.raises(UnsupportedError, match=r"has no search 'slowest'; allowed are fastest"):
         systems.system("training").search("slowest")
 

@@ -182,7 +182,7 @@ def test_an_indicator_that_is_named_beside_statistics_is_the_one_used(run, files
     monkeypatch.setattr(Own, "create", Own, raising=False)
     monkeypatch.setitem(sys.modules, "elsewhere", Own)
     entry = registry.Entry(name="own", target="elsewhere:create", features=frozenset(), origin="elsewhere")
-    monkeypatch.setattr(registry, "_foreign", lambda kind: [entry] if kind is registry.Kind.INDICATOR else [])
+    monkeypatch.setattr(registry, "_foreign", lambda kind, system: [entry] if kind is registry.Kind.INDICATOR else [])
     request.addfinalizer(registry.entries.cache_clear)
     registry.entries.cache_clear()
     base = ["plan", files / "mlp.onnx", files / "cluster.yaml", "--json", "--statistics", files / "statistics.json"]

@@ -129,8 +129,8 @@ def test_a_layer_is_the_sum_of_its_operators() -> None:
     # TF32 was not profiled: the next finer precision is taken.
     finer = operator_cost(profile, "blocky/linear", "FP32", "backward")
     assert layer_cost(profile, graph, "blocky", "TF32", "backward") == finer
-    with pytest.raises(ProblemError, match="no operators in a layer 'blcok'; did you mean 'block"):
-        layer_cost(profile, graph, "blcok", "BF16", "forward")
+    with pytest.raises(ProblemError, match="no operators in a layer 'blokk'; did you mean 'block"):
+        layer_cost(profile, graph, "blokk", "BF16", "forward")
 
 
 def test_what_was_not_profiled_is_refused() -> None:
