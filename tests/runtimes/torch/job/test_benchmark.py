@@ -328,4 +328,4 @@ def test_a_precision_that_the_device_refuses_is_left_out(job, monkeypatch, caplo
 
     monkeypatch.setattr(TrainingExample, "forward", broken)
     with pytest.raises((RuntimeError, UnsupportedError), match="no kernel at all"):
-        profile_job_steps(job.example, graph, None, replace(options, precisions=("BF16",)))
+        profile_job_steps(job.example, graph, None, replace(options, precisions=("BF16",), cache_dir=tmp_path / "none"))

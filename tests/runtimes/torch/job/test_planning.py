@@ -310,8 +310,8 @@ def test_two_types_record_their_own_steps_with_ddp_around(tmp_path, run_workers)
     assert all(text.startswith("training steps recorded") for text in first["measured"].values())
 
 
-def test_workers_train_for_a_few_steps_with_the_best_ways_before_one_is_handed_out(tmp_path, run_workers):
-    first, second = run_workers("planning_worker.py", "raced", tmp_path)
+def test_workers_train_for_a_few_steps_with_the_best_candidates_before_one_is_taken(tmp_path, run_workers):
+    first, second = run_workers("planning_worker.py", "steps timed", tmp_path)
     assert first["digest"] == second["digest"]
     assert first["weights"] == second["weights"]
     taken = [tuple(step["taken"].values()) for step in first["steps"]]
@@ -319,7 +319,7 @@ def test_workers_train_for_a_few_steps_with_the_best_ways_before_one_is_handed_o
     assert any("BF16" in "".join(labels) for labels in taken)
     assert all(step["step_ns"] > 0 for step in first["steps"])
     turns = [sum(time > 0 for time in step["rounds_ns"]) for step in first["steps"]]
-    assert sum(count >= 4 for count in turns) >= 2  # so many show who is as fast as the fastest
+    assert sum(count >= 4 for count in turns) >= 2  # so many rounds at least
 
 
 def test_local_batches_are_sized_by_whole_steps_that_were_tried(tmp_path, run_workers):

@@ -45,12 +45,12 @@ def options_of(rank, folder, case):
         cache_dir=folder,
         progress=False,
         memory="3 parsecs" if case == "failure" and rank == 1 else "1 GiB",
-        precisions=("BF16",) if case in ("raced", "sized") else ("FP32",) if rank == 0 else ("INT8", "BF16"),
+        precisions=("BF16",) if case in ("steps timed", "sized") else ("FP32",) if rank == 0 else ("INT8", "BF16"),
         device_type=("big", "small")[rank],
         least_gain=0.0,
         # Nothing is too slow to be trained with; what rank 0 says counts.
         race_seconds=1e6,
-        slack=9.0 - rank if case in ("raced", "sized") else 0.0,
+        slack=9.0 - rank if case in ("steps timed", "sized") else 0.0,
         costs="steps" if case == "steps" else "auto",
         job_file=Path(folder) / "job.json" if case == "sized" else None,
     )
