@@ -244,4 +244,5 @@ _OPERATORS: dict[str, tuple[Any, Any]] = {
 
 def _operator(name: str, options: KernelOptions) -> Any:
     """An operator; the quantizer of the block's input has loaded its library before, where tensors are on a card."""
-    return _OPERATORS[name][options.backend == "reference"]
+    native, plain = _OPERATORS[name]
+    return plain if options.backend == "reference" else native
