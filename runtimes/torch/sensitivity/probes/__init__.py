@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.sensitivity.probes.batch_parts import parts_of
     from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
     from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import attention_twice, batch_norm_twice, product_twice
     from qsync_opt.runtimes.torch.sensitivity.probes.gradient import Probed, probe_gains
@@ -28,7 +29,24 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "MAX_POOLS", "Arriving", "Contest", "DerivativeSums", "GainTapper", "LastRectified", "ParameterGradients",
-    "Probed", "Prober", "Seen", "Window", "attention_twice", "batch_norm_twice", "contest", "noisy_passes",
-    "pool_call", "probe_curvatures", "probe_gains", "product_twice",
-]  # fmt: skip
+    "MAX_POOLS",
+    "Arriving",
+    "Contest",
+    "DerivativeSums",
+    "GainTapper",
+    "LastRectified",
+    "ParameterGradients",
+    "Probed",
+    "Prober",
+    "Seen",
+    "Window",
+    "attention_twice",
+    "batch_norm_twice",
+    "contest",
+    "noisy_passes",
+    "parts_of",
+    "pool_call",
+    "probe_curvatures",
+    "probe_gains",
+    "product_twice",
+]
