@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qsync_opt.training import Plan, Problem, evaluate, ladder, problem_from_json
+from qsync_opt.training import Plan, Problem, evaluate, precisions_by_rank, problem_from_json
 
 FAMILIES = ("cnn", "encoder", "decoder", "moe", "encoder_decoder", "dense")
 """Kinds of networks."""
@@ -274,7 +274,7 @@ def generate(recipe: Recipe) -> Problem:
 
 def _uniform(problem: Problem, end: int) -> Plan:
     devices = {
-        device.name: {op.name: ladder(problem, device, op.name)[end] for op in problem.adjustable}
+        device.name: {op.name: precisions_by_rank(problem, device, op.name)[end] for op in problem.adjustable}
         for device in problem.devices
     }
     return Plan(problem=problem.name, devices=devices)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from qsync_opt.io import read_json, write_json
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, graphed, operator_kind, undo
-from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.interception import intercept
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from host_cost_subjects import LENGTH, MODELS, OPERATORS
@@ -64,7 +64,7 @@ def _loss(output: Any) -> Tensor:
 
 def _plan(model: nn.Module, run: Callable[[], Any], precision: str, device: torch.device) -> dict[str, str]:
     names: list[str] = []
-    with torch.no_grad(), intercepted(model, lambda call: (names.append(call.name), call.run())[1]):
+    with torch.no_grad(), intercept(model, lambda call: (names.append(call.name), call.run())[1]):
         run()
     kinds = {name: kind for name in names if (kind := operator_kind(name)) is not None}
     other = "FP32" if precision == "TF32" else "BF16"

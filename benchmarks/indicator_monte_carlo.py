@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.numerics import Granularity, PrecisionFormats, Rounding
-from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.sensitivity import NoiseOptions, OperatorStatistics, variances
 
@@ -182,7 +182,7 @@ def run_kernel(
         return result
 
     inputs = [model.weight, *([x.requires_grad_()] if x.is_floating_point() else [])]
-    with intercepted(model, handler):
+    with intercept(model, handler):
         gradients = torch.autograd.grad(model(x, g), inputs)
     return outputs[0], gradients[0], gradients[1] if len(gradients) > 1 else None
 

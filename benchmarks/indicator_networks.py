@@ -22,7 +22,7 @@ from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import device_formats
-from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.sensitivity import IndicatorKind, SensitivityTable, sensitivities
 
@@ -160,7 +160,7 @@ def gradient(model: nn.Module, batch: tuple[Tensor, ...], plan: Mapping[str, str
         options = KernelOptions(seed=hash_of(call.name), offset=draw)
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, options).float()
 
-    with intercepted(model, handler):
+    with intercept(model, handler):
         loss = model(*batch)
     return list(torch.autograd.grad(loss, list(model.parameters())))
 

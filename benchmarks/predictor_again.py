@@ -27,7 +27,7 @@ from predictor_records import records_from_json
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import formats_for
 from qsync_opt.runtimes.torch.ddp import CollectiveCost
-from qsync_opt.steps import StepCosts, finest_at
+from qsync_opt.steps import StepCosts, nearest_available
 
 MEASURED = ("torch_benchmark_ms", "torch_roofline_ms", "torch_peak_bytes", "torch_refuses")
 PRECISIONS = ("INT8", "FP8", "FP16", "BF16", "TF32", "FP32")
@@ -85,7 +85,7 @@ def again(folder: Path, graphs: Path) -> dict[str, Any]:
         part.get("slowdowns", {}).get(f"{combination.subject.name} {combination.cluster}", ()),
     )
     predictor.make_problem()
-    fixed = {name: finest_at(there, FIXED) for name, there in available[0].items()}
+    fixed = {name: nearest_available(there, FIXED) for name, there in available[0].items()}
     names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
     part["cases"] = [one(predictor, combination, case, names, fixed) for case in part["cases"]]
     for profile, cost in zip(part["profiles"], costs, strict=True):

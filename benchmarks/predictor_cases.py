@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from predictor_models import LARGE, MEDIUM, SMALL, Subject
 
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.steps import finest_at
+from qsync_opt.steps import nearest_available
 
 FIXED = "TF32"
 """Precision of the whole GPU in a hybrid cluster."""
@@ -121,7 +121,7 @@ def plans(combination: Combination, graph: OpGraph, available: dict[str, Sequenc
     """Plans of rank 1 by label: uniform, drawn at random, one precision per half of the model, 16 bits and TF32."""
     names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
     result = {
-        f"uniform {precision}": {name: finest_at(available[name], precision) for name in names}
+        f"uniform {precision}": {name: nearest_available(available[name], precision) for name in names}
         for precision in combination.uniform
         if any(precision in available[name] for name in names)
     }
@@ -138,8 +138,8 @@ def plans(combination: Combination, graph: OpGraph, available: dict[str, Sequenc
             sampled = [p for p in ("INT8", "BF16", "TF32", "FP8") if any(p in available[name] for name in names)]
             first, second = generator.sample(sampled, 2)
             middle = generator.randrange(len(names) // 4, 3 * len(names) // 4)
-            plan = {n: finest_at(available[n], first if i < middle else second) for i, n in enumerate(names)}
+            plan = {n: nearest_available(available[n], first if i < middle else second) for i, n in enumerate(names)}
         else:
-            plan = {n: finest_at(available[n], generator.choice(sixteen)) for n in names}
+            plan = {n: nearest_available(available[n], generator.choice(sixteen)) for n in names}
         result[f"{kind} {k}"] = plan
     return result

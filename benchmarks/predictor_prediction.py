@@ -12,7 +12,7 @@ import qsync_opt
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats
-from qsync_opt.runtimes.torch.ddp import CollectiveCost, at_most_all
+from qsync_opt.runtimes.torch.ddp import CollectiveCost, clamped_share
 from qsync_opt.sensitivity import weight_sensitivities
 from qsync_opt.steps import (
     PlannedStep,
@@ -82,7 +82,7 @@ class Predictor:
         self.allreduce_ns = [0 if collective is None else collective.ns(bucket.num_bytes) for bucket in buckets]
         self.predictors = [
             StepPredictor(graph, c, borders, slowed_segments(self.allreduce_ns, self.segments, len(borders) + 1, share))
-            for c, share in zip(costs, map(at_most_all, slowdowns or [0.0] * len(costs)), strict=True)
+            for c, share in zip(costs, map(clamped_share, slowdowns or [0.0] * len(costs)), strict=True)
         ]
         self.collective = collective
         self.cluster = combination.cluster if len(costs) > 1 else combination.planned

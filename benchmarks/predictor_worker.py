@@ -42,7 +42,7 @@ from qsync_opt.runtimes.torch.ddp import CollectiveCost, measure_collectives, me
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
 from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, compiled_inside, record_steps
 from qsync_opt.runtimes.torch.support import TrainingExample
-from qsync_opt.steps import StepCosts, finest_at
+from qsync_opt.steps import StepCosts, nearest_available
 
 SPREAD = 0.02
 """Blocks of a case that differ by more are measured again."""
@@ -62,7 +62,7 @@ def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, cou
     def attempt(precision: str) -> Callable[[], None]:
         def run() -> None:
             available = precisions_of(combination, graph, worker.device, ())
-            apply(model, {n: finest_at(a, precision) for n, a in available.items()}, graph=graph)
+            apply(model, {n: nearest_available(a, precision) for n, a in available.items()}, graph=graph)
             try:
                 example.forward().backward()
             finally:
@@ -269,7 +269,7 @@ def run_combination(
                 cases["solver's"] = solved
         cases |= {f"{label}{CAPTURED}": cases[label] for label in combination.captured if label in cases}
         everything = precisions_of(combination, graph, worker.device, ())
-        fixed = {n: finest_at(a, FIXED) for n, a in everything.items()}
+        fixed = {n: nearest_available(a, FIXED) for n, a in everything.items()}
         measured: dict[str, list[list[dict[str, Any]]]] = {}
         # Every case twice, far apart: what the host's speed changes by meanwhile is seen as the spread. Where that is
         # more than an error that matters, up to four times.
@@ -343,7 +343,7 @@ def compare_with_torch(
         graph = combination.subject.graph(graphs)
         key = f"{combination.subject.name} on {combination.multiprocessors or 'whole'}"
         available = precisions_of(combination, graph, worker.device, worker.refused.get(key, {}))
-        plan = {name: finest_at(p, case["plan"].removeprefix("uniform ")) for name, p in available.items()}
+        plan = {name: nearest_available(p, case["plan"].removeprefix("uniform ")) for name, p in available.items()}
         whole = combination.multiprocessors is None
         with partition(worker.device, combination.multiprocessors):
             case |= torch_estimates(combination.subject, graph, plan, worker.device, whole=whole)

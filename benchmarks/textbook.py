@@ -27,7 +27,7 @@ from qsync_opt.training import (
     ProblemOperator,
     SolveOptions,
     TerminationStatus,
-    ladder,
+    precisions_by_rank,
 )
 
 _SCALE = 1e3
@@ -62,7 +62,7 @@ class _Device:
         model.add_row(f"memory[{device.name}]", {c: v / unit for c, v in self.memory.items()}, upper=limit / unit)
 
     def _add_operator(self, operator: ProblemOperator) -> None:
-        name, steps = operator.name, ladder(self.problem, self.device, operator.name)
+        name, steps = operator.name, precisions_by_rank(self.problem, self.device, operator.name)
         for step in steps:
             cost = self.device.operators[name][step]
             label = f"x[{self.device.name},{name},{step}]"

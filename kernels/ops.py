@@ -93,14 +93,14 @@ def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor
     raise UnsupportedError(f"cannot cast to {target!r}: allowed are INT8, FP8, {', '.join(_DTYPES)}")
 
 
-def types_left(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+def uncast_types(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """Floating types of operands that are not cast for a product in ``dtype``; FP64 is not cast down to FP32."""
     return (dtype, torch.float64) if dtype is torch.float32 else (dtype,)
 
 
 def _cast_all(values: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Cast the floating tensors among the arguments of a call, except those of `types_left`."""
-    kept = types_left(dtype)
+    """Cast the floating tensors among the arguments of a call, except those of `uncast_types`."""
+    kept = uncast_types(dtype)
     cast_values = []
     for value in values:
         if isinstance(value, Tensor):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import qsync_opt
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.runtimes.torch.execution import ApplyOptions, operator_kind
-from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.interception import intercept
 
 WARM_UPS, STEPS = 4, 12
 PRECISIONS = ("BF16", "INT8", "FP8")
@@ -91,7 +91,7 @@ class Gpt(nn.Module):
 
 def _plan(model: nn.Module, tokens: Tensor, precision: str) -> dict[str, str]:
     names: list[str] = []
-    with torch.no_grad(), intercepted(model, lambda call: (names.append(call.name), call.run())[1]):
+    with torch.no_grad(), intercept(model, lambda call: (names.append(call.name), call.run())[1]):
         model(tokens[:1])
     kinds = {name: kind for name in names if (kind := operator_kind(name)) is not None}
     return {name: precision if ops.supports(kind, precision, tokens.device) else "BF16" for name, kind in kinds.items()}

@@ -15,7 +15,7 @@ from work import Clock, significant
 
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.runtimes.torch.execution import device_formats
-from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics, full_precision, operand_slots, replace_operands
 from qsync_opt.sensitivity import NoiseOptions, OperatorKind, OperatorStatistics, variances
 
@@ -44,7 +44,7 @@ def record(model: nn.Module, batch: Batch) -> dict[str, Recorded]:
             output.register_hook(lambda g: setattr(entry, "gradient", g.detach()))
         return output
 
-    with full_precision(), intercepted(model, handler):
+    with full_precision(), intercept(model, handler):
         loss = model(*batch)
         torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return {name: entry for name, entry in found.items() if entry.gradient is not None}

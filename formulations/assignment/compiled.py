@@ -31,7 +31,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from qsync_opt.errors import NotInstalledError, ProblemError
-from qsync_opt.io import held_interrupts
+from qsync_opt.io import delayed_interrupts
 
 SWITCH = "QSYNC_COMPILED_LOOPS"
 LOADING_S = 0.8
@@ -129,7 +129,7 @@ class Loop(Generic[_P, _R]):
         """Its machine code, from the cache if it is there."""
         if self._machine is None:
             # The compiler calls back into Python, where an interrupt would be printed and lost.
-            with held_interrupts():
+            with delayed_interrupts():
                 self._machine = self._compile()
         return self._machine
 
@@ -161,7 +161,7 @@ def compiling_pays() -> bool:
 @functools.cache
 def machine_code_is_kept() -> bool:
     """True if some process has compiled loops here before, so that they need only be loaded. Loads numba."""
-    with held_interrupts():
+    with delayed_interrupts():
         numba = importlib.import_module("numba")
         for loop in LOOPS:
             try:

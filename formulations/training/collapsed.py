@@ -30,7 +30,7 @@ from qsync_opt.formulations.training.tables import (
     latency_rows,
 )
 from qsync_opt.model import Role
-from qsync_opt.training import Problem, ProblemDevice, joined
+from qsync_opt.training import Problem, ProblemDevice, merge_groups
 
 FORWARD, BACKWARD, MEMORY = 0, 1, 2
 """Kinds of amounts before they become loads."""
@@ -177,7 +177,7 @@ def _tied_to(
 ) -> dict[int, int]:
     index = {name: i for i, name in enumerate(graph.names)}
     result: dict[int, int] = {}
-    for group in joined(tied):
+    for group in merge_groups(tied):
         for name in group:
             if name not in index or problem.operators[index[name]].role is not Role.ADJUSTABLE:
                 raise ProblemError(f"tied operators: {name!r} is no adjustable operator; name adjustable ones only")

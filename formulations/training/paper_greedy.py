@@ -26,8 +26,8 @@ from qsync_opt.training import (
     ProblemDevice,
     SolveOptions,
     TerminationStatus,
-    follow,
-    ladder,
+    follow_inputs,
+    precisions_by_rank,
     propagate,
 )
 
@@ -60,7 +60,7 @@ class DeviceState:
         cut = segments(problem)
         self._segment, self._tail_ns = cut.segment, cut.tail_ns
         self._tables = [device.operators[operator.name] for operator in problem.operators]
-        self._ladders = [ladder(problem, device, operator.name) for operator in problem.operators]
+        self._ladders = [precisions_by_rank(problem, device, operator.name) for operator in problem.operators]
         self._shared = problem.cast_sharing == "producer"
         self._outputs = {p: borders.output for p, borders in device.precisions.items()}
         self._into: list[list[_Edge]] = [[] for _ in problem.operators]
@@ -154,7 +154,7 @@ class DeviceState:
             delivered = max(
                 self.problem.rank(self._outputs[self.precisions[edge.producer]]) for edge in self._into[consumer]
             )
-            precision = follow(self.problem, self._ladders[consumer], delivered)
+            precision = follow_inputs(self.problem, self._ladders[consumer], delivered)
             if precision != self.precisions[consumer]:
                 undo.append((consumer, self.precisions[consumer]))
                 self._move(consumer, precision)
@@ -222,7 +222,7 @@ def adjustable_positions(problem: Problem, device: ProblemDevice) -> list[int]:
 
 def _uniform_starts(problem: Problem, device: ProblemDevice) -> Iterator[dict[str, str]]:
     """Each operator at the level of one format, as nearly as its table allows; then each at its own fastest."""
-    ladders = {operator.name: ladder(problem, device, operator.name) for operator in problem.adjustable}
+    ladders = {operator.name: precisions_by_rank(problem, device, operator.name) for operator in problem.adjustable}
     for level in range(len(problem.formats)):
         yield {
             name: next((step for step in steps if problem.rank(step) >= level), steps[-1])
@@ -315,7 +315,7 @@ def recover(state: DeviceState, *, passes: int | None, deadline: float) -> None:
     """
     problem, device = state.problem, state.device
     positions = adjustable_positions(problem, device)
-    steps = {position: ladder(problem, device, problem.operators[position].name) for position in positions}
+    steps = {position: precisions_by_rank(problem, device, problem.operators[position].name) for position in positions}
     done = 0
     while passes is None or done < passes:
         done += 1

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
         quantize_int8,
     )
     from qsync_opt.kernels.quantize.random_bits import signed, stepped_key, stream_key
-    from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes, once_per_step, once_per_version
+    from qsync_opt.kernels.quantize.weight_cache import cached_bytes, clear_weights, once_per_step, once_per_version
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "BLOCK", "E4M3", "E5M2", "FORMATS", "GRANULARITIES", "INT8", "INT8_MAX", "ROUNDINGS", "UNIT", "Quantized",
-    "QuantizedMatrix", "amax", "dequantize", "dequantize_matrix", "forget_weights", "format_of", "kept_bytes",
+    "QuantizedMatrix", "amax", "cached_bytes", "clear_weights", "dequantize", "dequantize_matrix", "format_of",
     "once_per_step", "once_per_version", "plain_by_amax", "quantize_by_amax", "quantize_fp8", "quantize_int8",
     "quantize_matrix", "quantize_unchecked", "recast_matrix", "scale_from", "signed", "spread", "stepped_key",
     "stream_key",

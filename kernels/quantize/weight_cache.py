@@ -65,12 +65,12 @@ def once_per_version(weight: Tensor, facts: Hashable, compute: Callable[[], _Cod
     return result
 
 
-def forget_weights() -> None:
+def clear_weights() -> None:
     """Free everything that is kept."""
     _ENTRIES.clear()
 
 
-def kept_bytes() -> int:
+def cached_bytes() -> int:
     """Bytes of the codes and scales that are kept now."""
     tensors = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

@@ -44,7 +44,7 @@ def lasting_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def held_interrupts() -> Iterator[None]:
+def delayed_interrupts() -> Iterator[None]:
     """Delay Ctrl-C until the end of a short block.
 
     For work in which native code calls Python functions: there a KeyboardInterrupt is printed as a traceback and lost,

@@ -10,14 +10,14 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.sensitivity.indicators import FormatIndicator, Indicator, ModelKnowledge, WeightIndicator
     from qsync_opt.sensitivity.merging import merge_operators, merge_statistics
-    from qsync_opt.sensitivity.rectifiers import flipped_variance, plan_variance, plan_variance_parts
+    from qsync_opt.sensitivity.rectifiers import plan_variance, plan_variance_parts, sign_change_variance
     from qsync_opt.sensitivity.rounding_variance import Noise, NoiseOptions, OperatorVariances, variances
-    from qsync_opt.sensitivity.scores import horizon_of, sensitivities
+    from qsync_opt.sensitivity.scores import sensitivities, variance_weight
     from qsync_opt.sensitivity.statistics import (
-        FLIP_RATIOS,
         GRADIENTS,
         OPERANDS,
         SHAPES,
+        SIGN_CHANGE_RATIOS,
         Curvature,
         Gain,
         GradientNoise,
@@ -48,48 +48,12 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FLIP_RATIOS",
-    "FROM_FORMATS",
-    "FROM_WEIGHTS",
-    "GRADIENTS",
-    "OPERANDS",
-    "SENSITIVITY_FORMAT",
-    "SHAPES",
-    "Curvature",
-    "Distances",
-    "FormatIndicator",
-    "Gain",
-    "GradientNoise",
-    "Indicator",
-    "IndicatorKind",
-    "MeasuredErrors",
-    "ModelKnowledge",
-    "ModelStatistics",
-    "Noise",
-    "NoiseOptions",
-    "OperatorKind",
-    "OperatorSensitivity",
-    "OperatorStatistics",
-    "OperatorVariances",
-    "ProductSizes",
-    "RoundingFactor",
-    "SensitivityTable",
-    "SensitivityValues",
-    "Signal",
-    "TensorStatistics",
-    "WeightIndicator",
-    "check_loss_scale",
-    "flipped_variance",
-    "horizon_of",
-    "load_statistics",
-    "merge_operators",
-    "merge_statistics",
-    "plan_variance",
-    "plan_variance_parts",
-    "save_statistics",
-    "sensitivities",
-    "statistics_from_json",
-    "statistics_to_json",
-    "variances",
-    "weight_sensitivities",
-]
+    "FROM_FORMATS", "FROM_WEIGHTS", "GRADIENTS", "OPERANDS", "SENSITIVITY_FORMAT", "SHAPES", "SIGN_CHANGE_RATIOS",
+    "Curvature", "Distances", "FormatIndicator", "Gain", "GradientNoise", "Indicator", "IndicatorKind",
+    "MeasuredErrors", "ModelKnowledge", "ModelStatistics", "Noise", "NoiseOptions", "OperatorKind",
+    "OperatorSensitivity", "OperatorStatistics", "OperatorVariances", "ProductSizes", "RoundingFactor",
+    "SensitivityTable", "SensitivityValues", "Signal", "TensorStatistics", "WeightIndicator", "check_loss_scale",
+    "load_statistics", "merge_operators", "merge_statistics", "plan_variance", "plan_variance_parts",
+    "save_statistics", "sensitivities", "sign_change_variance", "statistics_from_json", "statistics_to_json",
+    "variance_weight", "variances", "weight_sensitivities",
+]  # fmt: skip

@@ -34,7 +34,7 @@ from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.sensitivity.propagation import FloatArray, Propagation
 from qsync_opt.sensitivity.rounding_variance import variances
-from qsync_opt.sensitivity.statistics import FLIP_RATIOS, ModelStatistics, OperatorKind
+from qsync_opt.sensitivity.statistics import SIGN_CHANGE_RATIOS, ModelStatistics, OperatorKind
 from qsync_opt.sensitivity.table import IndicatorKind, SensitivityTable
 
 _WIDE = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
@@ -116,11 +116,13 @@ class Rectifiers:
     def variance(self, output_variances: Mapping[str, float]) -> float:
         """Variance that all rectifiers add when these operators are noisy together."""
         ratios = self._ratios(output_variances)
-        return sum(flipped_variance(curve, ratio) for curve, ratio in zip(self._curves, ratios, strict=True))
+        return sum(sign_change_variance(curve, ratio) for curve, ratio in zip(self._curves, ratios, strict=True))
 
     def shift(self, output_variances: Mapping[str, float]) -> float:
         """Squared norm of the shift of the mean gradient when these operators are noisy together."""
-        weights = [flipped_variance(curve, int8) for curve, int8 in zip(self._curves, self._int8_ratios, strict=True)]
+        weights = [
+            sign_change_variance(curve, int8) for curve, int8 in zip(self._curves, self._int8_ratios, strict=True)
+        ]
         if self._statistics.shift <= 0 or sum(weights) <= 0:
             return 0.0
         ratios = zip(self._ratios(output_variances), self._int8_ratios, strict=True)
@@ -152,22 +154,24 @@ class Rectifiers:
                 self._shares[row] *= ratio / expected
 
 
-def flipped_variance(measured: Sequence[float], ratio: float) -> float:
+def sign_change_variance(measured: Sequence[float], ratio: float) -> float:
     """``F(ratio)``, interpolated on logarithmic scales; beyond the measured ratios it is proportional to the root.
 
     Args:
-        measured: Values at ``FLIP_RATIOS``.
+        measured: Values at ``SIGN_CHANGE_RATIOS``.
         ratio: Noise-to-signal ratio at the rectifier's input.
     """
     if ratio <= 0:
         return 0.0
-    if ratio <= FLIP_RATIOS[0]:
-        return measured[0] * math.sqrt(ratio / FLIP_RATIOS[0])
-    if ratio >= FLIP_RATIOS[-1]:
-        return measured[-1] * math.sqrt(ratio / FLIP_RATIOS[-1])
-    above = bisect.bisect_left(FLIP_RATIOS, ratio)
+    if ratio <= SIGN_CHANGE_RATIOS[0]:
+        return measured[0] * math.sqrt(ratio / SIGN_CHANGE_RATIOS[0])
+    if ratio >= SIGN_CHANGE_RATIOS[-1]:
+        return measured[-1] * math.sqrt(ratio / SIGN_CHANGE_RATIOS[-1])
+    above = bisect.bisect_left(SIGN_CHANGE_RATIOS, ratio)
     low, high = measured[above - 1], measured[above]
-    share = math.log(ratio / FLIP_RATIOS[above - 1]) / math.log(FLIP_RATIOS[above] / FLIP_RATIOS[above - 1])
+    share = math.log(ratio / SIGN_CHANGE_RATIOS[above - 1]) / math.log(
+        SIGN_CHANGE_RATIOS[above] / SIGN_CHANGE_RATIOS[above - 1]
+    )
     if low <= 0 or high <= 0:
         return low + share * (high - low)
     return low * math.exp(share * math.log(high / low))

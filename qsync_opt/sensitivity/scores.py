@@ -90,7 +90,9 @@ def sensitivities(
     return SensitivityTable(kind=kind, details=details, excluded=excluded, distances=score.distances)
 
 
-def horizon_of(*, learning_rate: float, steps: int, momentum: float = 0.0, mean_square_gradient: float = 1.0) -> float:
+def variance_weight(
+    *, learning_rate: float, steps: int, momentum: float = 0.0, mean_square_gradient: float = 1.0
+) -> float:
     """Weight of the gradient's variance against the immediate increase of the loss, for `sensitivities`.
 
     Args:

@@ -330,7 +330,7 @@ class OperatorStatistics:
                 yield name, statistics
 
 
-FLIP_RATIOS: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+SIGN_CHANGE_RATIOS: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 """Noise-to-signal ratios at which sign changes of rectifiers are measured."""
 
 
@@ -347,7 +347,7 @@ class Signal:
         noise_weight: Of batch normalizations, else 1: growth of the noise-to-signal ratio from input to output, for
             noise spread evenly over channels whose variances differ.
         flips: Of probed rectifiers and max-pools, else empty: variance of the gradient caused by elements whose sign,
-            or whose place as the largest of a window, noise changes; at each of the ``FLIP_RATIOS`` at the input.
+            or whose place as the largest of a window, noise changes; at each of the ``SIGN_CHANGE_RATIOS`` at the input.
         adaptive_flips: The same in the unit of the adaptive gains.
         noise_ratio: Noise-to-signal ratio at that input when all products round their operands to INT8; else 0.
     """
@@ -366,8 +366,8 @@ class Signal:
         for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight", "noise_ratio"):
             _finite(getattr(self, name), name)
         for name in ("flips", "adaptive_flips"):
-            if len(values := getattr(self, name)) not in (0, len(FLIP_RATIOS)):
-                raise ProblemError(f"{name} has {len(values)} values: {len(FLIP_RATIOS)} or none are needed")
+            if len(values := getattr(self, name)) not in (0, len(SIGN_CHANGE_RATIOS)):
+                raise ProblemError(f"{name} has {len(values)} values: {len(SIGN_CHANGE_RATIOS)} or none are needed")
             for value in values:
                 _finite(value, name)
 

@@ -10,7 +10,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.steps.audit import AuditedWorker, audit_worker, overlay_json, predicted_timeline
     from qsync_opt.steps.bridge import profile_from_steps
-    from qsync_opt.steps.cases import StepFlow, delivered
+    from qsync_opt.steps.cases import StepFlow, result_format
     from qsync_opt.steps.cluster import (
         bucket_borders,
         bucket_segments,
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         worker_step,
     )
     from qsync_opt.steps.costs import PHASE_LABELS, Case, CaseCost, RecordedTimelines, StepCosts, load_step_costs
-    from qsync_opt.steps.fitting import checked, fit_step_costs, kernel_paces
+    from qsync_opt.steps.fitting import fit_step_costs, kernel_paces, with_residuals
     from qsync_opt.steps.memory_timeline import Block
-    from qsync_opt.steps.plans import MIXED, covering_plans, finest_at
+    from qsync_opt.steps.plans import MIXED, covering_plans, nearest_available
     from qsync_opt.steps.predictor import PlannedStep, StepPredictor
     from qsync_opt.steps.queues import NOTHING, Work
     from qsync_opt.steps.sample import KeptTensors, StepSample
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         Span,
         StepEvents,
         StepSpans,
-        charge,
+        charge_step,
         operator_label,
         phase_label,
         read_chrome_trace,
@@ -62,8 +62,8 @@ __all__ = [
     "PHASE_LABELS", "PREFIX", "WAITS", "ZERO_GRAD", "AuditedWorker", "Block", "Case", "CaseCost", "Change",
     "KeptTensors", "Kernel", "Launch", "Node", "PlannedStep", "Range", "RecordedTimelines", "Span", "StepCosts",
     "StepEvents", "StepFlow", "StepPredictor", "StepSample", "StepSpans", "Work", "audit_worker", "bucket_borders",
-    "bucket_segments", "charge", "checked", "cluster_step", "cluster_timeline", "covering_plans", "delivered",
-    "finest_at", "fit_step_costs", "kernel_paces", "load_step_costs", "network_tails", "operator_label",
-    "overlay_json", "phase_label", "predicted_timeline", "profile_from_steps", "read_chrome_trace", "scaled_costs",
-    "scaled_operators", "slowed_segments", "worker_step",
+    "bucket_segments", "charge_step", "cluster_step", "cluster_timeline", "covering_plans", "fit_step_costs",
+    "kernel_paces", "load_step_costs", "nearest_available", "network_tails", "operator_label", "overlay_json",
+    "phase_label", "predicted_timeline", "profile_from_steps", "read_chrome_trace", "result_format", "scaled_costs",
+    "scaled_operators", "slowed_segments", "with_residuals", "worker_step",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from qsync_opt.errors import ProblemError
 from qsync_opt.steps.predictor import PlannedStep, StepPredictor
 from qsync_opt.steps.queues import NOTHING, Work
-from qsync_opt.steps.trace import BACKWARD, CLIP, COPIES, FORWARD, Span, StepEvents, StepSpans, charge
+from qsync_opt.steps.trace import BACKWARD, CLIP, COPIES, FORWARD, Span, StepEvents, StepSpans, charge_step
 from qsync_opt.training import NS_PER_US, Timeline, TimelineEvent, trace_json
 
 _NOTHING = Span()
@@ -76,7 +76,7 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
     Raises:
         ProblemError: The trace has no labelled step, or is of another model or plan.
     """
-    spans = charge(events)[-1]
+    spans = charge_step(events)[-1]
     _check_model_and_plan(name, predictor, step, spans)
     on_device = any(span.kernels for span in spans.spans.values())
     rows = []
@@ -188,7 +188,7 @@ def overlay_json(timelines: Sequence[Timeline], measured: Mapping[str, StepEvent
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
             for lane, tid in lanes.items()
         ]
-        last = charge(events)[-1]
+        last = charge_step(events)[-1]
         other_streams = set(last.other_streams)
         # The device may run a kernel long after the host has moved on: it belongs to the step that launched it.
         launched = {x.correlation for x in events.launches if last.start_ns <= x.start < last.end_ns}

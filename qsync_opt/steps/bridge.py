@@ -23,7 +23,7 @@ from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.steps.cases import border_format
 from qsync_opt.steps.costs import CaseCost, StepCosts
-from qsync_opt.steps.plans import finest_at
+from qsync_opt.steps.plans import nearest_available
 from qsync_opt.steps.predictor import StepPredictor
 from qsync_opt.steps.queues import Work
 from qsync_opt.training import problem_role
@@ -126,7 +126,7 @@ class _Queues:
         passes = ("forward", "forward|end", "backward")
         after = [work for label, work in phases.items() if label not in passes]
         for precision in formats:
-            step = predictor.plan({name: finest_at(available[name], precision) for name in adjustable})
+            step = predictor.plan({name: nearest_available(available[name], precision) for name in adjustable})
             host = step.host_ns + sum(work.host for work in after)
             device = sum(step.device_ns) + sum(work.device for work in after)
             self._steps[precision] = (max(host, device), host > device)

@@ -21,7 +21,7 @@ from qsync_opt.steps.queues import NEVER, Work
 Lookup = Callable[[Case], CaseCost | None]
 
 
-def delivered(operator: Operator, precision: str, inputs: Sequence[str], half_format: str) -> str:
+def result_format(operator: Operator, precision: str, inputs: Sequence[str], half_format: str) -> str:
     """Format of a result by the rules; "" if it is not floating."""
     if not operator.is_floating:
         return ""
@@ -72,7 +72,7 @@ class StepFlow:
 
     def output(self, position: int, case: Case) -> str:
         """Format of a case's result by the rules."""
-        return delivered(self._operators[position], case.precision, case.inputs, self._half_format)
+        return result_format(self._operators[position], case.precision, case.inputs, self._half_format)
 
     def cases(self, plan: Mapping[str, str], lookup: Lookup) -> tuple[list[Case], list[str]]:
         """Cases and formats of all operators, in order.

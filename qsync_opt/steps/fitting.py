@@ -11,7 +11,7 @@ from typing import NamedTuple
 from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import OpGraph
-from qsync_opt.steps.cases import StepFlow, delivered
+from qsync_opt.steps.cases import StepFlow, result_format
 from qsync_opt.steps.costs import PHASE_LABELS, Case, CaseCost, RecordedTimelines, StepCheck, StepCosts
 from qsync_opt.steps.memory import Kept, Lifetimes
 from qsync_opt.steps.memory_timeline import Block, MemoryTimeline, changes_of, mean_timeline, owner_of, timeline_of
@@ -151,7 +151,9 @@ def fit_step_costs(
     )
 
 
-def checked(costs: StepCosts, predicted: Mapping[str, tuple[int, int]], samples: Sequence[StepSample]) -> StepCosts:
+def with_residuals(
+    costs: StepCosts, predicted: Mapping[str, tuple[int, int]], samples: Sequence[StepSample]
+) -> StepCosts:
     """Costs with their residuals: ``predicted`` has (iteration time, peak bytes) per recorded plan."""
     checks = tuple(
         StepCheck(
@@ -228,7 +230,7 @@ def _formats(sample: StepSample, flow: StepFlow, half_format: str) -> list[str]:
         output = sample.outputs.get(operator.name)
         if output is None:
             precision = sample.precisions.get(operator.name, "FP32")
-            output = delivered(operator, precision, [formats[source] for source in flow.inputs[i]], half_format)
+            output = result_format(operator, precision, [formats[source] for source in flow.inputs[i]], half_format)
         formats.append(output)
     return formats
 

@@ -18,7 +18,7 @@ CANDIDATES = 24
 """Random plans among which each mixed one is chosen."""
 
 
-def finest_at(available: Sequence[str], precision: str) -> str:
+def nearest_available(available: Sequence[str], precision: str) -> str:
     """``precision`` if it is available, else the next finer one, else the finest."""
     ladder = sorted(available, key=lambda name: number_format(name).rank)
     wanted = number_format(precision).rank
@@ -51,7 +51,7 @@ def covering_plans(
             raise ProblemError(f"no precision is available for adjustable operator {name!r}; at least one is needed")
     precisions = dict.fromkeys(p for name in names for p in available[name])
     plans = {
-        f"uniform {precision}": {name: finest_at(available[name], precision) for name in names}
+        f"uniform {precision}": {name: nearest_available(available[name], precision) for name in names}
         for precision in sorted(precisions, key=lambda p: number_format(p).rank)
     }
     flow = StepFlow(graph, half_format)

@@ -8,7 +8,7 @@ from typing import Any
 
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import number_format
-from qsync_opt.steps.cases import StepFlow, arrival, delivered, width
+from qsync_opt.steps.cases import StepFlow, arrival, result_format, width
 from qsync_opt.steps.costs import SIZES, Case, CaseCost, StepCosts
 from qsync_opt.steps.memory_timeline import scaled_timeline
 from qsync_opt.steps.queues import NEVER, Work
@@ -108,7 +108,7 @@ def _scaled(
     if cost.timeline and not same_width:
         before, after = (sum(abs(entry[2]) for pair in pairs for entry in pair[k].timeline) for k in (0, 1))
         changes["timeline"] = scaled_timeline(cost.timeline, after / before if before else 1.0)
-    output = delivered(operator, precision, inputs, half_format)
+    output = result_format(operator, precision, inputs, half_format)
     scaled = replace(cost, output=output, samples=0, scaled_from=case.precision, **changes)
     return Case(case.signature, precision, inputs), scaled
 

@@ -197,7 +197,7 @@ class Window(NamedTuple):
     key: tuple[str, str]
 
 
-def charge(events: StepEvents) -> list[StepSpans]:
+def charge_step(events: StepEvents) -> list[StepSpans]:
     """Charge the events of a trace to operators, step by step.
 
     Returns:

@@ -12,7 +12,7 @@ from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, IterationOve
 from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec, WeightStatistics
 from qsync_opt.numerics import FORMATS, formats_for
 from qsync_opt.sensitivity import ModelKnowledge
-from qsync_opt.steps import PHASE_LABELS, Case, CaseCost, StepCosts, StepFlow, Work, delivered
+from qsync_opt.steps import PHASE_LABELS, Case, CaseCost, StepCosts, StepFlow, Work, result_format
 from qsync_opt.training import Problem, build_problem, evaluate, problem_role, uniform_plan
 
 _FORMATS = ("BF16", "FP16", "FP32")
@@ -48,7 +48,7 @@ def random_step_costs(graph: OpGraph, precisions: Sequence[str], *, seed: int = 
                 continue
             size = 512 * generator.randrange(0, 64)
             cases[case] = CaseCost(
-                output=delivered(operator, precision, inputs, "BF16"),
+                output=result_format(operator, precision, inputs, "BF16"),
                 samples=1,
                 forward=work(),
                 backward=work(),

@@ -38,7 +38,7 @@ def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def joined(groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+def merge_groups(groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """Merge the groups that share a name, since a tie is transitive.
 
     Args:

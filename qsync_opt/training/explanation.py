@@ -26,7 +26,7 @@ from qsync_opt.training.evaluation import (
 )
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem, ProblemDevice
-from qsync_opt.training.propagation import follow, ladder
+from qsync_opt.training.propagation import follow_inputs, precisions_by_rank
 
 EXPLANATION_FORMAT = "qsync-explanation/1"
 OVERVIEW_OPERATORS = 10
@@ -212,7 +212,7 @@ class Explainer:
         node, table = self.problem.operators[position], self.problem.device(device)
         time = self.evaluation.devices[device].operators[position]
         cost = table.operators[operator][time.precision]
-        steps = ladder(self.problem, table, operator)
+        steps = precisions_by_rank(self.problem, table, operator)
         here = steps.index(time.precision)
         adjustable = node.role is Role.ADJUSTABLE
         lower = [self._alternative(operator, table, step) for step in steps[:here] if adjustable]
@@ -324,7 +324,7 @@ class Explainer:
                 after = precision
             else:
                 ranks = [self._delivered_rank(device, changed.get(u, old[u])) for u in node.inputs]
-                after = follow(self.problem, ladder(self.problem, device, node.name), max(ranks))
+                after = follow_inputs(self.problem, precisions_by_rank(self.problem, device, node.name), max(ranks))
             if after == old[node.name]:
                 continue
             changed[node.name] = after

@@ -24,7 +24,7 @@ from qsync_opt.io import (
 )
 from qsync_opt.model import Role
 from qsync_opt.training.problem import Problem, ProblemDevice
-from qsync_opt.training.propagation import follow, ladder, propagate
+from qsync_opt.training.propagation import follow_inputs, precisions_by_rank, propagate
 from qsync_opt.views import Displayed, Tabular
 
 PLAN_FORMAT = "qsync-plan/1"
@@ -173,7 +173,10 @@ def uniform_plan(problem: Problem, precision: str | None = None) -> Plan:
     return Plan(
         problem=problem.name,
         devices={
-            device.name: {o.name: follow(problem, ladder(problem, device, o.name), rank) for o in problem.adjustable}
+            device.name: {
+                o.name: follow_inputs(problem, precisions_by_rank(problem, device, o.name), rank)
+                for o in problem.adjustable
+            }
             for device in problem.devices
         },
     )

@@ -16,17 +16,17 @@ if TYPE_CHECKING:  # problem.py checks itself with these rules
     from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
 
 
-def ladder(problem: Problem, device: ProblemDevice, operator: str) -> tuple[str, ...]:
+def precisions_by_rank(problem: Problem, device: ProblemDevice, operator: str) -> tuple[str, ...]:
     """Precisions of an operator's table on a device, from the lowest rank to the highest."""
     return tuple(sorted(device.operators[operator], key=problem.rank))
 
 
-def follow(problem: Problem, steps: tuple[str, ...], delivered: int) -> str:
+def follow_inputs(problem: Problem, steps: tuple[str, ...], delivered: int) -> str:
     """Precision that a dependent operator takes.
 
     Args:
         problem: Gives the ranks.
-        steps: The operator's precisions, lowest rank first (`ladder`).
+        steps: The operator's precisions, lowest rank first (`precisions_by_rank`).
         delivered: Highest rank among the formats that its inputs deliver; -1 if it has no inputs.
 
     Source: the problem file format of this package; torch's type promotion follows the same rule.
@@ -69,7 +69,7 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
                 delivered = max(delivered, output_rank[result[source]])
             key = (tuple(table), delivered)
             if key not in by_table:
-                by_table[key] = follow(problem, ladder(problem, device, operator.name), delivered)
+                by_table[key] = follow_inputs(problem, precisions_by_rank(problem, device, operator.name), delivered)
             result[operator.name] = by_table[key]
     return result
 
@@ -88,7 +88,7 @@ def missing_casts(problem: Problem, device: ProblemDevice) -> Iterator[tuple[str
         if pairs:
             possible[operator.name] = tuple(dict.fromkeys(own for by_input in pairs.values() for _, own in by_input))
         else:
-            steps = ladder(problem, device, operator.name)
+            steps = precisions_by_rank(problem, device, operator.name)
             possible[operator.name] = steps[:1] if operator.role is Role.DEPENDENT else steps
         for source, by_input in pairs.items():
             for theirs, own in by_input:
@@ -102,7 +102,7 @@ def _pairs(
     problem: Problem, device: ProblemDevice, operator: ProblemOperator, possible: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[tuple[str, str]]]:
     """For each input, the (its precision, own precision) pairs that can occur together."""
-    steps = ladder(problem, device, operator.name)
+    steps = precisions_by_rank(problem, device, operator.name)
     if operator.role is not Role.DEPENDENT:
         return {source: [(x, y) for x in possible[source] for y in steps] for source in operator.inputs}
     ranks = {
@@ -116,6 +116,6 @@ def _pairs(
         for x, rank in own.items():
             for delivered in sorted({rank} | {r for r in others if r > rank}):
                 if delivered >= lowest:
-                    pairs[x, follow(problem, steps, delivered)] = None
+                    pairs[x, follow_inputs(problem, steps, delivered)] = None
         result[source] = list(pairs)
     return result

@@ -13,7 +13,7 @@ from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.matmul import integer
 from qsync_opt.kernels.quantize import dequantize, quantize_fp8, quantize_int8
 from qsync_opt.runtimes.torch.execution import apply, device_formats, operator_kind, undo
-from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.interception import intercept
 
 pytestmark = [
     pytest.mark.gpu,
@@ -216,7 +216,7 @@ class Net(nn.Module):
 
 def _names(model, x):
     names = []
-    with intercepted(model, lambda call: (names.append(call.name), call.run())[1]):
+    with intercept(model, lambda call: (names.append(call.name), call.run())[1]):
         model(x)
     return [name for name in names if operator_kind(name) is not None]
 

@@ -10,7 +10,7 @@ from qsync_opt.kernels import KernelOptions, backend, layers, ops
 from qsync_opt.kernels.autograd import feed_forward
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.matmul import tiles as matmul_choices
-from qsync_opt.kernels.quantize import forget_weights, kept_bytes, quantize_by_amax
+from qsync_opt.kernels.quantize import cached_bytes, clear_weights, quantize_by_amax
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -126,20 +126,20 @@ def test_batched_products_and_embedding():
 
 
 def test_weights_are_quantized_once_per_step():
-    forget_weights()
+    clear_weights()
     options = KernelOptions(backward="eight", weights="step", half_format=backend.half_format(CUDA))
     linear = layers.Linear(64, 32, options=options, device=CUDA)
     optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, fused=True)
     x = torch.randn(16, 64, device=CUDA)
     first = linear(x)
-    kept = kept_bytes()
+    kept = cached_bytes()
     assert torch.equal(first, linear(x))
-    assert kept == kept_bytes() >= 64 * 32
+    assert kept == cached_bytes() >= 64 * 32
     first.float().square().mean().backward()
     optimizer.step()
     assert not torch.equal(first, linear(x))
     del linear, optimizer, first
-    assert kept_bytes() == 0
+    assert cached_bytes() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,7 +13,7 @@ from typing import Any
 from qsync_opt.errors import SolverError
 from qsync_opt.formulations.linear.model import LinearModel
 from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearStatus
-from qsync_opt.io import held_interrupts
+from qsync_opt.io import delayed_interrupts
 
 _TOLERANCE = 1e-9
 """Feasibility tolerance: rows are scaled to about 1e3, so that this is far below one nanosecond or KiB."""
@@ -61,7 +61,7 @@ class OrtoolsSolver:
     def solve(self, model: LinearModel, options: LinearOptions) -> LinearResult:
         """Minimise ``model``; see `LinearSolver.solve`."""
         # Its native parts call Python while they are loaded, and an interrupt leaves them unusable.
-        with held_interrupts():
+        with delayed_interrupts():
             from ortools.math_opt.python import mathopt
 
         native = mathopt.Model(name=model.name)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from qsync_opt.formulations.training.tables import segments
 from qsync_opt.model import Role
-from qsync_opt.training import BYTES_PER_KIB, Problem, ProblemDevice, ProblemOperator, follow, ladder
+from qsync_opt.training import BYTES_PER_KIB, Problem, ProblemDevice, ProblemOperator, follow_inputs, precisions_by_rank
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -219,7 +219,7 @@ class _Builder:
     # -- operators ---------------------------------------------------------------------------------------------
 
     def _add_operator(self, position: int, operator: ProblemOperator) -> None:
-        steps = ladder(self.problem, self.device, operator.name)
+        steps = precisions_by_rank(self.problem, self.device, operator.name)
         if operator.role is Role.ADJUSTABLE and len(steps) > 1:
             carrier = _Carrier(self._add_choice(operator.name, steps), steps)
         elif operator.role is Role.DEPENDENT:
@@ -266,11 +266,11 @@ class _Builder:
         if not varying:
             # Where every node always delivers the same rank, that rank may still lie above the constants' floor.
             highest = max((int(rank_S.max()) for rank_S in ranks.values()), default=floor)
-            return _Carrier(None, (follow(self.problem, steps, highest),))
+            return _Carrier(None, (follow_inputs(self.problem, steps, highest),))
         node, rank_S = next(iter(varying.items()))
         for other, other_S in list(varying.items())[1:]:
             node, rank_S = self._product(f"{operator.name}#{len(self.nodes)}", node, rank_S, other, other_S)
-        return _Carrier(node, tuple(follow(self.problem, steps, int(rank)) for rank in rank_S))
+        return _Carrier(node, tuple(follow_inputs(self.problem, steps, int(rank)) for rank in rank_S))
 
     def _product(self, name: str, left: int, left_rank_S: Ints, right: int, right_rank_S: Ints) -> tuple[int, Ints]:
         """Add a node that knows the higher of two ranks, and return it with that rank by state."""

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.steps.compiled.generated import GeneratedPass, Peak, step_peak
+    from qsync_opt.steps.compiled.generated import PassCode, Peak, step_peak
     from qsync_opt.steps.compiled.trace import (
         ChargedStep,
         CompiledEvents,
         HostCall,
         Scheduled,
         charge_compiled,
-        matched,
+        match_calls,
     )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "ChargedStep", "CompiledEvents", "GeneratedPass", "HostCall", "Peak", "Scheduled", "charge_compiled", "matched",
+    "ChargedStep", "CompiledEvents", "HostCall", "PassCode", "Peak", "Scheduled", "charge_compiled", "match_calls",
     "step_peak",
 ]  # fmt: skip

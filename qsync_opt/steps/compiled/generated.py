@@ -32,7 +32,7 @@ _TANGENT = "tangents_"
 """Prefix of the arguments of the backward pass that are gradients of the model's results."""
 
 
-class GeneratedPass(NamedTuple):
+class PassCode(NamedTuple):
     """The code of a pass.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Pass:
             self.now -= storage.num_bytes
 
 
-def step_peak(forward: GeneratedPass, backward: GeneratedPass, *, tangents_held: bool) -> Peak:
+def step_peak(forward: PassCode, backward: PassCode, *, tangents_held: bool) -> Peak:
     """Peak memory of the passes of a step beyond the memory before it, gradients included.
 
     Args:

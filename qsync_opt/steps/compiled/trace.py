@@ -89,7 +89,7 @@ class CompiledEvents(NamedTuple):
     calls: Sequence[HostCall]
 
 
-def matched(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> list[Scheduled | None]:
+def match_calls(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> list[Scheduled | None]:
     """The entry of the schedule for each call of a graph.
 
     Args:
@@ -245,7 +245,7 @@ def _pass_windows(
         windows.append(Window(now, graph.start, (phase, current or BEGIN)))
         now = graph.start
         calls = [call for call in trace.calls if graph.start <= call.start < graph.end]
-        for call, entry in zip(calls, matched(schedule, calls), strict=True):
+        for call, entry in zip(calls, match_calls(schedule, calls), strict=True):
             if entry is not None and entry.shares:
                 current = f"{phase} {len(entries)}"
                 entries[current] = entry

@@ -27,7 +27,7 @@ from qsync_opt.runtimes.torch.capture.calls import RecordedCall
 from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program, locating, save_onnx, training_mode
 from qsync_opt.runtimes.torch.capture.operators import Operators, read_operators
 from qsync_opt.runtimes.torch.capture.program import flatten
-from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.support import model_unchanged
 
 
@@ -129,7 +129,7 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         torch.no_grad(),
         model_unchanged(model),
         locating(model, "the forward pass failed"),
-        intercepted(model, note),
+        intercept(model, note),
     ):
         model(*args, **kwargs)
     return tuple(seen)

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.checkpoints.resuming import (
         PlanState,
         RankState,
-        carry_out,
         decide,
         in_present_order,
         plan_of_ranks,
+        resume_plan,
     )
     from qsync_opt.runtimes.torch.checkpoints.state import join_state, split_state, tensors_named
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "MANIFEST", "MANIFEST_FORMAT", "Checkpoints", "PlanState", "RankState", "begin", "carry_out", "decide",
-    "file_facts", "files_in", "finish", "in_present_order", "join_state", "plan_of_ranks", "split_state",
+    "MANIFEST", "MANIFEST_FORMAT", "Checkpoints", "PlanState", "RankState", "begin", "decide", "file_facts",
+    "files_in", "finish", "in_present_order", "join_state", "plan_of_ranks", "resume_plan", "split_state",
     "tensors_named",
 ]  # fmt: skip

@@ -39,12 +39,12 @@ from qsync_opt.runtimes.torch.checkpoints.files import (
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
     RankState,
     Resumed,
-    carry_out,
     decide,
     digest_of_ranks,
     in_present_order,
     plan_of_ranks,
     require_same_operators,
+    resume_plan,
 )
 from qsync_opt.runtimes.torch.checkpoints.state import (
     OTHER,
@@ -69,7 +69,7 @@ from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
     digest,
     gather_json,
-    others_needed,
+    naming_lost_ranks,
     require_agreement,
     together,
     world,
@@ -232,7 +232,7 @@ class Checkpoints:
         wanted = together(lambda: self._wanted(path, state, model_only))
         together(lambda: self._read(path, state["values"], wanted, model_only))
         if not model_only:
-            together(lambda: carry_out(self._model, rank, saved, resumed))
+            together(lambda: resume_plan(self._model, rank, saved, resumed))
         if rank == 0:
             _LOGGER.log(logging.WARNING if resumed.replanned else logging.INFO, "%s", resumed.describe())
         return resumed
@@ -377,7 +377,7 @@ def _translated(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            with others_needed():
+            with naming_lost_ranks():
                 yield
     except CheckpointException as failure:
         rank, (cause, _) = next(iter(failure.failures.items()))

@@ -199,7 +199,7 @@ def _changes(before: Plan | None, after: Plan | None) -> dict[str, dict[str, Cha
     return result
 
 
-def carry_out(model: nn.Module, rank: int, saved: Sequence[RankState], resumed: Resumed) -> None:
+def resume_plan(model: nn.Module, rank: int, saved: Sequence[RankState], resumed: Resumed) -> None:
     """Apply the plan that the job continues under, at the checkpoint's position in the random stream, on one rank."""
     own = saved[rank] if rank < len(saved) else None
     applied = applied_plan(model)

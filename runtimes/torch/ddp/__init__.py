@@ -14,14 +14,14 @@ if TYPE_CHECKING:
         fail_together,
         gather_json,
         message_device,
-        others_needed,
+        naming_lost_ranks,
         require_agreement,
         together,
         world,
     )
     from qsync_opt.runtimes.torch.ddp.collectives import (
         CollectiveCost,
-        at_most_all,
+        clamped_share,
         measure_collectives,
         measure_slowdown,
         never_falling,
@@ -36,7 +36,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CollectiveCost", "at_most_all", "broadcast_json", "digest", "fail_together", "fit_all_reduce", "free_port",
+    "CollectiveCost", "broadcast_json", "clamped_share", "digest", "fail_together", "fit_all_reduce", "free_port",
     "gather_json", "measure_all_reduce", "measure_collectives", "measure_slowdown", "message_device",
-    "never_falling", "others_needed", "process_group", "require_agreement", "together", "world",
+    "naming_lost_ranks", "never_falling", "process_group", "require_agreement", "together", "world",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ def world() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def others_needed() -> Iterator[None]:
+def naming_lost_ranks() -> Iterator[None]:
     """Raise an error that says what to do if the other ranks do not answer.
 
     Raises:
@@ -71,7 +71,7 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     message = _encoded(value) if rank == source else None
     length = torch.tensor([0 if message is None else message.numel()], dtype=torch.int64, device=message_device())
-    with others_needed():
+    with naming_lost_ranks():
         dist.broadcast(length, source)
         if message is None:
             message = torch.empty(int(length), dtype=torch.uint8, device=message_device())
@@ -90,13 +90,13 @@ def gather_json(value: Any) -> list[Any]:
         return [json.loads(json.dumps(value, allow_nan=False))]
     message = _encoded(value)
     lengths = [torch.zeros(1, dtype=torch.int64, device=message_device()) for _ in range(size)]
-    with others_needed():
+    with naming_lost_ranks():
         dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=message_device()))
     sizes = [int(length) for length in lengths]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=message_device())
     padded[: message.numel()] = message
     received = [torch.empty_like(padded) for _ in range(size)]
-    with others_needed():
+    with naming_lost_ranks():
         dist.all_gather(received, padded)
     return [_decoded(part[:length]) for part, length in zip(received, sizes, strict=True)]
 

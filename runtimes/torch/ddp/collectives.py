@@ -188,10 +188,10 @@ def measure_slowdown(
         longer = statistics.median([block(True, mine) - block(False, mine) for _ in range(repeats)])
         if mine:
             share = longer / (_BESIDE * alone)
-    return at_most_all(share)
+    return clamped_share(share)
 
 
-def at_most_all(share: float) -> float:
+def clamped_share(share: float) -> float:
     """The share limited to 0 to 1: computation stands still at most for as long as an all-reduce lasts."""
     return min(max(0.0, share), 1.0)
 

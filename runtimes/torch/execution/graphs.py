@@ -25,17 +25,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels.autograd import differentiated_once
-from qsync_opt.kernels.quantize import forget_weights
+from qsync_opt.kernels.quantize import clear_weights
 from qsync_opt.runtimes.torch.execution.checks import NO_SECOND_DERIVATIVE, check_capturable, model_device
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.support import (
     bare_model,
     capture_stream,
     capturing,
+    hidden_capture,
     is_capturing,
     model_unchanged,
-    unnoticed,
-    waits_noted,
+    recorded_waits,
     without_cudnn_attention,
 )
 
@@ -291,12 +291,12 @@ class CapturedPasses:
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS - 1):
                 backward(run(aliases)[0], aliases)
-            with waits_noted() as waits:
+            with recorded_waits() as waits:
                 backward(run(aliases)[0], aliases)
         if waits:
             _LOGGER.info("captured in the model's knowledge, because a pass waits for the device: %s", waits[0])
         torch.cuda.current_stream().wait_stream(stream)
-        forget_weights()  # captured passes use no stored ones
+        clear_weights()  # captured passes use no stored ones
         recorded = _record(run, inputs, aliases, stream, waits=bool(waits))
         tensors, gradients = self._tensors_of(recorded.leaves), recorded.gradients
         if [g is not None for g in gradients] != used:
@@ -363,7 +363,7 @@ def _record(
     # cuDNN's attention may refuse to be captured, where flash attention does not.
     for attention in () if waits else (contextlib.nullcontext, without_cudnn_attention):
         try:
-            with unnoticed(), attention():
+            with hidden_capture(), attention():
                 return both()
         except torch.OutOfMemoryError:
             raise

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.runtimes.torch.ddp import gather_json, others_needed, world
+from qsync_opt.runtimes.torch.ddp import gather_json, naming_lost_ranks, world
 from qsync_opt.runtimes.torch.execution.plans import applied_plan
 from qsync_opt.runtimes.torch.support import bare_model
 
@@ -71,7 +71,7 @@ class LossScaler(torch.amp.GradScaler):
             return
         overflows: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for overflow in overflows.values():
-            with others_needed():
+            with naming_lost_ranks():
                 dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         OperatorCall,
         Run,
         check_not_scripted,
-        intercepted,
+        intercept,
         interception_of,
         operator_name,
     )
@@ -23,6 +23,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Handler", "Interception", "OperatorCall", "Run", "check_not_scripted", "functions_named", "intercepted",
+    "Handler", "Interception", "OperatorCall", "Run", "check_not_scripted", "functions_named", "intercept",
     "interception_of", "operator_name",
 ]  # fmt: skip

@@ -400,7 +400,7 @@ def interception_of(model: nn.Module) -> Interception | None:
 
 
 @contextlib.contextmanager
-def intercepted(model: nn.Module, handler: Handler) -> Iterator[Interception]:
+def intercept(model: nn.Module, handler: Handler) -> Iterator[Interception]:
     """Intercept a model's operators inside a ``with`` block."""
     interception = Interception(model, handler)
     try:

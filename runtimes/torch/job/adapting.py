@@ -22,7 +22,7 @@ from qsync_opt.runtimes.torch.ddp import (
     fail_together,
     gather_json,
     message_device,
-    others_needed,
+    naming_lost_ranks,
     together,
     world,
 )
@@ -286,7 +286,7 @@ class PlanAdapter:
         if world()[1] == 1:
             return changed
         flag = torch.tensor([int(changed)], dtype=torch.int32, device=message_device())
-        with others_needed():
+        with naming_lost_ranks():
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 

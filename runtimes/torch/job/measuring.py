@@ -26,14 +26,14 @@ from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job.steps import profile_job_steps
 from qsync_opt.runtimes.torch.profiling import profile
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.support import Loss, TrainingExample, default_loss, identify, memory_budget
+from qsync_opt.runtimes.torch.support import Loss, TrainingExample, default_loss, device_identity, memory_budget
 from qsync_opt.sensitivity import (
     IndicatorKind,
     ModelStatistics,
     NoiseOptions,
     SensitivityValues,
-    horizon_of,
     sensitivities,
+    variance_weight,
 )
 
 
@@ -70,7 +70,7 @@ def noise_horizon(
     group = optimizer.param_groups[0]
     rate = float(group["lr"] if learning_rate is None else learning_rate)
     if divides_by_squares(optimizer):
-        return horizon_of(learning_rate=rate, steps=steps)
+        return variance_weight(learning_rate=rate, steps=steps)
     if "momentum" not in group:
         raise UnsupportedError(
             f"the optimizer is {type(optimizer).__name__}: a horizon is known for Adam and those like it, and for SGD; "
@@ -82,7 +82,7 @@ def noise_horizon(
             "the horizon of SGD needs the mean square of the gradient: pass statistics= of two batches or more"
         )
     elements = sum(p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-    return horizon_of(
+    return variance_weight(
         learning_rate=rate,
         steps=steps,
         momentum=float(group["momentum"]),
@@ -166,7 +166,7 @@ def find_device_types(device: torch.device, options: PlanningOptions) -> DeviceT
     rank, size = world()
 
     def describe() -> dict[str, Any]:
-        identity = identify(device, options.device_type)
+        identity = device_identity(device, options.device_type)
         return {"identity": encode(identity), "memory": memory_budget(device, options.memory)}
 
     devices = gather_json(together(describe))

@@ -42,7 +42,7 @@ from qsync_opt.runtimes.torch.job.passes import has_captured, measure_passes, wi
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.profiling import Trial, try_plan
 from qsync_opt.runtimes.torch.steps import compiled_inside
-from qsync_opt.runtimes.torch.support import Loss, bare_model, default_loss, model_unchanged, own_loss, single
+from qsync_opt.runtimes.torch.support import Loss, bare_model, default_loss, model_loss, model_unchanged, single
 from qsync_opt.training import Plan, Problem, Solution, evaluate, solve
 
 _LOGGER = logging.getLogger(__name__)
@@ -421,7 +421,7 @@ def check_training(job: Job) -> list[Tensor]:
                 "no gradient flows from the loss: either every parameter is frozen (requires_grad=False), or the model "
                 "or the loss detaches its result; there is nothing to train"
             )
-        if example.loss is None and own_loss(output) is None:
+        if example.loss is None and model_loss(output) is None:
             _LOGGER.warning(
                 "the model returns no loss and none was given: the sum of its outputs stands in for it, which says "
                 "little about what rounding costs; pass loss=, a function of the model's output"

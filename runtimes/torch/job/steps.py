@@ -25,9 +25,16 @@ from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
-from qsync_opt.runtimes.torch.profiling import option_values, wanted_formats
+from qsync_opt.runtimes.torch.profiling import option_values, selected_formats
 from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, record_steps
-from qsync_opt.runtimes.torch.support import TrainingExample, identify, kind_of, model_unchanged, rebuilt, state_bytes
+from qsync_opt.runtimes.torch.support import (
+    TrainingExample,
+    device_identity,
+    model_unchanged,
+    optimizer_name,
+    rebuild_optimizer,
+    state_bytes,
+)
 from qsync_opt.steps import StepCosts, StepFlow, StepPredictor, profile_from_steps, scaled_operators
 
 METHOD = 2
@@ -64,9 +71,9 @@ def profile_job_steps(
     """
     device = example.device
     kernels = dataclasses.replace(options.kernels, half_format=backend.half_format(device))
-    formats = wanted_formats(device, precisions or options.precisions)
+    formats = selected_formats(device, precisions or options.precisions)
     environment = {
-        "device": encode(identify(device, options.device_type)),
+        "device": encode(device_identity(device, options.device_type)),
         "options": option_values(kernels),
         "method": f"steps {METHOD}",
         "distributed": group is not None,
@@ -82,7 +89,7 @@ def profile_job_steps(
         except RuntimeError as failure:
             running = precisions_that_run(example, graph, tuple(formats), kernels)
             # 8 bits ask for a 16-bit format at their borders, whether or not it was asked for.
-            if "FP32" not in running or len(wanted_formats(device, running)) == len(formats):
+            if "FP32" not in running or len(selected_formats(device, running)) == len(formats):
                 raise
             lost = ", ".join(precision for precision in formats if precision not in running)
             _LOGGER.warning("%s does not run on this device and is left out: %s", lost, first_line(failure))
@@ -149,7 +156,7 @@ def _settings(optimizer: torch.optim.Optimizer | None) -> str:
         [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
         for group in optimizer.param_groups
     ]
-    return f"{kind_of(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
+    return f"{optimizer_name(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
 def _recorded(
@@ -212,8 +219,8 @@ def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> 
         return torch.optim.AdamW(parameters)
     mine = {id(p) for p in parameters}
     if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-        return rebuilt(optimizer, [dict(group) for group in optimizer.param_groups])
-    return rebuilt(optimizer, [{"params": parameters}])
+        return rebuild_optimizer(optimizer, [dict(group) for group in optimizer.param_groups])
+    return rebuild_optimizer(optimizer, [{"params": parameters}])
 
 
 @contextlib.contextmanager

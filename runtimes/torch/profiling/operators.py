@@ -30,8 +30,8 @@ from qsync_opt.runtimes.torch.support import (
     allocation_of,
     allocations_of,
     check_steps,
-    kind_of,
-    rebuilt,
+    optimizer_name,
+    rebuild_optimizer,
     state_bytes,
     storage_of,
     tensors_in,
@@ -289,7 +289,7 @@ def like(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.
     for group in optimizer.param_groups:
         parameters = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in group["params"]]
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": parameters})
-    return rebuilt(optimizer, groups)
+    return rebuild_optimizer(optimizer, groups)
 
 
 def measure_optimizer(
@@ -323,7 +323,7 @@ def measure_optimizer(
     give_gradients()
     _, allocation = allocation_of(copy.step, device)
     return OptimizerCost(
-        name=kind_of(optimizer),
+        name=optimizer_name(optimizer),
         step_ns=round(step_ns),
         zero_grad_ns=round(zero_grad_ns),
         state_bytes=state_bytes(copy),

@@ -27,10 +27,10 @@ from qsync_opt.runtimes.torch.profiling.operators import OperatorBench, measure_
 from qsync_opt.runtimes.torch.support import (
     Stopwatch,
     TrainingExample,
-    identify,
-    kind_of,
+    device_identity,
     make_stopwatch,
     model_unchanged,
+    optimizer_name,
     time_passes,
 )
 from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_choices
@@ -110,7 +110,7 @@ class ProfileRun:
             for group in optimizer.param_groups
         ]
         digest = hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]
-        key = f"optimizer {kind_of(optimizer)} {digest}"
+        key = f"optimizer {optimizer_name(optimizer)} {digest}"
         if (known := self.cache.get(key)) is None:
             known = encode(measure_optimizer(optimizer, self.device, self.stopwatch, self.repeats))
             self.cache.put(key, known)
@@ -259,10 +259,10 @@ def profile(
             "capture_model returns"
         )
     device = backend.known_device(device)
-    formats = wanted_formats(device, precisions)
+    formats = selected_formats(device, precisions)
     check_integer(repeats, "repeats", minimum=1)
     options = dataclasses.replace(options or KernelOptions(), half_format=backend.half_format(device))
-    identity = identify(device, name)
+    identity = device_identity(device, name)
     environment = {
         "device": encode(identity),
         "options": option_values(options),
@@ -295,7 +295,7 @@ def profile(
     return result
 
 
-def wanted_formats(device: torch.device, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:
+def selected_formats(device: torch.device, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:
     """Formats to profile: the given precisions (None: all of the device), FP32, and output formats of 8-bit operators.
 
     Raises:

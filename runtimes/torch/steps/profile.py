@@ -21,7 +21,7 @@ from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
-from qsync_opt.runtimes.torch.profiling import DTYPES, wanted_formats
+from qsync_opt.runtimes.torch.profiling import DTYPES, selected_formats
 from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
 from qsync_opt.runtimes.torch.steps.recording import (
     RecordingOptions,
@@ -30,18 +30,18 @@ from qsync_opt.runtimes.torch.steps.recording import (
     traced_spans,
     watch_tensors,
 )
-from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, identify, intervals_ns, time_mark
+from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, device_identity, intervals_ns, time_mark
 from qsync_opt.steps import (
     MIXED,
     StepCosts,
     StepFlow,
     StepPredictor,
     StepSample,
-    checked,
     covering_plans,
     fit_step_costs,
     kernel_paces,
     scaled_costs,
+    with_residuals,
 )
 
 _ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
@@ -72,7 +72,7 @@ class StepRecords:
         paces = kernel_paces(self.samples, {name: time_ns for name, (time_ns, _) in predicted.items()})
         if paces and self.device.kind != "cpu":
             costs, predicted = self._fit(graph, paces)
-        return scaled_costs(graph, checked(costs, predicted, self.samples), self.available)
+        return scaled_costs(graph, with_residuals(costs, predicted, self.samples), self.available)
 
     def _fit(self, graph: OpGraph, paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
         """Costs, and by plan the time and peak memory that they predict."""
@@ -171,7 +171,7 @@ def record_steps(
     """The recordings of `profile_steps`, with the same arguments and errors."""
     _refuse_compiled(example.model)
     device = example.device
-    formats = wanted_formats(device, precisions) if precisions is not None else device_formats(device)
+    formats = selected_formats(device, precisions) if precisions is not None else device_formats(device)
     kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
     available = {
         operator.name: [p for p in formats if ops.supports(operator.op_type, p, device)]
@@ -199,7 +199,7 @@ def record_steps(
         casts, cast_host_ns = ({}, 0) if compiled else _time_casts(device, tuple(formats), kernels)
         report(len(plans) + 1, len(plans) + 1, "done")
     return StepRecords(
-        device=identify(device, name),
+        device=device_identity(device, name),
         half_format=kernels.half_format,
         samples=tuple(recorder.samples),
         casts=casts,

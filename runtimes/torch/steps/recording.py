@@ -50,7 +50,7 @@ from qsync_opt.steps import (
     Range,
     StepEvents,
     StepSpans,
-    charge,
+    charge_step,
     operator_label,
     phase_label,
 )
@@ -346,7 +346,7 @@ def trace_steps(stepper: Stepper, steps: int, *, memory: bool) -> torch.profiler
 
 def traced_spans(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
     """The last of some traced steps, charged to operators."""
-    return charge(read_events(trace_steps(stepper, steps, memory=memory)))[-1]
+    return charge_step(read_events(trace_steps(stepper, steps, memory=memory)))[-1]
 
 
 class _Watcher:

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.support.cuda_graphs import (
         capture_stream,
         capturing,
+        hidden_capture,
         is_capturing,
-        unnoticed,
-        waits_noted,
+        recorded_waits,
         without_cudnn_attention,
     )
-    from qsync_opt.runtimes.torch.support.devices import identify
+    from qsync_opt.runtimes.torch.support.devices import device_identity
     from qsync_opt.runtimes.torch.support.iteration import (
         Loss,
         TrainingExample,
@@ -32,8 +32,14 @@ if TYPE_CHECKING:
         storage_of,
     )
     from qsync_opt.runtimes.torch.support.models import bare_model, model_unchanged, plain_name
-    from qsync_opt.runtimes.torch.support.optimizers import check_steps, kind_of, rebuilt, single, state_bytes
-    from qsync_opt.runtimes.torch.support.outputs import HALF, default_loss, full_precision, own_loss, tensors_in
+    from qsync_opt.runtimes.torch.support.optimizers import (
+        check_steps,
+        optimizer_name,
+        rebuild_optimizer,
+        single,
+        state_bytes,
+    )
+    from qsync_opt.runtimes.torch.support.outputs import HALF, default_loss, full_precision, model_loss, tensors_in
     from qsync_opt.runtimes.torch.support.timing import (
         Elapsed,
         Stopwatch,
@@ -47,9 +53,9 @@ else:
 
 __all__ = [
     "HALF", "Elapsed", "Loss", "Stopwatch", "TrainingExample", "allocation_of", "allocations_of", "bare_model",
-    "capture_stream", "capturing", "check_steps", "cpu_clock", "default_loss", "full_precision", "identify",
-    "intervals_ns", "is_capturing", "kind_of", "make_stopwatch", "measure_iteration", "memory_budget",
-    "model_unchanged", "own_loss", "plain_name", "rebuilt", "resident_bytes", "silent_profiler", "single",
-    "state_bytes", "storage_of", "tensors_in", "time_mark", "time_passes", "unnoticed", "waits_noted",
-    "without_cudnn_attention",
+    "capture_stream", "capturing", "check_steps", "cpu_clock", "default_loss", "device_identity", "full_precision",
+    "hidden_capture", "intervals_ns", "is_capturing", "make_stopwatch", "measure_iteration", "memory_budget",
+    "model_loss", "model_unchanged", "optimizer_name", "plain_name", "rebuild_optimizer", "recorded_waits",
+    "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of", "tensors_in", "time_mark",
+    "time_passes", "without_cudnn_attention",
 ]  # fmt: skip

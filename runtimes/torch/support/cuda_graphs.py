@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 is_capturing = torch.cuda.is_current_stream_capturing
-"""Whether the present stream is being captured, also within `unnoticed`."""
+"""Whether the present stream is being captured, also within `hidden_capture`."""
 _OTHER_THREADS = "thread_local"
 """Capture mode that lets other threads continue: those of NCCL and data loaders use the device at any time."""
 
@@ -51,7 +51,7 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 
 
 @contextlib.contextmanager
-def unnoticed() -> Iterator[None]:
+def hidden_capture() -> Iterator[None]:
     """Hide the capture from the model's Python code, so that it takes the branches of an eager pass.
 
     Libraries take a slower branch while capturing if a value would decide: transformers up to 5.17 builds a mask that
@@ -77,7 +77,7 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def waits_noted() -> Iterator[list[str]]:
+def recorded_waits() -> Iterator[list[str]]:
     """List torch's warning for every operation in the block for which the host waits for the device."""
     waits: list[str] = []
     before = torch.cuda.get_sync_debug_mode()

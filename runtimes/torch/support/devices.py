@@ -11,7 +11,7 @@ from qsync_opt.costs import DeviceIdentity
 from qsync_opt.runtimes.host import processor_name
 
 
-def identify(device: torch.device, name: str | None = None) -> DeviceIdentity:
+def device_identity(device: torch.device, name: str | None = None) -> DeviceIdentity:
     """The identity of a device, with the versions that its times depend on.
 
     ``name`` replaces the hardware's own, for a partition of a card.

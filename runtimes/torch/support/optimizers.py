@@ -56,14 +56,14 @@ def single(
     return parts[0] if len(parts) == 1 else SeveralOptimizers(parts)
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """Name of an optimizer's class, or of those of several."""
     if isinstance(optimizer, SeveralOptimizers):
-        return " and ".join(kind_of(part) for part in optimizer.parts)
+        return " and ".join(optimizer_name(part) for part in optimizer.parts)
     return type(optimizer).__name__
 
 
-def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def rebuild_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer of the same kind and settings, without state, over other groups of parameters.
 
     If it stands for several optimizers and the number of groups differs, the first takes all groups.
@@ -73,9 +73,11 @@ def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
     """
     if isinstance(optimizer, SeveralOptimizers):
         if len(groups) != len(optimizer.param_groups):
-            return rebuilt(optimizer.parts[0], groups)
+            return rebuild_optimizer(optimizer.parts[0], groups)
         rest = iter(groups)
-        return SeveralOptimizers([rebuilt(part, [next(rest) for _ in part.param_groups]) for part in optimizer.parts])
+        return SeveralOptimizers(
+            [rebuild_optimizer(part, [next(rest) for _ in part.param_groups]) for part in optimizer.parts]
+        )
     # Some optimizers have defaults that their constructor does not take; those are in the groups.
     accepted = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}

@@ -17,7 +17,7 @@ HALF = (torch.bfloat16, torch.float16)
 """The 16-bit floating types."""
 
 
-def own_loss(output: Any) -> Tensor | None:
+def model_loss(output: Any) -> Tensor | None:
     """The loss that a model returns: its output, or the entry ``loss`` in it, or the first of a tuple.
 
     Returns:
@@ -35,7 +35,7 @@ def default_loss(output: Any) -> Tensor:
     Raises:
         ModelError: The output holds no floating-point tensor with a gradient.
     """
-    loss = own_loss(output)
+    loss = model_loss(output)
     if loss is not None:
         return loss
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]

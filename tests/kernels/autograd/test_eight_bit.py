@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.autograd import product
-from qsync_opt.kernels.quantize import forget_weights, kept_bytes, once_per_version
+from qsync_opt.kernels.quantize import cached_bytes, clear_weights, once_per_version
 
 PRECISIONS = ("INT8", "FP8")
 
 
 @pytest.fixture(autouse=True)
 def _empty_cache():
-    forget_weights()
+    clear_weights()
     yield
-    forget_weights()
+    clear_weights()
 
 
 def _norm_error(result, expected):
@@ -144,18 +144,18 @@ def test_weights_are_quantized_once_per_step(backward, precision):
         return ops.execute("linear", precision, F.linear, (x, weight), {}, options).detach()
 
     first = call(w)
-    kept = kept_bytes()
+    kept = cached_bytes()
     assert kept >= 4 * 16
     with torch.no_grad():
         w[0, 0] = 100.0
     changed = call(w)
     assert not torch.equal(first[:, 0], changed[:, 0])
-    assert kept_bytes() == kept
+    assert cached_bytes() == kept
     again = ops.execute("linear", precision, F.linear, (x[:1], w), {}, options).detach()
     assert torch.allclose(again, changed[:1])
     del w, again
     gc.collect()
-    assert kept_bytes() == 0
+    assert cached_bytes() == 0
 
 
 def test_the_cache_computes_once_per_version():

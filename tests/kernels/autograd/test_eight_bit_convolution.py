@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.autograd.convolutions import input_gradient, phases, takes_input_gradient
-from qsync_opt.kernels.quantize import Quantized, forget_weights, kept_bytes
+from qsync_opt.kernels.quantize import Quantized, cached_bytes, clear_weights
 
 # Function, input, weight, stride, padding, dilation, groups.
 CASES = {
@@ -154,16 +154,16 @@ def test_only_what_is_needed_is_computed():
 
 
 def test_weights_once_per_step():
-    forget_weights()
+    clear_weights()
     x, w, b = _operands(CASES["3x3"])
     options = KernelOptions(backward="eight", weights="step")
     first = _run(CASES["3x3"], x, w, b, options)
-    kept = kept_bytes()
+    kept = cached_bytes()
     assert kept >= 2 * w.numel()  # along output channels and along input channels
     again = _run(CASES["3x3"], x, w, b, options)
     assert torch.equal(first, again)
-    assert kept_bytes() == kept
-    forget_weights()
+    assert cached_bytes() == kept
+    clear_weights()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")

@@ -408,12 +408,12 @@ def test_versions_do_not_read_each_others_measurements(tmp_path, monkeypatch):
 
     # A profile's measurements name the version in the device's identity, with those of the libraries.
     torch = pytest.importorskip("torch")
-    from qsync_opt.runtimes.torch.support import identify
+    from qsync_opt.runtimes.torch.support import device_identity
 
-    here = {"device": encode(identify(torch.device("cpu")))}
+    here = {"device": encode(device_identity(torch.device("cpu")))}
     MeasurementCache(tmp_path, here).put("fc", {"ns": 1})
     monkeypatch.setattr(qsync_opt, "__version__", "99.0")
-    there = {"device": encode(identify(torch.device("cpu")))}
+    there = {"device": encode(device_identity(torch.device("cpu")))}
     assert MeasurementCache(tmp_path, there).get("fc") is None
     MeasurementCache(tmp_path, there).put("fc", {"ns": 2})
     assert MeasurementCache(tmp_path, here).get("fc") == {"ns": 1}

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from qsync_opt.io import held_interrupts, reporting, waiting
+from qsync_opt.io import delayed_interrupts, reporting, waiting
 from qsync_opt.io.progress import lasting_interrupts
 
 
@@ -140,7 +140,7 @@ def test_handlers_of_others_and_other_threads_are_left_alone():
 
 def test_a_held_interrupt_arrives_when_the_block_has_ended():
     passed = []
-    with pytest.raises(KeyboardInterrupt), held_interrupts():
+    with pytest.raises(KeyboardInterrupt), delayed_interrupts():
         signal.raise_signal(signal.SIGINT)
         passed.append("inside")
     assert passed == ["inside"]
@@ -148,7 +148,7 @@ def test_a_held_interrupt_arrives_when_the_block_has_ended():
 
 
 def test_nothing_held_changes_nothing():
-    with held_interrupts():
+    with delayed_interrupts():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -158,7 +158,7 @@ def test_what_was_held_reaches_the_handler_of_the_caller():
     seen = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
-        with held_interrupts():
+        with delayed_interrupts():
             signal.raise_signal(signal.SIGINT)
             assert seen == []
         assert seen == [signal.SIGINT]

@@ -5,13 +5,13 @@ import math
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.sensitivity import horizon_of
+from qsync_opt.sensitivity import variance_weight
 
 
 def test_the_horizon_sums_squared_rates():
-    assert horizon_of(learning_rate=0.1, steps=50) == pytest.approx(0.5)
-    assert horizon_of(learning_rate=0.1, steps=50, momentum=0.9, mean_square_gradient=1e-3) == pytest.approx(0.05)
-    assert horizon_of(learning_rate=0.1, steps=0) == 0
+    assert variance_weight(learning_rate=0.1, steps=50) == pytest.approx(0.5)
+    assert variance_weight(learning_rate=0.1, steps=50, momentum=0.9, mean_square_gradient=1e-3) == pytest.approx(0.05)
+    assert variance_weight(learning_rate=0.1, steps=0) == 0
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_the_horizon_sums_squared_rates():
 )
 def test_what_makes_no_horizon_is_refused(arguments, said):
     with pytest.raises(UnsupportedError, match=said):
-        horizon_of(**arguments)
+        variance_weight(**arguments)

@@ -6,7 +6,7 @@ from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.numerics import Granularity, PrecisionFormats
 from qsync_opt.sensitivity import (
-    FLIP_RATIOS,
+    SIGN_CHANGE_RATIOS,
     Gain,
     IndicatorKind,
     MeasuredErrors,
@@ -239,7 +239,7 @@ def test_expected_loss_is_fisher_and_the_variance_weighed_by_the_horizon() -> No
 
 
 def test_noise_of_operators_adds_up_before_rectifiers_change_sign() -> None:
-    flips = tuple(100.0 * ratio**0.5 for ratio in FLIP_RATIOS)
+    flips = tuple(100.0 * ratio**0.5 for ratio in SIGN_CHANGE_RATIOS)
     net = graph(node("a/linear", "linear"), node("b/linear", "linear", "a/linear"), node("relu", "relu", "b/linear"))
     gains = {"output": Gain(uniform=0.0, floating=0.0)}
     found = replace(
@@ -261,7 +261,7 @@ def test_noise_of_operators_adds_up_before_rectifiers_change_sign() -> None:
 
 
 def test_what_arrives_at_a_rectifier_is_what_was_measured_there() -> None:
-    flips = tuple(100.0 * ratio**0.5 for ratio in FLIP_RATIOS)
+    flips = tuple(100.0 * ratio**0.5 for ratio in SIGN_CHANGE_RATIOS)
     net = graph(node("a/linear", "linear"), node("b/linear", "linear", "a/linear"), node("relu", "relu", "b/linear"))
     gains = {"output": Gain(uniform=0.0, floating=0.0)}
     operators = [replace(measured(name), gains=gains) for name in ("a/linear", "b/linear")]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.steps import Change, Kernel, Launch, Node, Range, StepEvents, charge, operator_label, phase_label
+from qsync_opt.steps import Change, Kernel, Launch, Node, Range, StepEvents, charge_step, operator_label, phase_label
 
 
 def step() -> StepEvents:
@@ -32,7 +32,7 @@ def step() -> StepEvents:
 
 
 def test_every_moment_of_the_host_is_charged_once():
-    (spans,) = charge(step())
+    (spans,) = charge_step(step())
     assert spans.order == ("a", "b")
     assert sum(span.host_ns for span in spans.spans.values()) == spans.end_ns - spans.start_ns
     hosts = {key: span.host_ns for key, span in spans.spans.items()}
@@ -47,7 +47,7 @@ def test_every_moment_of_the_host_is_charged_once():
 
 
 def test_kernels_follow_their_launch_and_other_streams_are_apart():
-    (spans,) = charge(step())
+    (spans,) = charge_step(step())
     assert spans.spans["forward", "a"].kernels == [(5, 8, "forward of a")]
     # The second window of a begins 15 ns into its backward pass.
     assert spans.spans["backward", "a"].kernels == [(17, 10, "sum")]
@@ -66,14 +66,14 @@ def test_waiting_for_room_in_the_queue_is_no_work():
     ranges = [r for r in events.ranges if r.label != phase_label("backward")]
     ranges = [r for r in ranges if r.start < 110] + [Range(110, 240, phase_label("backward"))]
     late = StepEvents(ranges=ranges, nodes=nodes, launches=sorted(waiting), kernels=events.kernels)
-    (spans,) = charge(late)
+    (spans,) = charge_step(late)
     assert spans.spans["backward", "b"].blocked_ns == 89
     assert spans.spans["backward", "b"].host_ns == 225 - 120 - 89
 
 
 @pytest.mark.parametrize(("time", "waits"), [(25, True), (160, True), (105, True), (210, False), (260, False)])
 def test_a_host_that_waits_for_its_device_within_a_pass_is_noted(time, waits):
-    (found,) = charge(replace(step(), waits=[time]))
+    (found,) = charge_step(replace(step(), waits=[time]))
     assert found.waits is waits
 
 
@@ -84,14 +84,14 @@ def test_several_steps_and_none():
         ranges=[*events.ranges, *shifted],
         nodes=[*events.nodes, *(n._replace(start=n.start + 1000, end=n.end + 1000) for n in events.nodes)],
     )
-    first, second = charge(twice)
+    first, second = charge_step(twice)
     assert {k: s.host_ns for k, s in second.spans.items() if k[0] != "zero_grad"} == {
         k: s.host_ns for k, s in first.spans.items() if k[0] != "zero_grad"
     }
     with pytest.raises(ProblemError, match="step_labels"):
-        charge(StepEvents(ranges=[], nodes=[]))
+        charge_step(StepEvents(ranges=[], nodes=[]))
     with pytest.raises(ProblemError, match="backward"):
-        charge(StepEvents(ranges=[Range(0, 5, phase_label("forward"))], nodes=[]))
+        charge_step(StepEvents(ranges=[Range(0, 5, phase_label("forward"))], nodes=[]))
 
 
 def test_copies_and_clipping_are_phases_and_copies_belong_to_the_step_behind_them():
@@ -99,7 +99,7 @@ def test_copies_and_clipping_are_phases_and_copies_belong_to_the_step_behind_the
     more = [Range(-40, -5, phase_label("copies")), Range(201, 204, phase_label("clip"))]
     later = [Range(r.start + 1000, r.end + 1000, r.label) for r in (*events.ranges, *more)]
     nodes = [*events.nodes, *(Node(n.start + 1000, n.end + 1000, n.sequence) for n in events.nodes)]
-    first, second = charge(replace(events, ranges=sorted([*events.ranges, *more, *later]), nodes=nodes))
+    first, second = charge_step(replace(events, ranges=sorted([*events.ranges, *more, *later]), nodes=nodes))
     for spans in (first, second):
         assert spans.spans["copies", ""].host_ns == 40  # up to the forward pass
         assert spans.spans["clip", ""].host_ns == 4  # up to the optimizer

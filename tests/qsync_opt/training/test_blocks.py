@@ -7,7 +7,7 @@ import pytest
 from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.registry import Feature, Kind, create
 from qsync_opt.testing import chain
-from qsync_opt.training import identical_blocks, joined, solve
+from qsync_opt.training import identical_blocks, merge_groups, solve
 
 
 def renamed(problem, names):
@@ -53,13 +53,13 @@ def test_the_groups_can_be_tied():
     ],
 )
 def test_groups_that_share_a_name_are_one(groups, wanted):
-    found = joined(groups)
+    found = merge_groups(groups)
     assert sorted(map(sorted, found)) == sorted(map(sorted, wanted))
 
 
 def test_an_empty_group_is_refused():
     with pytest.raises(ProblemError, match="a group is empty"):
-        joined([["a", "b"], []])
+        merge_groups([["a", "b"], []])
 
 
 @pytest.mark.parametrize("method", ["greedy", "exact"])

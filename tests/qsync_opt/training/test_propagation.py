@@ -5,14 +5,14 @@ import pytest
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Role
 from qsync_opt.testing import cost, diamond
-from qsync_opt.training import follow, ladder, propagate
+from qsync_opt.training import follow_inputs, precisions_by_rank, propagate
 
 
 def test_ladder_is_sorted_by_rank_not_by_the_file():
     problem = diamond().problem
     device = problem.devices[0]
     tables = {**device.operators, "a": {"FP32": cost(1, 1, 1), "INT8": cost(1, 1, 1)}}
-    assert ladder(problem, replace(device, operators=tables), "a") == ("INT8", "FP32")
+    assert precisions_by_rank(problem, replace(device, operators=tables), "a") == ("INT8", "FP32")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_ladder_is_sorted_by_rank_not_by_the_file():
     ],
 )
 def test_follow_takes_the_lowest_step_that_is_high_enough(steps, delivered, found):
-    assert follow(diamond().problem, steps, delivered) == found
+    assert follow_inputs(diamond().problem, steps, delivered) == found
 
 
 def test_a_dependent_operator_without_inputs_runs_in_its_lowest():

@@ -29,24 +29,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "MAX_POOLS",
-    "Arriving",
-    "Contest",
-    "DerivativeSums",
-    "GainTapper",
-    "LastRectified",
-    "ParameterGradients",
-    "Probed",
-    "Prober",
-    "Seen",
-    "Window",
-    "attention_twice",
-    "batch_norm_twice",
-    "contest",
-    "noisy_passes",
-    "parts_of",
-    "pool_call",
-    "probe_curvatures",
-    "probe_gains",
-    "product_twice",
-]
+    "MAX_POOLS", "Arriving", "Contest", "DerivativeSums", "GainTapper", "LastRectified", "ParameterGradients",
+    "Probed", "Prober", "Seen", "Window", "attention_twice", "batch_norm_twice", "contest", "noisy_passes",
+    "parts_of", "pool_call", "probe_curvatures", "probe_gains", "product_twice",
+]  # fmt: skip

@@ -46,7 +46,7 @@ _SMALL = 1 << 16
 
 
 class Probed(NamedTuple):
-    """Gains per operator and tensor; per rectifier, what its flips add at the ratios of ``FLIP_RATIOS``.
+    """Gains per operator and tensor; per rectifier, what its flips add at the ratios of ``SIGN_CHANGE_RATIOS``.
 
     ``noise`` is the noise-to-signal ratio at the input of each rectifier when all products round operands to INT8, and
     ``shift`` the squared norm by which the mean gradient moves then, beyond what independent flips move it.

@@ -34,7 +34,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
 )
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, Slot, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norms, strided, summed, totals
-from qsync_opt.sensitivity import FLIP_RATIOS, GRADIENTS, OPERANDS
+from qsync_opt.sensitivity import GRADIENTS, OPERANDS, SIGN_CHANGE_RATIOS
 
 # Noise in the forward pass flips rectifiers; noise in gradients does not.
 _QUANTIZED = ("first", "second", "output_gradient")
@@ -512,13 +512,13 @@ class GainTapper:
         found = summed(chance.mul_(part.reshape(1, -1)), 1)
         if some:
             found *= squares.numel() / part.numel()
-        self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
+        self._sums.numbers.append((key, tuple(str(i) for i in range(len(SIGN_CHANGE_RATIOS) + 1)), found))
 
     def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
         """Of noise at the ratios that flips are counted at, and the one that was seen, over root 2: (ratios, 1)."""
         if name not in self._inverse:
             names = dict.fromkeys((*self._ratios, name)) if not self._inverse else [name]
-            rows = [[*FLIP_RATIOS, self._ratios.get(some, 0.0)] for some in names]
+            rows = [[*SIGN_CHANGE_RATIOS, self._ratios.get(some, 0.0)] for some in names]
             every = torch.tensor([[(2 * max(ratio, 1e-30)) ** -0.5 for ratio in row] for row in rows], dtype=like.dtype)
             inverse = every.to(like.device, non_blocking=True).unsqueeze(2).unbind()
             self._inverse.update(zip(names, inverse, strict=True))
@@ -540,7 +540,7 @@ class GainTapper:
                 value = next(host[values.dtype]) / (1.0 if label.startswith("~") else probes)
                 if key[1] == MASK:
                     row = flips.setdefault(key[0], [0.0] * len(labels))
-                    row[int(label)] += value * (0.5 if int(label) < len(FLIP_RATIOS) else 0.25)
+                    row[int(label)] += value * (0.5 if int(label) < len(SIGN_CHANGE_RATIOS) else 0.25)
                     continue
                 known = sums.setdefault(key, Sums())
                 attribute = label.removeprefix("~")

@@ -21,7 +21,7 @@ from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.steps.compiled.recording import compiled_inside
 from qsync_opt.runtimes.torch.support import TrainingExample
-from qsync_opt.steps.compiled import GeneratedPass, Peak, step_peak
+from qsync_opt.steps.compiled import PassCode, Peak, step_peak
 
 
 class _NotRunError(Exception):
@@ -69,19 +69,19 @@ def compiled_plan_peak(
 
 
 @contextlib.contextmanager
-def generated_passes() -> Iterator[list[tuple[bool, GeneratedPass]]]:
+def generated_passes() -> Iterator[list[tuple[bool, PassCode]]]:
     """Collect the code compiled inside, and whether it is of a backward pass; calling it raises `_NotRunError`."""
     import torch._functorch.config
     import torch._inductor.config
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
 
-    passes: list[tuple[bool, GeneratedPass]] = []
+    passes: list[tuple[bool, PassCode]] = []
     lowering: Any = GraphLowering
 
     def collect(graph: Any) -> Any:
         code, _ = graph.codegen()
-        passes.append((bool(graph.is_backward), GeneratedPass(code.value, _sizes(graph))))
+        passes.append((bool(graph.is_backward), PassCode(code.value, _sizes(graph))))
         graph.cache_key, graph.cache_path = PyCodeCache.write(code.value)
         graph.cache_linemap = []
         return _NotRun(graph.cache_path)

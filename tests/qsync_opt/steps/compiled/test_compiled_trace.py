@@ -4,7 +4,7 @@ import pytest
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.steps import BACKWARD, FORWARD, OPTIMIZER, Change, Kernel, Launch, Range, StepEvents, phase_label
-from qsync_opt.steps.compiled import CompiledEvents, HostCall, Scheduled, charge_compiled, matched
+from qsync_opt.steps.compiled import CompiledEvents, HostCall, Scheduled, charge_compiled, match_calls
 
 GELU = Scheduled(True, (), (("gelu", 0.75), ("b", 0.25)))
 A = Scheduled(False, ("addmm",), (("a", 1.0),))
@@ -19,22 +19,22 @@ def _calls(*names):
 
 def test_calls_of_libraries_are_matched_by_name_between_fused_kernels():
     calls = _calls("aten::empty", "aten::addmm", "aten::copy_", "triton_a", "qsync_opt::mm")
-    assert matched([FREE, A, GELU, FREE, B], calls) == [None, A, None, GELU, B]
+    assert match_calls([FREE, A, GELU, FREE, B], calls) == [None, A, None, GELU, B]
 
 
 def test_a_library_call_is_not_sought_beyond_the_next_fused_kernel():
-    assert matched([GELU, A], _calls("aten::addmm", "triton_a")) == [None, GELU]
+    assert match_calls([GELU, A], _calls("aten::addmm", "triton_a")) == [None, GELU]
 
 
 def test_two_calls_of_one_name_are_taken_in_order():
     second = Scheduled(False, ("addmm",), (("c", 1.0),))
-    assert matched([A, second], _calls("aten::addmm", "aten::addmm")) == [A, second]
+    assert match_calls([A, second], _calls("aten::addmm", "aten::addmm")) == [A, second]
 
 
 @pytest.mark.parametrize("names", [[], ["triton_a", "triton_b"]])
 def test_another_number_of_fused_kernels_is_refused(names):
     with pytest.raises(ProblemError, match=f"to launch 1 fused kernels and launched {len(names)}"):
-        matched([A, GELU], _calls(*names))
+        match_calls([A, GELU], _calls(*names))
 
 
 def _trace(graphs):

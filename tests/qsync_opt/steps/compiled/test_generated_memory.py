@@ -3,7 +3,7 @@
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.steps.compiled import GeneratedPass, step_peak
+from qsync_opt.steps.compiled import PassCode, step_peak
 
 KIB = 1024
 FORWARD = """
@@ -30,12 +30,12 @@ EMPTY = "empty_strided_cuda(({}, ), (1, ), torch.float32)"
 
 def forward(*lines, returned="loss, saved", sizes=None):
     body = "\n".join(f"        {line}" for line in lines)
-    return GeneratedPass(FORWARD.format(body=body, returned=returned), sizes or {})
+    return PassCode(FORWARD.format(body=body, returned=returned), sizes or {})
 
 
 def backward(*lines, arguments="saved, tangents_1", returned="gradient", sizes=None):
     body = "\n".join(f"    {line}" for line in lines)
-    return GeneratedPass(BACKWARD.format(body=body, returned=returned, arguments=arguments), sizes or {})
+    return PassCode(BACKWARD.format(body=body, returned=returned, arguments=arguments), sizes or {})
 
 
 LOSS = f"loss = {EMPTY.format(128)}"
@@ -117,4 +117,4 @@ def test_a_result_that_is_saved_too_stays():
 @pytest.mark.parametrize("text", ["", "def call(args):\n    return ()\n", "def call(:", "call = 1"])
 def test_other_code_is_refused(text):
     with pytest.raises(UnsupportedError, match="the compiler's code cannot be followed"):
-        peak(GeneratedPass(text, {}), backward(GRADIENT))
+        peak(PassCode(text, {}), backward(GRADIENT))

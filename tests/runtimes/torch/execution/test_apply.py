@@ -14,7 +14,7 @@ from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, operator_kind, undo
-from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.interception import intercept
 
 
 class Mlp(nn.Module):
@@ -136,7 +136,7 @@ def _calls(model, *args):
         names.append(call.name)
         return call.run()
 
-    with intercepted(model, note):
+    with intercept(model, note):
         model(*args)
     return names
 

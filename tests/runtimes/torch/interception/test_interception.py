@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.runtimes.torch.interception import Interception, intercepted, interception_of, operator_name
+from qsync_opt.runtimes.torch.interception import Interception, intercept, interception_of, operator_name
 from qsync_opt.runtimes.torch.interception.functions import FIXED_KINDS, function_names, functions_named
 
 
@@ -15,7 +15,7 @@ def _names(model, *args):
         names.append((call.name, call.module, call.op_type))
         return call.run()
 
-    with intercepted(model, note):
+    with intercept(model, note):
         result = model(*args)
     return names, result
 
@@ -78,13 +78,13 @@ def test_encoder_layers_in_evaluation_are_seen():
 
 def test_the_handler_decides_the_result():
     model = nn.Linear(3, 3)
-    with intercepted(model, lambda call: call.run(call.args[0] * 0, *call.args[1:])):
+    with intercept(model, lambda call: call.run(call.args[0] * 0, *call.args[1:])):
         assert torch.equal(model(torch.ones(2, 3)), model.bias.expand(2, 3))
 
 
 def test_one_interception_at_a_time():
     model = nn.Sequential(nn.Linear(3, 3))
-    with intercepted(model, lambda call: call.run()) as first:
+    with intercept(model, lambda call: call.run()) as first:
         assert interception_of(model) is first
         with pytest.raises(NotReadyError, match="already"):
             Interception(model, lambda call: call.run())

@@ -21,8 +21,8 @@ from qsync_opt.runtimes.torch.support import (
     TrainingExample,
     check_steps,
     default_loss,
-    kind_of,
-    own_loss,
+    model_loss,
+    optimizer_name,
     single,
     state_bytes,
 )
@@ -58,7 +58,7 @@ def test_several_optimizers_step_as_one():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
     assert state_bytes(together) == sum(map(state_bytes, theirs)) > 0
     copied = like(together, torch.device("cpu"))
-    assert kind_of(copied) == kind_of(together) == "SGD and AdamW"
+    assert optimizer_name(copied) == optimizer_name(together) == "SGD and AdamW"
     assert [group["lr"] for group in copied.param_groups] == [0.1, 1e-3]
     assert not copied.state
 
@@ -107,9 +107,9 @@ def test_the_loss_that_a_model_returns_is_found():
     x = torch.randn(3, requires_grad=True)
     loss = x.sum()
     for output in (loss, {"logits": x, "loss": loss}, (loss, x), [loss[None], x]):
-        assert own_loss(output) == loss
+        assert model_loss(output) == loss
         assert default_loss(output) == loss
-    assert own_loss((x, loss)) is None
+    assert model_loss((x, loss)) is None
     assert default_loss((x, loss)) == 2 * loss
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, QSyncError, UnsupportedError
-from qsync_opt.runtimes.torch.checkpoints import RankState, carry_out, decide
+from qsync_opt.runtimes.torch.checkpoints import RankState, decide, resume_plan
 from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import (
     ExecutionMode,
@@ -212,7 +212,7 @@ def test_a_checkpoint_goes_on_in_the_same_mode():
     assert "autocast" not in present.to_json()
     resumed = decide(3, [state], [present], (), "checkpoint")
     assert not resumed.replanned
-    carry_out(model, 0, [state], resumed)
+    resume_plan(model, 0, [state], resumed)
     assert applied_plan(model).options.autocast == "BF16"
 
 

@@ -13,7 +13,7 @@ from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.model import Role
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
-from qsync_opt.runtimes.torch.profiling import OperatorBench, profile, wanted_formats
+from qsync_opt.runtimes.torch.profiling import OperatorBench, profile, selected_formats
 from qsync_opt.runtimes.torch.profiling import profiler as profile_run
 from qsync_opt.runtimes.torch.support import Elapsed, TrainingExample, make_stopwatch
 from qsync_opt.testing import make_cluster, make_sensitivities
@@ -206,7 +206,7 @@ def test_fewer_precisions(cnn: CapturedModel) -> None:
     assert list(result.formats) == ["FP32"]
     assert result.casts == {}
     # An 8-bit operator answers in 16 bits, so that format comes with it.
-    assert list(wanted_formats(torch.device("cpu"), ("INT8",))) == ["INT8", "BF16", "FP32"]
+    assert list(selected_formats(torch.device("cpu"), ("INT8",))) == ["INT8", "BF16", "FP32"]
 
 
 def test_bad_arguments_are_named(cnn: CapturedModel, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from qsync_opt.runtimes.torch.steps import (
 )
 from qsync_opt.runtimes.torch.steps import profile as step_profile
 from qsync_opt.runtimes.torch.support import TrainingExample
-from qsync_opt.steps import FORWARD, PHASES, StepCosts, StepPredictor, charge, scaled_operators
+from qsync_opt.steps import FORWARD, PHASES, StepCosts, StepPredictor, charge_step, scaled_operators
 from qsync_opt.training import Plan
 
 FEW = RecordingOptions(warm_up=1, repeats=1, traced=1)
@@ -228,7 +228,7 @@ def test_a_trace_file_says_what_the_profiler_said_and_is_audited(setting, tmp_pa
     capsys.readouterr()
     assert main(["audit", *common, "--json", "--overlay", str(files["overlay"])]) == 0
     (worker,) = json.loads(capsys.readouterr().out)["workers"]
-    spans = charge(read_events(profiler))[-1]
+    spans = charge_step(read_events(profiler))[-1]
     measured = {row["operator"]: row["measured_ns"] for row in worker["operators"] if row["phase"] == FORWARD}
     assert set(measured) <= {operator.name for operator in setting.graph}
     for name in setting.names:

@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import device_formats
-from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.interception import intercept
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.runtimes.torch.sensitivity.probes import Arriving, Seen, noisy_passes, probe_gains
-from qsync_opt.sensitivity import flipped_variance, sensitivities
+from qsync_opt.sensitivity import sensitivities, sign_change_variance
 
 DRAWS = 60
 
@@ -90,7 +90,7 @@ def gradient(model, batch, rectifier, noise):
     parameters = list(model.parameters())
     if not noise:
         return torch.cat([g.flatten() for g in torch.autograd.grad(model(*batch), parameters)])
-    with intercepted(model, noisy_call):
+    with intercept(model, noisy_call):
         loss = model(*batch)
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
@@ -118,7 +118,7 @@ def test_noise_flips_and_shift_are_those_of_many_draws(example):
         assert (few / many).log().abs().max() < 0.5
     channels = arrived[0].mean((0, 2, 3))
     assert channels[:16].min() > 3 * channels[16:].max()  # evenly spread noise would be another
-    predicted = sum(flipped_variance(found.flips[name], found.noise[name]) for name in found.flips)
+    predicted = sum(sign_change_variance(found.flips[name], found.noise[name]) for name in found.flips)
     assert predicted / flipped == pytest.approx(1, abs=0.25)
     shift = (float(sums.square().sum()) - squares) / (DRAWS * (DRAWS - 1))
     assert seen.shift == pytest.approx(shift, abs=0.2 * squares / DRAWS)

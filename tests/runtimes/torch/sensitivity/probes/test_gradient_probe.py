@@ -7,11 +7,11 @@ from qsync_opt.errors import ModelError
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import device_formats
-from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.interception import intercept
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.runtimes.torch.sensitivity.probes import probe_gains
 from qsync_opt.runtimes.torch.support import allocation_of
-from qsync_opt.sensitivity import FLIP_RATIOS, IndicatorKind, sensitivities
+from qsync_opt.sensitivity import SIGN_CHANGE_RATIOS, IndicatorKind, sensitivities
 
 
 class Smooth(nn.Module):
@@ -112,7 +112,7 @@ def test_flips_of_rectifiers_are_counted():
         for _ in range(4):
             noisy = gradient(torch.randn_like(z) * variance**0.5)
             measured += sum(float((a - b).square().sum()) for a, b in zip(noisy, exact, strict=True)) / 4
-        predicted = variance * gain.uniform + flips[FLIP_RATIOS.index(ratio)]
+        predicted = variance * gain.uniform + flips[SIGN_CHANGE_RATIOS.index(ratio)]
         assert predicted / measured == pytest.approx(1, abs=0.3)
 
 
@@ -166,7 +166,7 @@ def test_sensitivities_predict_what_the_kernels_do_to_the_gradient():
             options = KernelOptions(offset=draw)
             return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, options).float()
 
-        with intercepted(model, handler):
+        with intercept(model, handler):
             return torch.autograd.grad(model(*batch), list(model.parameters()))
 
     exact = gradient()

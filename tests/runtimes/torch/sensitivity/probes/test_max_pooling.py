@@ -11,7 +11,7 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.runtimes.torch.sensitivity.probes import contest, noisy_passes, pool_call, probe_gains
-from qsync_opt.sensitivity import flipped_variance, sensitivities
+from qsync_opt.sensitivity import sensitivities, sign_change_variance
 
 POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
@@ -107,7 +107,7 @@ def test_switches_are_those_of_many_draws(rectifier, shift):
         noisy = F.conv2d(rounded(x), rounded(model.a.weight.detach(), (1, 2, 3)), model.a.bias.detach())
         measured += float((gradient(noisy - z) - exact).square().sum()) / draws
     assert len(found.flips) == (1 if isinstance(rectifier, nn.Identity) else 2)
-    predicted = sum(flipped_variance(flips, found.noise[name]) for name, flips in found.flips.items())
+    predicted = sum(sign_change_variance(flips, found.noise[name]) for name, flips in found.flips.items())
     assert predicted / measured == pytest.approx(1, abs=0.15)
 
 
