@@ -347,7 +347,7 @@ class Signal:
         noise_weight: Of batch normalizations, else 1: growth of the noise-to-signal ratio from input to output, for
             noise spread evenly over channels whose variances differ.
         flips: Of probed rectifiers and max-pools, else empty: variance of the gradient caused by elements whose sign,
-            or whose place as the largest of a window, noise changes; at each of the ``SIGN_CHANGE_RATIOS`` at the input.
+            or whose place as the largest of a window, noise changes; at each of ``SIGN_CHANGE_RATIOS`` at the input.
         adaptive_flips: The same in the unit of the adaptive gains.
         noise_ratio: Noise-to-signal ratio at that input when all products round their operands to INT8; else 0.
     """
