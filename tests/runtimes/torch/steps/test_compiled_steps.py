@@ -218,6 +218,7 @@ class Tied(nn.Module):
         return F.cross_entropy(self.head(torch.relu(self.middle(self.words(x)))).flatten(0, 1), x.flatten())
 
 
+@pytest.mark.slow
 def test_a_product_that_is_added_to_the_gradient_of_a_shared_weight_is_its_operators():
     torch.compiler.reset()
     model, x = Tied(), torch.randint(0, 50, (4, 8))
