@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.numerics import formats_for
-from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.sensitivity import reductions as replays
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics, replays
 from qsync_opt.sensitivity import NoiseOptions, statistics_to_json, variances
 
 pytestmark = pytest.mark.gpu

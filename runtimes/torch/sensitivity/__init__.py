@@ -9,12 +9,12 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.sensitivity.errors import (
-        Wanted,
-        answered,
+        ErrorRequest,
         attention_call,
         attention_errors,
         fixed_point_errors,
         paired_errors,
+        run_batched,
         stacked_errors,
     )
     from qsync_opt.runtimes.torch.sensitivity.probes.batch_parts import parts_of
@@ -35,11 +35,10 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
+    "ErrorRequest",
     "Positions",
     "RandomSigns",
     "Step",
-    "Wanted",
-    "answered",
     "attention_call",
     "attention_errors",
     "channel_variances",
@@ -55,6 +54,7 @@ __all__ = [
     "positions_by_size",
     "product_of",
     "replace_operands",
+    "run_batched",
     "runs_by_size",
     "stacked_errors",
     "weights_by_size",

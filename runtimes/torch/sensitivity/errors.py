@@ -83,10 +83,10 @@ def _matrix_errors(form: MatrixForm, g: Tensor, loss_scale: float) -> Iterator[T
 
 def _convolution_errors(form: ConvolutionForm, g: Tensor, loss_scale: float) -> Iterator[Tensor]:
     def weight(x: Tensor, g: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten.convolution_backward(
+        gradient: Tensor = torch.ops.aten.convolution_backward(
             g, x, form.second, None, *form.geometry, [False, True, False]
         )[1]
-        return found
+        return gradient
 
     for dtype in NEAREST_FORMATS.values():
         low = _rounded(g, dtype, loss_scale).to(g.dtype)
@@ -126,16 +126,16 @@ class AttentionCall:
 def attention_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall:
     """Normal form of a call of ``torch.nn.functional.scaled_dot_product_attention``."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key = given["query"], given["key"]
-    scale = given.get("scale")
-    grouped = bool(given.get("enable_gqa", False))
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key = arguments["query"], arguments["key"]
+    scale = arguments.get("scale")
+    grouped = bool(arguments.get("enable_gqa", False))
     return AttentionCall(
         query=query,
         key=key,
-        value=given["value"],
-        mask=given.get("attn_mask"),
-        is_causal=bool(given.get("is_causal", False)),
+        value=arguments["value"],
+        mask=arguments.get("attn_mask"),
+        is_causal=bool(arguments.get("is_causal", False)),
         scale=float(scale) if scale is not None else float(query.shape[-1]) ** -0.5,
         repeats=query.shape[-3] // key.shape[-3] if grouped else 1,
     )
@@ -252,7 +252,7 @@ _LARGEST_EXPONENT = 127
 
 
 _Name = TypeVar("_Name")
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Found")
 
 
 class ElementErrors(NamedTuple):
@@ -342,28 +342,30 @@ def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity
     below = torch.remainder(values, step)  # from the grid point below, up to the step
     del values
     above = step.sub_(below)
-    found = below.new_empty((2, *below.shape))
-    torch.mul(below, above, out=found[0])
-    torch.minimum(below, above, out=found[1]).square_()
-    return found if units is None else found.mul_(units.div_(stack.largest).square_())
+    errors = below.new_empty((2, *below.shape))
+    torch.mul(below, above, out=errors[0])
+    torch.minimum(below, above, out=errors[1]).square_()
+    return errors if units is None else errors.mul_(units.div_(stack.largest).square_())
 
 
-def joint_errors(every: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]) -> list[Tensor]:
+def joint_errors(
+    tensors: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]
+) -> list[Tensor]:
     """What ``paired_errors`` has of several tensors on one device, together."""
-    if len(every) == 1:
-        x, known = every[0]
-        return [paired_errors(x, kinds, known)]
-    sizes = [x.numel() for x, _ in every]
-    whole = torch.cat([x.reshape(-1) for x, _ in every])
-    amaxes = {granularity: torch.empty_like(whole) for granularity in every[0][1]}
+    if len(tensors) == 1:
+        x, amaxes_of_x = tensors[0]
+        return [paired_errors(x, kinds, amaxes_of_x)]
+    sizes = [x.numel() for x, _ in tensors]
+    whole = torch.cat([x.reshape(-1) for x, _ in tensors])
+    amaxes = {granularity: torch.empty_like(whole) for granularity in tensors[0][1]}
     for granularity, place in amaxes.items():
-        for (x, known), part in zip(every, torch.split(place, sizes), strict=True):
-            part.view(x.shape).copy_(known[granularity])
+        for (x, amaxes_of_x), part in zip(tensors, torch.split(place, sizes), strict=True):
+            part.view(x.shape).copy_(amaxes_of_x[granularity])
     errors = torch.split(paired_errors(whole, kinds, amaxes), sizes, 2)
-    return [part.view(2, len(kinds), *x.shape) for part, (x, _) in zip(errors, every, strict=True)]
+    return [part.view(2, len(kinds), *x.shape) for part, (x, _) in zip(errors, tensors, strict=True)]
 
 
-class Wanted(NamedTuple):
+class ErrorRequest(NamedTuple):
     """Elements whose errors somebody waits for; what ``paired_errors`` takes."""
 
     x: Tensor
@@ -371,9 +373,9 @@ class Wanted(NamedTuple):
     amaxes: Mapping[Granularity, Tensor]
 
 
-def answered(
-    groups: Iterable[tuple[_Name, Generator[Wanted, Tensor, _Found]]], limit: int
-) -> Iterator[tuple[_Name, _Found]]:
+def run_batched(
+    groups: Iterable[tuple[_Name, Generator[ErrorRequest, Tensor, _Result]]], limit: int
+) -> Iterator[tuple[_Name, _Result]]:
     """Run computations each of which asks for errors once, those of several at once.
 
     Args:
@@ -383,13 +385,13 @@ def answered(
     Yields:
         Name, and what the computation returned.
     """
-    waiting: list[tuple[_Name, Generator[Wanted, Tensor, _Found], Wanted]] = []
+    waiting: list[tuple[_Name, Generator[ErrorRequest, Tensor, _Result], ErrorRequest]] = []
 
-    def answer() -> Iterator[tuple[_Name, _Found]]:
-        every = waiting.copy()
+    def run_waiting() -> Iterator[tuple[_Name, _Result]]:
+        batch = waiting.copy()
         waiting.clear()
-        found = joint_errors([(wanted.x, wanted.amaxes) for *_, wanted in every], every[0][2].kinds)
-        for (name, steps, _), errors in zip(every, found, strict=True):
+        results = joint_errors([(request.x, request.amaxes) for *_, request in batch], batch[0][2].kinds)
+        for (name, steps, _), errors in zip(batch, results, strict=True):
             try:
                 steps.send(errors)
             except StopIteration as done:
@@ -397,15 +399,15 @@ def answered(
 
     errors = 0
     for name, steps in groups:
-        wanted = next(steps)
-        number = wanted.x.numel() * len(wanted.kinds)
-        if waiting and (errors + number > limit or wanted.x.device != waiting[0][2].x.device):
-            yield from answer()
+        request = next(steps)
+        number = request.x.numel() * len(request.kinds)
+        if waiting and (errors + number > limit or request.x.device != waiting[0][2].x.device):
+            yield from run_waiting()
             errors = 0
-        waiting.append((name, steps, wanted))
+        waiting.append((name, steps, request))
         errors += number
     if waiting:
-        yield from answer()
+        yield from run_waiting()
 
 
 def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:

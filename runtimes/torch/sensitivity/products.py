@@ -178,10 +178,10 @@ class ConvolutionForm:
 
     def _adjoint(self, result: Tensor, first: Tensor, weight: Tensor) -> Tensor:
         """What each element of ``first`` (only its shape matters) is multiplied by, summed over its results."""
-        found: Tensor = torch.ops.aten.convolution_backward(
+        gradient: Tensor = torch.ops.aten.convolution_backward(
             result, first, weight, None, *self.geometry, [True, False, False]
         )[0]
-        return found
+        return gradient
 
     def _merge_groups(self, x: Tensor) -> Tensor:
         """Sums over the channels of each group: (B, C, ...) to (B, groups, ...)."""
@@ -224,10 +224,10 @@ class ConvolutionForm:
 
     def _weights_reached(self, result: Tensor, first: Tensor, weight: Tensor) -> Tensor:
         """What each element of a weight (only its shape matters) is multiplied by, summed over its results."""
-        found: Tensor = torch.ops.aten.convolution_backward(
+        gradient: Tensor = torch.ops.aten.convolution_backward(
             result, first, weight, None, *self.geometry, [False, True, False]
         )[1]
-        return found
+        return gradient
 
     def second_by_contraction(self, b: Tensor) -> Tensor:
         """Sums over output channels, per input channel and kernel position."""
@@ -251,9 +251,9 @@ class ConvolutionForm:
             return self._adjoint(q, q.new_empty(shape), self._ones(q))
         if q.shape == shape:
             return q
-        found = q.new_zeros(shape)
-        found[self._seen()] = q
-        return found
+        result = q.new_zeros(shape)
+        result[self._seen()] = q
+        return result
 
     def contraction_by_position(self, vector: Tensor) -> Tensor:
         """Sums over the weights that multiply each input element: (1, C, ...) of ``first``, the same for all samples.
@@ -275,11 +275,11 @@ class ConvolutionForm:
         """Sums over those weights that reach each output position from inside the input."""
         return self.columns_by_position(self.by_output_channel(b))
 
-    def columns_by_position(self, found: Tensor) -> Tensor:
+    def columns_by_position(self, weights: Tensor) -> Tensor:
         """The same from the weights' sums ``by_output_channel``."""
         if self.pointwise:  # the same at every position
-            return found.reshape(1, -1, *(1,) * (found.dim() - 2))
-        return self._convolve(self.inside, found)
+            return weights.reshape(1, -1, *(1,) * (weights.dim() - 2))
+        return self._convolve(self.inside, weights)
 
     def columns_of_weight(self, c: Tensor) -> Tensor:
         """Sums over the results that a weight reaches: T(1, b, c) = <``by_output_channel(b)``, this of c>.
@@ -287,10 +287,10 @@ class ConvolutionForm:
         The adjoint of ``columns_by_position``, of sums over samples.
         """
         shape = self.second.shape
-        found = (self._groups, shape[1], *shape[2:]) if self._transposed else (shape[0], 1, *shape[2:])
+        reduced = (self._groups, shape[1], *shape[2:]) if self._transposed else (shape[0], 1, *shape[2:])
         if self.pointwise:
-            return c.sum((0, *range(2, c.dim()))).view(found)
-        return self._weights_reached(c.sum(0, keepdim=True), self.inside, c.new_empty(found))
+            return c.sum((0, *range(2, c.dim()))).view(reduced)
+        return self._weights_reached(c.sum(0, keepdim=True), self.inside, c.new_empty(reduced))
 
     def result_by_column(self, c: Tensor) -> Tensor:
         """Sums over samples."""

@@ -24,11 +24,11 @@ _Item = TypeVar("_Item")
 
 def by_place(items: Iterable[_Item], tensor_of: Callable[[_Item], Tensor]) -> dict[Place, list[_Item]]:
     """What can be looked at in one kernel: items whose tensors have one type and lie on one device, in their order."""
-    found: dict[Place, list[_Item]] = {}
+    groups: dict[Place, list[_Item]] = {}
     for item in items:
         x = tensor_of(item)
-        found.setdefault((x.dtype, x.device), []).append(item)
-    return found
+        groups.setdefault((x.dtype, x.device), []).append(item)
+    return groups
 
 
 def total(x: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 def norm(x: Tensor) -> Tensor:
     """Root of the sum of squares, which may be squared on the host; large tensors a part at a time."""
     if _on_card(x):
-        found: Tensor = torch.linalg.vector_norm(x)
-        return found
+        result: Tensor = torch.linalg.vector_norm(x)
+        return result
     return square_sum(x).sqrt()
 
 

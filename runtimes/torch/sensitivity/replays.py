@@ -74,13 +74,13 @@ class Replays:
         """
         if not inputs[0].is_cuda or sum(x.numel() for x in inputs) > _LARGEST or is_capturing():
             return computation(*inputs)
-        known = (key, *((x.shape, x.stride(), x.dtype, x.device) for x in inputs))
-        if known not in self._graphs:
-            self._graphs[known] = None
+        signature = (key, *((x.shape, x.stride(), x.dtype, x.device) for x in inputs))
+        if signature not in self._graphs:
+            self._graphs[signature] = None
             return computation(*inputs)
-        graph = self._graphs[known]
+        graph = self._graphs[signature]
         if graph is None:
-            graph = self._graphs[known] = self._captured(computation, inputs)
+            graph = self._graphs[signature] = self._captured(computation, inputs)
         return graph.replay(inputs)  # type: ignore[return-value]
 
     def _captured(self, computation: Computation[Labels], inputs: Sequence[Tensor]) -> _Graph[Labels]:

@@ -101,30 +101,30 @@ def even_positions(x: Tensor, count: int) -> Positions:
 
 @functools.lru_cache(maxsize=64)
 def _every(total: int, step: int, places: int, device: torch.device) -> Positions:
-    found = torch.arange(0, total, step, device=device)
-    return Positions(found // places, found % places)
+    indices = torch.arange(0, total, step, device=device)
+    return Positions(indices // places, indices % places)
 
 
 class SizedPositions(NamedTuple):
     """Positions by size: of ``number`` those that were ``asked`` for; ``found`` counts through all images."""
 
     positions: Positions
-    found: Tensor
+    indices: Tensor
     total: Tensor
     number: int
-    asked: int
+    requested: int
 
 
 def positions_by_size(sizes: Tensor, count: int) -> SizedPositions:
     """``count`` positions of images, the larger ``sizes`` (images, groups, ...) there, the more likely."""
     by_place = (sizes if sizes.shape[1] == 1 else sizes.sum(1)).reshape(-1)
     total, number, count = by_place.sum(), by_place.numel(), max(1, count)
-    found, places = places_by_size(by_place, total, count), sizes.shape[2:].numel()
+    indices, places = places_by_size(by_place, total, count), sizes.shape[2:].numel()
     if number <= _TABLE:
-        positions = Positions(*_images_and_places(number, places, sizes.device)[:, found].unbind())
+        positions = Positions(*_images_and_places(number, places, sizes.device)[:, indices].unbind())
     else:
-        positions = Positions(found // places, found % places)
-    return SizedPositions(positions, found, total, number, count)
+        positions = Positions(indices // places, indices % places)
+    return SizedPositions(positions, indices, total, number, count)
 
 
 @functools.lru_cache(maxsize=32)
@@ -144,7 +144,7 @@ class SizedRuns(NamedTuple):
     runs: Tensor
     total: Tensor
     number: int
-    asked: int
+    requested: int
 
 
 _GOLDEN = (math.sqrt(5) - 1) / 2

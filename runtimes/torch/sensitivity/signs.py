@@ -43,8 +43,8 @@ def signs_like(x: Tensor, key: tuple[int, ...], count: int | None = None) -> Ten
     for part in key:
         mixed = (mixed + part + 2) * _MULTIPLIER % (1 << 63)
     generator.manual_seed(mixed)
-    found = torch.empty(x.shape if count is None else (count,), dtype=x.dtype, device=x.device)
-    return torch.add(_minus_one(x.dtype, x.device), found.bernoulli_(0.5, generator=generator), alpha=2, out=found)
+    signs = torch.empty(x.shape if count is None else (count,), dtype=x.dtype, device=x.device)
+    return torch.add(_minus_one(x.dtype, x.device), signs.bernoulli_(0.5, generator=generator), alpha=2, out=signs)
 
 
 @functools.lru_cache(maxsize=16)

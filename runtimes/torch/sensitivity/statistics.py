@@ -23,7 +23,7 @@ from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_sl
 from qsync_opt.runtimes.torch.sensitivity.records import (
     WHILE_ACTIVATIONS_ARE_KEPT,
     GradientScatter,
-    LateMoments,
+    MomentQueue,
     Norms,
     OperatorRecord,
     SignalTensors,
@@ -62,8 +62,8 @@ def statistics_of_batch(
         calls = [next(finished) for _ in records]
         operators.append(calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls)))
     signals = {}
-    for name, (elements, seen) in signals_on_host(watched).items():
-        entering, leaving, curvature, spread = (sum(values) / len(seen) for values in zip(*seen, strict=True))
+    for name, (elements, calls) in signals_on_host(watched).items():
+        entering, leaving, curvature, spread = (sum(values) / len(calls) for values in zip(*calls, strict=True))
         signals[name] = Signal(
             elements=elements,
             input_square_sum=entering,
@@ -80,11 +80,11 @@ def statistics_of_batch(
 
 
 def with_probes(
-    found: ModelStatistics, plain: Probed, adaptive: Probed, curvatures: Mapping[str, Mapping[str, Curvature]]
+    measured: ModelStatistics, plain: Probed, adaptive: Probed, curvatures: Mapping[str, Mapping[str, Curvature]]
 ) -> ModelStatistics:
     """Statistics of one batch, and what probes found beside them."""
     operators = []
-    for operator in found.operators:
+    for operator in measured.operators:
         probed: dict[str, Any] = {
             "gains": plain.gains.get(operator.name, {}),
             "adaptive_gains": adaptive.gains.get(operator.name, {}),
@@ -98,9 +98,9 @@ def with_probes(
             adaptive_flips=adaptive.flips.get(name, ()),
             noise_ratio=plain.noise.get(name) or adaptive.noise.get(name, 0.0),
         )
-        for name, signal in found.signals.items()
+        for name, signal in measured.signals.items()
     }
-    return dataclasses.replace(found, operators=tuple(operators), signals=signals, shift=plain.shift)
+    return dataclasses.replace(measured, operators=tuple(operators), signals=signals, shift=plain.shift)
 
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -145,18 +145,18 @@ class _Collector:
     def __init__(
         self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays, loss_scale: float
     ) -> None:
-        self._wanted = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
+        self._operators = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[SignalTensors]] = {}
         self._norms = Norms()
-        self.late = LateMoments()
+        self.queue = MomentQueue()
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type not in ADJUSTABLE:
             return self._watch_signal(call)
-        if self._wanted is not None and call.name not in self._wanted:
+        if self._operators is not None and call.name not in self._operators:
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         kind = _KINDS.get(call.op_type, OperatorKind.PRODUCT)
@@ -168,7 +168,7 @@ class _Collector:
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
             replays=self._replays,
-            late=self.late,
+            queue=self.queue,
             loss_scale=self._loss_scale,
             differentiated=torch.is_grad_enabled(),
         )
@@ -180,7 +180,7 @@ class _Collector:
             _measure_operands(record, call, args, kwargs, taps)
         output = call.run(*args, **kwargs)
         with torch.no_grad():
-            record.plain("output", _full(output), self._norms.of(output))
+            record.add_tensor("output", _full(output), self._norms.of(output))
         if output.requires_grad:
             output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))
         self.records.setdefault(call.name, []).append(record)
@@ -195,12 +195,12 @@ class _Collector:
         output = call.run()
         entering = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
         if entering is not None and _is_floating(output) and output.numel() > 0:
-            seen = {"entering": self._norms.of(entering), "leaving": self._norms.of(output)}
+            tensors = {"entering": self._norms.of(entering), "leaving": self._norms.of(output)}
             if output.numel() == 1 and output.requires_grad and entering.numel() > 1:
-                seen["curvature"] = loss_curvature(call, _full(entering))
+                tensors["curvature"] = loss_curvature(call, _full(entering))
             if call.op_type == "batch_norm":
-                seen |= normalized(call, entering, output)
-            self.signals.setdefault(call.traced_name, []).append((output.numel(), seen))
+                tensors |= normalized(call, entering, output)
+            self.signals.setdefault(call.traced_name, []).append((output.numel(), tensors))
         return output
 
 
@@ -236,7 +236,7 @@ def _on_gradient(record: OperatorRecord, name: str, gradient: Tensor) -> None:
         if name == "output_gradient":
             record.output_gradient(_full(gradient))
         else:
-            record.plain(name, _full(gradient.to_dense() if gradient.is_sparse else gradient))
+            record.add_tensor(name, _full(gradient.to_dense() if gradient.is_sparse else gradient))
 
 
 class _Alias(torch.autograd.Function):
@@ -314,7 +314,7 @@ def check_model(model: nn.Module) -> None:
         raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
 
 
-def _check_seen(statistics: ModelStatistics, graph: OpGraph | None) -> None:
+def _check_complete(statistics: ModelStatistics, graph: OpGraph | None) -> None:
     if not statistics.operators:
         raise ModelError("no adjustable operator ran: does the step call the model that was passed?")
     if graph is None:
@@ -412,27 +412,27 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
-            collector.late.flush()
+            collector.queue.flush()
             if isinstance(batches, Sized) and len(batches) == 1:
                 scatter.forget()  # one batch alone does not scatter
-            found = statistics_of_batch(collector.records, collector.signals, number, graph)
+            measured = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:
-                prober = Prober(model, run, batch, found, graph, number, divide=not whole_batches)
-                found = with_probes(
-                    found,
+                prober = Prober(model, run, batch, measured, graph, number, divide=not whole_batches)
+                measured = with_probes(
+                    measured,
                     prober.gains(probes),
                     prober.gains(adaptive_probes, adaptive=roots),
                     prober.curvatures(curvature_probes),
                 )
-            total = found if total is None else merge_statistics([total, found])
+            total = measured if total is None else merge_statistics([total, measured])
             if progress is not None:
                 progress(number + 1)
         noise = scatter.noise()
     if total is None:
         raise ModelError("no batches: at least one is needed to collect statistics")
     total = dataclasses.replace(total, gradient_noise=noise)
-    _check_seen(total, graph)
+    _check_complete(total, graph)
     if silent:
         names = ", ".join(repr(name) for name in silent)
         warnings.warn(

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober
     from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
         MAX_POOLS,
-        Arriving,
         Contest,
+        InputNoise,
         LastRectified,
-        Seen,
+        NoiseMeasurement,
         Window,
         contest,
         noisy_passes,
@@ -29,15 +29,15 @@ else:
 
 __all__ = [
     "MAX_POOLS",
-    "Arriving",
     "Contest",
     "DerivativeSums",
     "GainTapper",
+    "InputNoise",
     "LastRectified",
+    "NoiseMeasurement",
     "ParameterGradients",
     "Probed",
     "Prober",
-    "Seen",
     "Window",
     "attention_twice",
     "batch_norm_twice",

@@ -35,13 +35,13 @@ class _Tapper:
     ``wanted`` limits the operators (None: all adjustable ones).
     """
 
-    def __init__(self, wanted: frozenset[str] | None) -> None:
-        self._wanted = wanted
+    def __init__(self, operators: frozenset[str] | None) -> None:
+        self._operators = operators
         self.taps: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, call: OperatorCall) -> Any:
         """Run an operator on taps of its operands, and hand on a tap of its result."""
-        if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
+        if call.op_type not in ADJUSTABLE or (self._operators is not None and call.name not in self._operators):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         operands = []
@@ -80,8 +80,8 @@ def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed
             diagonal, squares = product * signs[i], tensors[i].detach().square()
             mean = squares.mean(dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
             sums = [diagonal.sum(dtype=torch.float64), (diagonal * squares).sum(dtype=torch.float64) / mean]
-            found, known = torch.stack(sums) / probes, totals[i]
-            totals[i] = found if known is None else known + found
+            sums, previous = torch.stack(sums) / probes, totals[i]
+            totals[i] = sums if previous is None else previous + sums
     return totals
 
 
@@ -123,9 +123,9 @@ def probe_curvatures(
     Source:
         Hutchinson's estimator, as HAWQ-V2 (Dong et al., NeurIPS 2020) uses it for weights; over activations ours.
     """
-    wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
-    tapper = _Tapper(wanted)
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    operators = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
+    tapper = _Tapper(operators)
+    traces_by_operator: dict[str, dict[str, tuple[float, float]]] = {}
     try:
         with twice_differentiable("curvature_probes"):
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
@@ -135,14 +135,14 @@ def probe_curvatures(
             if total is None:
                 continue
             uniform, floating = (share * value for value in total.tolist())
-            before = found.setdefault(name, {}).get(tensor, (0.0, 0.0))
-            found[name][tensor] = (before[0] + uniform, before[1] + floating)
+            before = traces_by_operator.setdefault(name, {}).get(tensor, (0.0, 0.0))
+            traces_by_operator[name][tensor] = (before[0] + uniform, before[1] + floating)
     finally:
         tapper.taps.clear()
-    values = [number for tensors in found.values() for pair in tensors.values() for number in pair]
+    values = [number for tensors in traces_by_operator.values() for pair in tensors.values() for number in pair]
     if not all(map(math.isfinite, values)):
         raise ModelError("the loss has curvatures that are not finite: lower the learning rate or collect elsewhere")
     return {
         name: {tensor: Curvature(uniform=pair[0], floating=pair[1]) for tensor, pair in tensors.items()}
-        for name, tensors in found.items()
+        for name, tensors in traces_by_operator.items()
     }

@@ -51,8 +51,8 @@ class _AttentionForm:
             whole.masked_fill_(~self.mask, float("-inf"))
         else:
             whole += self.mask
-        found: Tensor = torch.ops.aten._safe_softmax(scores, -1)  # rows that see nothing have zeros
-        return found
+        probabilities: Tensor = torch.ops.aten._safe_softmax(scores, -1)  # rows that see nothing have zeros
+        return probabilities
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
@@ -61,8 +61,8 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
 
 def _through_softmax(g: Tensor, p: Tensor) -> Tensor:
     """``p (g - sum(p g))`` by row."""
-    found: Tensor = torch.ops.aten._softmax_backward_data(g, p, -1, p.dtype)
-    return found
+    gradient: Tensor = torch.ops.aten._softmax_backward_data(g, p, -1, p.dtype)
+    return gradient
 
 
 class _Attention(torch.autograd.Function):
@@ -113,8 +113,8 @@ class _AttentionGradient(torch.autograd.Function):
         by_scores *= form.scale
         by_q = torch.bmm(u, k).baddbmm_(by_scores, b)
         by_k = torch.bmm(u.mT, q).baddbmm_(by_scores.mT, a)
-        found = (x.view(shape) for x, shape in zip((by_g, by_q, by_k, by_v), shapes, strict=True))
-        return (*found, None)
+        gradients = (x.view(shape) for x, shape in zip((by_g, by_q, by_k, by_v), shapes, strict=True))
+        return (*gradients, None)
 
 
 def attention_twice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -130,19 +130,26 @@ def attention_twice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor 
     Source:
         Ours.
     """
-    given: dict[str, Any] = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    arguments: dict[str, Any] = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_mask")
     alike = q.dim() > 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.dtype is k.dtype is v.dtype
-    if not alike or given.get("dropout_p") or given.get("enable_gqa") or min(q.numel(), k.numel(), v.numel()) == 0:
+    if (
+        not alike
+        or arguments.get("dropout_p")
+        or arguments.get("enable_gqa")
+        or min(q.numel(), k.numel(), v.numel()) == 0
+    ):
         return None
     if isinstance(mask, Tensor):
         mask_fits = mask.dim() <= q.dim() and mask.dtype in (torch.bool, q.dtype) and not mask.requires_grad
-        if not mask_fits or given.get("is_causal"):
+        if not mask_fits or arguments.get("is_causal"):
             return None
-    scale = given.get("scale")
-    form = _AttentionForm(q.shape[-1] ** -0.5 if scale is None else float(scale), mask, bool(given.get("is_causal")))
-    found: Tensor = _Attention.apply(q, k, v, form)  # type: ignore[no-untyped-call]
-    return found
+    scale = arguments.get("scale")
+    form = _AttentionForm(
+        q.shape[-1] ** -0.5 if scale is None else float(scale), mask, bool(arguments.get("is_causal"))
+    )
+    output: Tensor = _Attention.apply(q, k, v, form)  # type: ignore[no-untyped-call]
+    return output
 
 
 _BATCH_NORM = inspect.signature(F.batch_norm)
@@ -185,15 +192,15 @@ class _Convolution:
         return self._backward(g, x, w, [False, True, False])[1]
 
     def to_both(self, g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        found = self._backward(g, x, w, [True, True, False])
-        return found[0], found[1]
+        gradients = self._backward(g, x, w, [True, True, False])
+        return gradients[0], gradients[1]
 
     def to_bias(self, g: Tensor) -> Tensor:
         return g.sum((0, *range(2, g.dim())))
 
     def _backward(self, g: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(g, x, w, None, *self.geometry, mask)
-        return found
+        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(g, x, w, None, *self.geometry, mask)
+        return gradients
 
 
 _Form = _Linear | _Convolution
@@ -209,7 +216,7 @@ def _operand_gradients(
 
 
 @dataclass(slots=True)
-class Delayed:
+class DeferredDerivative:
     """Of one call, what the derivative by its weight will be a product of: ``g`` and ``v`` of each pass.
 
     Attributes:
@@ -219,65 +226,65 @@ class Delayed:
     """
 
     form: _Form
-    wait: bool
+    defer: bool
     trained: Sequence[bool]
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     weight: Tensor | None = None
 
-    def taken(self) -> Tensor | None:
+    def pop(self) -> Tensor | None:
         """That derivative, which is no longer held; None if there is none."""
-        found: Tensor | None = None
+        derivative: Tensor | None = None
         for g, v in self.pairs:
             assert self.weight is not None
             part = self.form.to_second(g, v, self.weight)
-            found = part if found is None else found.add_(part)
+            derivative = part if derivative is None else derivative.add_(part)
         self.pairs.clear()
         self.weight = None
-        return found
+        return derivative
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, delayed: Delayed) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, pending: DeferredDerivative) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, w)
-        ctx.delayed, ctx.bias_ends = delayed, b is None or b.is_leaf
-        return delayed.form.run(x, w, b)
+        ctx.pending, ctx.bias_ends = pending, b is None or b.is_leaf
+        return pending.form.run(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
-        delayed: Delayed = ctx.delayed
+        pending: DeferredDerivative = ctx.pending
         needs = ctx.needs_input_grad
         if g is None:
-            return None, delayed.taken(), None, None
+            return None, pending.pop(), None, None
         x, w = ctx.saved_tensors
         if torch.is_grad_enabled():
-            first = (*(a and b for a, b in zip(needs, delayed.trained, strict=False)), needs[2])
-            return (*_ProductGradient.apply(g, x, w, delayed, first), None)  # type: ignore[no-untyped-call]
-        gx, gw = _operand_gradients(delayed.form, g, x, w, needs)
-        late = delayed.taken()
-        if late is not None:
-            gw = late if gw is None else gw.add_(late)
+            first = (*(a and b for a, b in zip(needs, pending.trained, strict=False)), needs[2])
+            return (*_ProductGradient.apply(g, x, w, pending, first), None)  # type: ignore[no-untyped-call]
+        gx, gw = _operand_gradients(pending.form, g, x, w, needs)
+        deferred = pending.pop()
+        if deferred is not None:
+            gw = deferred if gw is None else gw.add_(deferred)
         # Nobody asks how a bias that is a parameter matters.
-        return gx, gw, delayed.form.to_bias(g) if needs[2] and not ctx.bias_ends else None, None
+        return gx, gw, pending.form.to_bias(g) if needs[2] and not ctx.bias_ends else None, None
 
 
 class _ProductGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, g: Tensor, x: Tensor, w: Tensor, delayed: Delayed, needs: tuple[bool, ...]
+        ctx: Any, g: Tensor, x: Tensor, w: Tensor, pending: DeferredDerivative, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(g, x, w)
-        ctx.delayed, form = delayed, delayed.form
+        ctx.pending, form = pending, pending.form
         gx, gw = _operand_gradients(form, g, x, w, needs)
         return gx, gw, form.to_bias(g) if needs[2] else None
 
     @staticmethod
     def backward(ctx: Any, v: Tensor | None, p: Tensor | None, q: Tensor | None) -> tuple[Tensor | None, ...]:
         g, x, w = ctx.saved_tensors
-        delayed: Delayed = ctx.delayed
-        form, needs = delayed.form, ctx.needs_input_grad
+        pending: DeferredDerivative = ctx.pending
+        form, needs = pending.form, ctx.needs_input_grad
         by_g = by_x = by_w = None
         if needs[0]:
             if p is not None:
@@ -290,17 +297,17 @@ class _ProductGradient(torch.autograd.Function):
         if needs[1] and p is not None:
             by_x = form.to_first(g, x, p)
         if needs[2] and v is not None:
-            if delayed.wait and g.numel() + v.numel() < w.numel():
-                delayed.pairs.append((g, v))
-                delayed.weight = w
+            if pending.defer and g.numel() + v.numel() < w.numel():
+                pending.pairs.append((g, v))
+                pending.weight = w
             else:
                 by_w = form.to_second(g, v, w)
         return by_g, by_x, by_w, None, None
 
 
 def product_twice(
-    op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, wait: bool, trained: Sequence[bool]
-) -> tuple[Tensor, Delayed] | None:
+    op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool, trained: Sequence[bool]
+) -> tuple[Tensor, DeferredDerivative] | None:
     """Run a linear layer or a convolution; None if the call is of another kind.
 
     Args:
@@ -316,8 +323,8 @@ def product_twice(
     form: _Form
     restore: Callable[[Tensor], Tensor]
     if op_type == "linear":
-        given = _LINEAR.bind(*args, **kwargs).arguments
-        x, w, b = given["input"], given["weight"], given.get("bias")
+        arguments = _LINEAR.bind(*args, **kwargs).arguments
+        x, w, b = arguments["input"], arguments["weight"], arguments.get("bias")
         if w.dim() != 2 or x.dim() < 2:
             return None
         form, restore = _Linear(), _same
@@ -327,9 +334,9 @@ def product_twice(
         form = _Convolution(call.geometry)
     else:
         return None
-    delayed = Delayed(form, wait, trained)
-    output: Tensor = _Product.apply(x, w, b, delayed)  # type: ignore[no-untyped-call]
-    return restore(output), delayed
+    pending = DeferredDerivative(form, defer, trained)
+    output: Tensor = _Product.apply(x, w, b, pending)  # type: ignore[no-untyped-call]
+    return restore(output), pending
 
 
 def _same(x: Tensor) -> Tensor:
@@ -341,19 +348,19 @@ class _BatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Any, var: Any, momentum: float, eps: float
     ) -> Tensor:
-        found: tuple[Tensor, ...] = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
-        ctx.save_for_backward(x, weight, *found[1:])
+        results: tuple[Tensor, ...] = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+        ctx.save_for_backward(x, weight, *results[1:])
         ctx.eps, ctx.ends = eps, weight.is_leaf and bias.is_leaf
-        return found[0]
+        return results[0]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = _BatchNormGradient.apply(g, x, weight, mean, invstd, ctx.eps)  # type: ignore[no-untyped-call]
+            gradients = _BatchNormGradient.apply(g, x, weight, mean, invstd, ctx.eps)  # type: ignore[no-untyped-call]
         else:
-            found = _gradients(g, x, weight, mean, invstd, ctx.eps, (True, not ctx.ends, not ctx.ends))
-        return (*found, None, None, None, None)
+            gradients = _gradients(g, x, weight, mean, invstd, ctx.eps, (True, not ctx.ends, not ctx.ends))
+        return (*gradients, None, None, None, None)
 
 
 class _BatchNormGradient(torch.autograd.Function):
@@ -361,10 +368,10 @@ class _BatchNormGradient(torch.autograd.Function):
     def forward(
         ctx: Any, g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor, eps: float
     ) -> tuple[Tensor | None, ...]:
-        found = _gradients(g, x, weight, mean, invstd, eps, _AXES)
-        ctx.save_for_backward(g, x, weight, mean, invstd, found[1], found[2])
+        gradients = _gradients(g, x, weight, mean, invstd, eps, _AXES)
+        ctx.save_for_backward(g, x, weight, mean, invstd, gradients[1], gradients[2])
         ctx.eps = eps
-        return found
+        return gradients
 
     @staticmethod
     def backward(ctx: Any, v: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor | None, ...]:
@@ -381,29 +388,29 @@ class _BatchNormGradient(torch.autograd.Function):
         assert by_g is not None
         assert e is not None
         assert c is not None
-        met = (v * g).sum((0, *range(2, x.dim())))
+        projected = (v * g).sum((0, *range(2, x.dim())))
         common = torch.addcmul(total * c, along, e)
-        met = met.sub_(common, alpha=1 / n)  # <v, P g> of each channel
+        projected = projected.sub_(common, alpha=1 / n)  # <v, P g> of each channel
         scale = weight * invstd
-        wanted = g * torch.addcmul(p, scale, e, value=-1 / n).view(shape)
-        wanted.addcmul_(v, (scale * along).view(shape), value=-1 / n)
-        by_x = _gradients(wanted, x, None, mean, invstd, ctx.eps, (True, False, False))[0]
+        through_x = g * torch.addcmul(p, scale, e, value=-1 / n).view(shape)
+        through_x.addcmul_(v, (scale * along).view(shape), value=-1 / n)
+        by_x = _gradients(through_x, x, None, mean, invstd, ctx.eps, (True, False, False))[0]
         assert by_x is not None
-        slope = (scale * met).mul_(invstd).mul_(invstd)
+        slope = (scale * projected).mul_(invstd).mul_(invstd)
         by_x.addcmul_(x, slope.view(shape), value=-1 / n).add_((slope * mean).view(shape), alpha=1 / n)
         tilt = p * invstd
         by_g.addcmul_(x, tilt.view(shape)).add_(torch.addcmul(q, tilt, mean, value=-1).view(shape))
-        by_weight = None if weight.is_leaf else met * invstd
+        by_weight = None if weight.is_leaf else projected * invstd
         return by_g, by_x, by_weight, None, None, None
 
 
 def _gradients(
     g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, mask: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    found: tuple[Tensor | None, ...] = torch.ops.aten.native_batch_norm_backward(
+    gradients: tuple[Tensor | None, ...] = torch.ops.aten.native_batch_norm_backward(
         g, x, weight, None, None, mean, invstd, True, eps, list(mask)
     )
-    return found
+    return gradients
 
 
 def batch_norm_twice(call: OperatorCall) -> Tensor | None:
@@ -412,15 +419,15 @@ def batch_norm_twice(call: OperatorCall) -> Tensor | None:
         return None
     bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    x, weight, bias = given["input"], given["weight"], given["bias"]
-    plain = given["training"] and x.requires_grad and x.dim() > 1 and math.prod(x.shape) > x.shape[1]
+    arguments = bound.arguments
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    plain = arguments["training"] and x.requires_grad and x.dim() > 1 and math.prod(x.shape) > x.shape[1]
     if not plain or any(t is None or t.dtype is not x.dtype for t in (weight, bias)):
         return None
-    found: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, given["running_mean"], given["running_var"], given["momentum"], given["eps"]
+    output: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, arguments["running_mean"], arguments["running_var"], arguments["momentum"], arguments["eps"]
     )
-    return found
+    return output
 
 
 def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -434,12 +441,12 @@ def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """
     leaves = []
     nodes = [gradient.grad_fn for gradient in gradients if gradient is not None]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name() == "torch::autograd::Error":
             raise RuntimeError("a function is marked with once_differentiable")
         if (variable := getattr(node, "variable", None)) is not None:

@@ -33,8 +33,8 @@ from qsync_opt.errors import ModelError, first_line
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.interception import Handler, Interception, OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, Seen, noisy_passes
-from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, nothing_like
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NoiseMeasurement, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean
 from qsync_opt.runtimes.torch.sensitivity.signs import signs_like
@@ -118,7 +118,7 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor], weighted: bool) -> Tensor:
         ctx.signs, ctx.weighted = signs, weighted
-        return nothing_like(gradient.new_empty(()))
+        return expanded_zeros(gradient.new_empty(()))
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,8 +141,8 @@ class _Signs:
 
     def of(self, index: int) -> Tensor:
         """Of a parameter; not to be written into."""
-        known = self._kept.get(index)
-        return signs_like(self._parameters[index], (*self._key, index)) if known is None else known
+        kept = self._kept.get(index)
+        return signs_like(self._parameters[index], (*self._key, index)) if kept is None else kept
 
 
 @dataclass
@@ -165,15 +165,15 @@ class _Projected:
                 return None
             if self.first and gradient.requires_grad:
                 self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
-            return nothing_like(gradient)  # nothing of a gradient's size is kept
+            return expanded_zeros(gradient)  # nothing of a gradient's size is kept
 
         return hook
 
     def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
-        found: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
+        projection: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
             gradient, functools.partial(signs.of, index), self.adaptive
         )
-        return found * self._weight(index, gradient) if self.adaptive else found
+        return projection * self._weight(index, gradient) if self.adaptive else projection
 
     def _weight(self, index: int, gradient: Tensor) -> Tensor:
         """By what a parameter's gradient is multiplied so that its variance is the progress of Adam that it costs.
@@ -181,16 +181,16 @@ class _Projected:
         The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
         ``qsync_opt.sensitivity.scores``; 0 where all of a gradient is 0. The sum is left to the end.
         """
-        given = None if self.roots is None else self.roots.get(index)
+        known_root = None if self.roots is None else self.roots.get(index)
         with torch.no_grad():
-            root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if given is None else given
+            root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if known_root is None else known_root
             self.progress.append(root * gradient.numel())
-            found = torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
-            self.weights[index] = found
-            return found
+            weight = torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
+            self.weights[index] = weight
+            return weight
 
 
-class Sliced(NamedTuple):
+class ProbeSums(NamedTuple):
     """What one probed loss shows: sums by operator, tensor and call, and by rectifier; and what rectifiers read."""
 
     sums: dict[Key, Sums]
@@ -211,14 +211,14 @@ class Probe:
         keep: From a tensor and its number of elements to whether some elements of its derivative are kept.
     """
 
-    wanted: frozenset[str] | None
+    operators: frozenset[str] | None
     probes: int
     seed: int = 0
     adaptive: bool = False
     roots: Mapping[int, Tensor] | None = None
     keep: Callable[[Key, int], bool] | None = None
 
-    def of(self, model: nn.Module, loss_of: LossOf, seen: Seen) -> Sliced:
+    def run(self, model: nn.Module, loss_of: LossOf, noise: NoiseMeasurement) -> ProbeSums:
         """Squared derivatives of one loss, and noise as it was seen to arrive at its rectifiers.
 
         Raises:
@@ -226,20 +226,20 @@ class Probe:
         """
         copied: frozenset[str] = frozenset()
         while True:
-            tapper = GainTapper(self.wanted, seen.arriving, keep=self.keep, copied=copied)
+            tapper = GainTapper(self.operators, noise.input_noise, keep=self.keep, copied=copied)
             try:
                 with twice_differentiable("probes"):
                     progress = self._differentiate(model, loss_of, tapper)
                 if tapper.written <= copied:
-                    sums, flips = tapper.found(self.probes)
+                    sums, flips = tapper.results(self.probes)
                     if self.adaptive:
                         _per_progress(
                             sums, flips, float(torch.stack(progress).sum()) / self.probes if progress else 0.0
                         )
-                    return Sliced(sums, flips, dict(tapper.rectified))
+                    return ProbeSums(sums, flips, dict(tapper.rectified))
                 copied |= tapper.written
             finally:
-                tapper.forget()
+                tapper.clear()
 
     def _differentiate(self, model: nn.Module, loss_of: LossOf, tapper: GainTapper) -> list[Tensor]:
         """Let the tapper see derivatives; returns what each parameter adds to Adam's progress."""
@@ -277,32 +277,34 @@ def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], pr
             "every gradient of the batch is zero, so that there is no progress of which noise could cost a share: pass "
             "a batch and a loss that the model learns from, or collect with adaptive_probes=0"
         )
-    for known in sums.values():
-        known.plain, known.fixed, known.floating = (x / progress for x in (known.plain, known.fixed, known.floating))
-        known.scale /= progress
+    for tensor_sums in sums.values():
+        tensor_sums.plain, tensor_sums.fixed, tensor_sums.floating = (
+            x / progress for x in (tensor_sums.plain, tensor_sums.fixed, tensor_sums.floating)
+        )
+        tensor_sums.scale /= progress
     for row in flips.values():
         row[:] = [value / progress for value in row]
 
 
-def gain_of(found: Sums) -> Gain:
+def gain_of(sums: Sums) -> Gain:
     """Mean over an operator's tensor with two weights; weights that are all zero count as none."""
     return Gain(
-        uniform=weighted(found.plain, found.fixed, found.fixed_weight, found.elements),
-        floating=weighted(found.plain, found.floating, found.values, found.elements),
+        uniform=normalized_sum(sums.plain, sums.fixed, sums.fixed_weight, sums.elements),
+        floating=normalized_sum(sums.plain, sums.floating, sums.values, sums.elements),
     )
 
 
-def weighted(plain: float, sums: float, weights: float, elements: int) -> float:
+def normalized_sum(plain: float, weighted_sum: float, weights: float, elements: int) -> float:
     """A sum of so many elements by weights of mean 1."""
-    return sums * elements / weights if weights > 0 else plain
+    return weighted_sum * elements / weights if weights > 0 else plain
 
 
-def wanted_of(graph: OpGraph | None) -> frozenset[str] | None:
+def adjustable_names(graph: OpGraph | None) -> frozenset[str] | None:
     """The operators that gains are wanted of; None is all."""
     return None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
 
 
-def rectifies(graph: OpGraph | None) -> bool:
+def has_kinks(graph: OpGraph | None) -> bool:
     """Whether there may be rectifiers or max-pools."""
     return graph is None or any(operator.op_type in KINKED for operator in graph)
 
@@ -316,7 +318,7 @@ def probe_gains(
     seed: int = 0,
     adaptive: bool = False,
     roots: Mapping[int, Tensor] | None = None,
-    seen: Seen | None = None,
+    noise: NoiseMeasurement | None = None,
 ) -> Probed:
     """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
 
@@ -344,16 +346,20 @@ def probe_gains(
     Source:
         Ours; the estimator of a squared norm from random signs is Hutchinson's.
     """
-    wanted = wanted_of(graph)
-    if seen is None:
-        seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectifies(graph) else Seen({}, 0.0)
-    probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
-    found = probe.of(model, loss_of, seen)
-    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen, [found])
+    operators = adjustable_names(graph)
+    if noise is None:
+        noise = (
+            noisy_passes(model, loss_of, operators, shift=not adaptive)
+            if has_kinks(graph)
+            else NoiseMeasurement({}, 0.0)
+        )
+    probe = Probe(operators=operators, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
+    probed = probe.run(model, loss_of, noise)
+    return merge_calls({key: gain_of(sums) for key, sums in probed.sums.items()}, probed.flips, noise, [probed])
 
 
-def put_together(
-    gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen, found: Sequence[Sliced]
+def merge_calls(
+    gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], noise: NoiseMeasurement, parts: Sequence[ProbeSums]
 ) -> Probed:
     """Calls of one operator added up; flips have the mean that they move in the last place.
 
@@ -361,20 +367,20 @@ def put_together(
     its gain counts by the tensor's mean square over the mean of all calls.
     """
     together: dict[str, dict[str, Gain]] = {}
-    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in found) for key in gains}
+    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in parts) for key in gains}
     shares = shares_of_mean(squares)
     for key, gain in gains.items():
         name, tensor, _ = key
         gain = Gain(uniform=gain.uniform * shares[key], floating=gain.floating * shares[key])
-        known = together.setdefault(name, {}).get(tensor)
-        if known is not None:
-            gain = Gain(uniform=known.uniform + gain.uniform, floating=known.floating + gain.floating)
+        previous = together.setdefault(name, {}).get(tensor)
+        if previous is not None:
+            gain = Gain(uniform=previous.uniform + gain.uniform, floating=previous.floating + gain.floating)
         together[name][tensor] = gain
     # Flips that are independent move the mean too: by -P or P at an element.
-    shift = seen.shift - sum(row[-1] for row in flips.values())
+    shift = noise.shift - sum(row[-1] for row in flips.values())
     return Probed(
         together,
         {name: tuple(row[:-1]) for name, row in flips.items()},
-        {name: arriving.ratio for name, arriving in seen.arriving.items()},
+        {name: input_noise.ratio for name, input_noise in noise.input_noise.items()},
         max(0.0, shift),
     )

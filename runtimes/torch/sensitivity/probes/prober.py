@@ -21,15 +21,15 @@ from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
     Probe,
     Probed,
     ProbeMemoryError,
-    Sliced,
+    ProbeSums,
+    adjustable_names,
     gain_of,
+    has_kinks,
+    merge_calls,
+    normalized_sum,
     probe_gains,
-    put_together,
-    rectifies,
-    wanted_of,
-    weighted,
 )
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import PASSES, Arriving, Seen, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import PASSES, InputNoise, NoiseMeasurement, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import Kept, Key
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place
 from qsync_opt.sensitivity import Curvature, Gain, ModelStatistics
@@ -56,7 +56,7 @@ def probe_parts(
     whole: ModelStatistics,
     *,
     graph: OpGraph | None,
-    seen: Seen,
+    noise: NoiseMeasurement,
     probes: int,
     seed: int = 0,
     adaptive: bool = False,
@@ -82,13 +82,13 @@ def probe_parts(
     Source:
         Ours.
     """
-    wanted = wanted_of(graph)
+    operators = adjustable_names(graph)
 
     def shared(key: Key, elements: int) -> bool:
         return not key[1].endswith("gradient") and elements == _elements(whole, key)
 
-    probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots, keep=shared)
-    a, b = (probe.of(model, part.loss_of, _seen_by(part, seen)) for part in parts)
+    probe = Probe(operators=operators, probes=probes, seed=seed, adaptive=adaptive, roots=roots, keep=shared)
+    a, b = (probe.run(model, part.loss_of, _noise_of_part(part, noise)) for part in parts)
     share = parts[0].share
     if a.sums.keys() != b.sums.keys() or a.flips.keys() != b.flips.keys():
         raise NotDivisibleError("the parts took different ways through the model")
@@ -114,12 +114,14 @@ def probe_parts(
         # Of what samples share, one part is taken for all: too many rather than too few.
         part = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
         flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
-    arriving = {name: Arriving(x.ratio, ()) for name, x in seen.arriving.items()}
-    return put_together(gains, flips, Seen(arriving, 0.0), [a, b])
+    input_noise = {name: InputNoise(x.ratio, ()) for name, x in noise.input_noise.items()}
+    return merge_calls(gains, flips, NoiseMeasurement(input_noise, 0.0), [a, b])
 
 
-def _seen_by(part: PartLoss, seen: Seen) -> Seen:
-    return Seen({name: found.of_some(part.chosen, part.share) for name, found in seen.arriving.items()}, 0.0)
+def _noise_of_part(part: PartLoss, noise: NoiseMeasurement) -> NoiseMeasurement:
+    return NoiseMeasurement(
+        {name: input_noise.of_some(part.chosen, part.share) for name, input_noise in noise.input_noise.items()}, 0.0
+    )
 
 
 def _elements(whole: ModelStatistics, key: Key) -> int:
@@ -128,7 +130,7 @@ def _elements(whole: ModelStatistics, key: Key) -> int:
     return 0 if tensor is None else int(tensor.elements)
 
 
-def _averages(a: Sliced, b: Sliced, share: float, whole: ModelStatistics) -> bool:
+def _averages(a: ProbeSums, b: ProbeSums, share: float, whole: ModelStatistics) -> bool:
     """Whether the loss is a mean over samples rather than a sum.
 
     A gradient's squares summed over samples are then larger in a part, by the inverse of its share; in a sum, smaller.
@@ -136,10 +138,10 @@ def _averages(a: Sliced, b: Sliced, share: float, whole: ModelStatistics) -> boo
     logs = []
     for key, sums in a.sums.items():
         if key[1] == "output_gradient" and sums.elements < _elements(whole, key):
-            known = whole[key[0]].output_gradient.square_sum
+            square_sum = whole[key[0]].output_gradient.square_sum
             squares = (sums.values + b.sums[key].values) / 2
-            if known > 0 and squares > 0:
-                logs.append(math.log(squares / known))
+            if square_sum > 0 and squares > 0:
+                logs.append(math.log(squares / square_sum))
     return not logs or statistics.median(logs) > 0
 
 
@@ -155,34 +157,34 @@ def _scaled(gain: Gain, factor: float) -> Gain:
     return Gain(uniform=gain.uniform * factor, floating=gain.floating * factor)
 
 
-def _common(a: Sliced, b: Sliced) -> dict[Key, Gain]:
+def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Gain]:
     """By tensor that all samples share: products of what the two parts have, instead of squares."""
     keys = [key for key, sums in a.sums.items() if sums.kept]
     ours, theirs = (_on_host([kept for key in keys for kept in part.sums[key].kept]) for part in (a, b))
     products = iter([_products(x, y) for x, y in zip(ours, theirs, strict=True)])
-    found = {}
+    gains = {}
     for key in keys:
         sums = a.sums[key]
         rows = [next(products) for _ in sums.kept]
         scale = sums.scale * sums.elements / sums.kept[0].derivative.numel() / len(rows)
         plain, fixed, floating = (scale * sum(column) for column in zip(*rows, strict=True))
-        uniform = weighted(plain, fixed, sums.fixed_weight, sums.elements)
-        floating = weighted(plain, floating, sums.values, sums.elements)
-        found[key] = Gain(uniform=max(0.0, uniform), floating=max(0.0, floating))
-    return found
+        uniform = normalized_sum(plain, fixed, sums.fixed_weight, sums.elements)
+        floating = normalized_sum(plain, floating, sums.values, sums.elements)
+        gains[key] = Gain(uniform=max(0.0, uniform), floating=max(0.0, floating))
+    return gains
 
 
 def _on_host(every: Sequence[Kept]) -> list[Kept]:
     """What was kept, one transfer per kind and type instead of a few kernels for each."""
     fields: list[list[torch.Tensor | None]] = []
     for tensors in zip(*every, strict=True):
-        given = [x for x in tensors if x is not None]
+        present = [x for x in tensors if x is not None]
         parts = {
             place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some]))
-            for place, some in by_place(given, lambda x: x).items()
+            for place, some in by_place(present, lambda x: x).items()
         }
         fields.append([None if x is None else next(parts[x.dtype, x.device]) for x in tensors])
-    return [Kept(*found) for found in zip(*fields, strict=True)]
+    return [Kept(*parts_of_one) for parts_of_one in zip(*fields, strict=True)]
 
 
 def _products(a: Kept, b: Kept) -> tuple[float, float, float]:
@@ -202,7 +204,7 @@ class Prober:
         model: nn.Module,
         run: Callable[[nn.Module, Any], Tensor],
         batch: Any,
-        found: ModelStatistics,
+        batch_statistics: ModelStatistics,
         graph: OpGraph | None,
         seed: int,
         *,
@@ -221,10 +223,10 @@ class Prober:
         """
         self._model, self._graph, self._seed = model, graph, seed
         self._whole = functools.partial(run, model, batch)
-        self._found = found
+        self._batch_statistics = batch_statistics
         parts = (parts_of(model, batch) if divide else None) or ()
         self._parts = [PartLoss(functools.partial(run, model, part.batch), part.share, part.chosen) for part in parts]
-        self._seen: dict[tuple[int, bool], Seen] = {}
+        self._noise_by_passes: dict[tuple[int, bool], NoiseMeasurement] = {}
 
     def gains(self, probes: int, *, adaptive: Mapping[int, Tensor] | None = None) -> Probed:
         """Gains from so many random vectors.
@@ -248,14 +250,14 @@ class Prober:
         }
         if self._parts:
             try:
-                seen = self._noise(PASSES_OF_PARTS, shift=False)
-                return probe_parts(self._model, self._parts, self._found, seen=seen, **given)
+                noise = self._noise(PASSES_OF_PARTS, shift=False)
+                return probe_parts(self._model, self._parts, self._batch_statistics, noise=noise, **given)
             except ProbeMemoryError:
                 raise  # all samples would need even more
             except (NotDivisibleError, QSyncError, RuntimeError, ValueError, TypeError, LookupError) as refused:
                 _LOGGER.info("the batch is probed as a whole: %s", first_line(refused)[:400])
             self._parts = []
-        return probe_gains(self._model, self._whole, seen=self._noise(PASSES, shift=shift), **given)
+        return probe_gains(self._model, self._whole, noise=self._noise(PASSES, shift=shift), **given)
 
     def curvatures(self, probes: int) -> dict[str, dict[str, Curvature]]:
         """Traces from so many random vectors, 0 for none.
@@ -267,12 +269,12 @@ class Prober:
             return {}
         return probe_curvatures(self._model, self._whole, graph=self._graph, probes=probes, seed=self._seed)
 
-    def _noise(self, passes: int, *, shift: bool) -> Seen:
-        if not rectifies(self._graph):
-            return Seen({}, 0.0)
-        known = self._seen.get((passes, shift)) or self._seen.get((passes, True))
-        if known is None:
-            wanted = wanted_of(self._graph)
-            known = noisy_passes(self._model, self._whole, wanted, shift=shift, passes=passes)
-            self._seen[passes, shift] = known
-        return known
+    def _noise(self, passes: int, *, shift: bool) -> NoiseMeasurement:
+        if not has_kinks(self._graph):
+            return NoiseMeasurement({}, 0.0)
+        noise = self._noise_by_passes.get((passes, shift)) or self._noise_by_passes.get((passes, True))
+        if noise is None:
+            operators = adjustable_names(self._graph)
+            noise = noisy_passes(self._model, self._whole, operators, shift=shift, passes=passes)
+            self._noise_by_passes[passes, shift] = noise
+        return noise

@@ -88,30 +88,30 @@ class LastRectified:
         """What a pool of ``x`` ranks its elements by."""
         return self._pair[1] if self._pair is not None and self._pair[0] is x else x
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep no tensor."""
         self._pair = None
 
 
 def pool_call(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Window] | None:
     """Input and window of a call of one of ``MAX_POOLS``; None if it also asks for indices."""
-    given = _SIGNATURE.bind(*args, **kwargs)
-    given.apply_defaults()
-    named = given.arguments
-    if named["return_indices"]:
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    if arguments["return_indices"]:
         return None
     dims = int(op_type[-2])
-    stride = named["stride"]
+    stride = arguments["stride"]
     if stride is None or (isinstance(stride, Sequence) and not stride):
-        stride = named["kernel_size"]
+        stride = arguments["kernel_size"]
     window = Window(
-        kernel=_each(named["kernel_size"], dims),
+        kernel=_each(arguments["kernel_size"], dims),
         stride=_each(stride, dims),
-        padding=_each(named["padding"], dims),
-        dilation=_each(named["dilation"], dims),
-        ceil=bool(named["ceil_mode"]),
+        padding=_each(arguments["padding"], dims),
+        dilation=_each(arguments["dilation"], dims),
+        ceil=bool(arguments["ceil_mode"]),
     )
-    return named["input"], window
+    return arguments["input"], window
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
@@ -131,10 +131,10 @@ def contest(x: Tensor, window: Window) -> Contest:
     dims = len(window.kernel)
     spatial = x.shape[-dims:]
     lead, x = x.shape[:-dims], x.detach().reshape(-1, 1, *spatial)
-    found, first = _POOLS[f"max_pool{dims}d"](
+    largest, first = _POOLS[f"max_pool{dims}d"](
         x, list(window.kernel), list(window.stride), list(window.padding), list(window.dilation), window.ceil, True
     )
-    sizes = found.shape[-dims:]
+    sizes = largest.shape[-dims:]
     edges, reach = [], []
     for size, out, kernel, stride, padding, dilation in zip(spatial, sizes, *window[:4], strict=True):
         needed = (out - 1) * stride + dilation * (kernel - 1) + 1
@@ -143,7 +143,7 @@ def contest(x: Tensor, window: Window) -> Contest:
     flat = [edge for pair in reversed(edges) for edge in pair]
     padded = F.pad(x, flat, value=-math.inf)
     places = F.pad(torch.arange(math.prod(spatial), device=x.device).view(1, 1, *spatial), flat, value=-1)
-    rival, second = torch.full_like(found, -math.inf), first.clone()
+    rival, second = torch.full_like(largest, -math.inf), first.clone()
     for tap in itertools.product(*(range(kernel) for kernel in window.kernel)):
         slices = [
             slice(t * dilation, t * dilation + length, stride)
@@ -153,7 +153,7 @@ def contest(x: Tensor, window: Window) -> Contest:
         value, place = padded[picked], places[picked]
         better = (value > rival) & (place != first)
         rival, second = torch.where(better, value, rival), torch.where(better, place, second)
-    return Contest(first.flatten(1), second.flatten(1), (found - rival).flatten(1), (*lead, *sizes))
+    return Contest(first.flatten(1), second.flatten(1), (largest - rival).flatten(1), (*lead, *sizes))
 
 
 class SwitchedPool(torch.autograd.Function):
@@ -173,9 +173,9 @@ class SwitchedPool(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """To both, by the share."""
         share, first, second = ctx.saved_tensors
-        found = grad.new_zeros((len(grad), ctx.elements))
+        gradient = grad.new_zeros((len(grad), ctx.elements))
         moved = grad * share
-        return found.scatter_add(1, first, grad - moved).scatter_add(1, second, moved), None, None, None
+        return gradient.scatter_add(1, first, grad - moved).scatter_add(1, second, moved), None, None, None
 
 
 RECTIFIERS = ("relu", "relu_")
@@ -190,7 +190,7 @@ _ELEMENTS = 1 << 14
 """Elements at most of each parameter's gradient that tell by how much the mean gradient moves."""
 
 
-class Arriving(NamedTuple):
+class InputNoise(NamedTuple):
     """Noise at the input of a rectifier or max-pool.
 
     Attributes:
@@ -203,7 +203,7 @@ class Arriving(NamedTuple):
     ratio: float
     spread: tuple[Tensor, ...]
 
-    def of_some(self, chosen: range, share: float) -> Arriving:
+    def of_some(self, chosen: range, share: float) -> InputNoise:
         """Of some samples that are such a share of those that were seen; where they are not told apart, their mean."""
         samples = round(len(chosen) / share)
 
@@ -212,10 +212,10 @@ class Arriving(NamedTuple):
                 return spread if spread.shape[0] == 1 else spread[chosen.start : chosen.stop : chosen.step]
             return spread.mean(0, keepdim=True)
 
-        return Arriving(self.ratio, tuple(some(spread) for spread in self.spread))
+        return InputNoise(self.ratio, tuple(some(spread) for spread in self.spread))
 
 
-class Seen(NamedTuple):
+class NoiseMeasurement(NamedTuple):
     """What noisy passes showed.
 
     Attributes:
@@ -223,35 +223,39 @@ class Seen(NamedTuple):
         shift: Squared norm by which the mean of the gradient moves; an estimate, so that it may be negative.
     """
 
-    arriving: Mapping[str, Arriving]
+    input_noise: Mapping[str, InputNoise]
     shift: float
 
 
-class _Watch:
+class _NoisyPasses:
     """Handler of an interception: rounds operands in all passes but the first, and compares what rectifiers read."""
 
-    def __init__(self, wanted: frozenset[str] | None, passes: int) -> None:
-        self._wanted, self._passes = wanted, passes
+    def __init__(self, operators: frozenset[str] | None, passes: int) -> None:
+        self._operators, self._passes = operators, passes
         self.draw = -1
-        self.exact: dict[str, list[Tensor]] = {}
-        self._contests: dict[str, list[Contest]] = {}
+        self.reference: dict[str, list[Tensor]] = {}
+        self._windows: dict[str, list[Contest]] = {}
         self._rectified = LastRectified()
         self.spread: dict[str, list[Tensor]] = {}
         self._gaps: dict[str, list[Tensor]] = {}
-        self._met: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
         self._seeds: dict[str, int] = {}
         self.recomputing: Callable[[], bool] = lambda: False
 
     def begin(self, draw: int) -> None:
         """A new pass; -1 is the one without noise."""
-        self.draw, self._met = draw, {}
+        self.draw, self._calls = draw, {}
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type in KINKED:
             if self.recomputing():  # by activation checkpointing: the same numbers again
                 return call.run()
             return self._pool(call) if call.op_type in MAX_POOLS else self._rectify(call)
-        if self.draw < 0 or call.op_type not in BILINEAR or not (self._wanted is None or call.name in self._wanted):
+        if (
+            self.draw < 0
+            or call.op_type not in BILINEAR
+            or not (self._operators is None or call.name in self._operators)
+        ):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         seed = self._seeds.setdefault(call.name, len(self._seeds))  # by name: a recomputation rounds alike
@@ -262,7 +266,7 @@ class _Watch:
             plain = slot.tensor.detach()
             values = dequantize(quantize_int8(plain, dims, options, stream), plain.dtype)
             if torch.is_grad_enabled():
-                values = _Through.apply(slot.tensor, values)  # type: ignore[no-untyped-call]
+                values = _StraightThrough.apply(slot.tensor, values)  # type: ignore[no-untyped-call]
             rounded.append(values)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, rounded)
         return call.run(*args, **kwargs)
@@ -276,58 +280,58 @@ class _Watch:
         return result
 
     def _pool(self, call: OperatorCall) -> Any:
-        given = pool_call(call.op_type, call.args, call.kwargs)
-        if given is not None:
-            x, window = given
+        pool = pool_call(call.op_type, call.args, call.kwargs)
+        if pool is not None:
+            x, window = pool
             ranked, name = self._rectified.ranks(x), call.traced_name
             if self.draw < 0:
-                self._contests.setdefault(name, []).append(contest(ranked, window))
-            number, known = self._met.get(name, 0), self._contests.get(name, [])
-            if number < len(known):
+                self._windows.setdefault(name, []).append(contest(ranked, window))
+            number, windows = self._calls.get(name, 0), self._windows.get(name, [])
+            if number < len(windows):
                 leading = x.shape[: -len(window.kernel)]
-                self._compare(name, x, lambda _: _of_gaps(known[number], ranked).view(*leading, 1))
+                self._compare(name, x, lambda _: _gap_spread(windows[number], ranked).view(*leading, 1))
         return call.run()
 
     @torch.no_grad()
     def _compare(self, name: str, z: Tensor, spread_of: Callable[[Tensor], Tensor]) -> None:
-        number = self._met.get(name, 0)
-        self._met[name] = number + 1
+        number = self._calls.get(name, 0)
+        self._calls[name] = number + 1
         if self.draw < 0:
-            self.exact.setdefault(name, []).append(z.clone())
+            self.reference.setdefault(name, []).append(z.clone())
             return
-        known = self.exact.get(name, [])
-        if number >= len(known) or known[number].shape != z.shape:
+        references = self.reference.get(name, [])
+        if number >= len(references) or references[number].shape != z.shape:
             return  # the step took another way
-        squares = (z - known[number]).square_()
+        squares = (z - references[number]).square_()
         spread = spread_of(squares)
         sums = [(self.spread, spread)]
         if spread_of is not _per_channel:  # whose mean is that of all
             sums.append((self._gaps, squares.mean()))
         for place, value in sums:
-            found = place.setdefault(name, [])
-            if number == len(found):
-                found.append(value)
+            sums_of_calls = place.setdefault(name, [])
+            if number == len(sums_of_calls):
+                sums_of_calls.append(value)
             else:
-                found[number] += value
+                sums_of_calls[number] += value
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep no activation."""
-        self.exact.clear()
-        self._contests.clear()
-        self._rectified.forget()
+        self.reference.clear()
+        self._windows.clear()
+        self._rectified.clear()
 
-    def found(self) -> dict[str, Arriving]:
+    def results(self) -> dict[str, InputNoise]:
         """What arrived, over all passes with noise; one transfer to the host."""
         names = list(self.spread)
         if not names:
             return {}
         calls = [(name, number) for name in names for number in range(len(self.spread[name]))]
-        exact = [self.exact[name][number] for name, number in calls]
+        reference = [self.reference[name][number] for name, number in calls]
         noisy = [(self._gaps.get(name) or self.spread[name])[number] for name, number in calls]
         signal, noise = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-        host = torch.stack([x.double() for x in (*norms(exact), *totals(noisy))]).tolist()
+        host = torch.stack([x.double() for x in (*norms(reference), *totals(noisy))]).tolist()
         for (name, _), z, x, root, total in zip(
-            calls, exact, noisy, host[: len(calls)], host[len(calls) :], strict=True
+            calls, reference, noisy, host[: len(calls)], host[len(calls) :], strict=True
         ):
             signal[name] += root**2
             noise[name] += total / x.numel() * z.numel() / self._passes
@@ -335,7 +339,7 @@ class _Watch:
         spreads = [spread for name in names for spread in self.spread[name]]
         rest = iter(torch._foreach_div(spreads, float(self._passes)))
         return {
-            name: Arriving(ratios[name] if math.isfinite(ratios[name]) else 0.0, tuple(next(rest) for _ in spread))
+            name: InputNoise(ratios[name] if math.isfinite(ratios[name]) else 0.0, tuple(next(rest) for _ in spread))
             for name, spread in self.spread.items()
         }
 
@@ -344,10 +348,10 @@ def _per_channel(squares: Tensor) -> Tensor:
     return squares.mean(tuple(range(2, squares.dim())) if squares.dim() > 3 else 0, keepdim=True)
 
 
-def _of_gaps(known: Contest, ranked: Tensor) -> Tensor:
+def _gap_spread(windows: Contest, ranked: Tensor) -> Tensor:
     """Mean square, over the windows where something is at stake, of what changed."""
-    counted = known.gap.isfinite() & (known.gap > 0)
-    squares = torch.where(counted, (known.gap_in(ranked) - known.gap).square_(), 0.0)
+    counted = windows.gap.isfinite() & (windows.gap > 0)
+    squares = torch.where(counted, (windows.gap_in(ranked) - windows.gap).square_(), 0.0)
     return squares.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
 
 
@@ -358,7 +362,7 @@ def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
     return (0,) if tensor.dim() == 2 and op_type != "einsum" else None
 
 
-class _Shift:
+class _MeanShift:
     """Squared norm of the mean deviation of a gradient, from independent draws and some elements of each parameter."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -391,13 +395,13 @@ class _Shift:
         """The pass is over: another draw, but for the first, which is the one without noise."""
         if not self._parts:
             return
-        found = torch.cat([self._parts[i] for i in sorted(self._parts)])
+        gradient = torch.cat([self._parts[i] for i in sorted(self._parts)])
         self._parts.clear()
         if self._exact is None:
-            self._exact, self._sum = found, torch.zeros_like(found)
+            self._exact, self._sum = gradient, torch.zeros_like(gradient)
             return
         assert self._sum is not None
-        deviation = found.sub_(self._exact)
+        deviation = gradient.sub_(self._exact)
         self._sum += deviation
         self._squares.append(square_sum(deviation))
 
@@ -409,7 +413,7 @@ class _Shift:
         return float((square_sum(self._sum) - torch.stack(self._squares).sum()) / (draws * (draws - 1)))
 
 
-class _Through(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     """Values in place of others, whose gradient is that of those."""
 
     @staticmethod
@@ -424,11 +428,11 @@ class _Through(torch.autograd.Function):
 def noisy_passes(
     model: nn.Module,
     loss_of: Callable[[], Tensor],
-    wanted: frozenset[str] | None = None,
+    operators: frozenset[str] | None = None,
     *,
     shift: bool = True,
     passes: int = PASSES,
-) -> Seen:
+) -> NoiseMeasurement:
     """What rounding operands of all products to INT8 does at a step's rectifiers and pools, and to the mean gradient.
 
     Takes one training step and some with rounding; what rectifiers read is kept meanwhile. Every pass draws the
@@ -445,7 +449,7 @@ def noisy_passes(
         Ours.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    watch, shifted = _Watch(wanted, passes), _Shift(parameters)
+    watch, shifted = _NoisyPasses(operators, passes), _MeanShift(parameters)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     interception = Interception(model, watch, kinds=KINKED)
     watch.recomputing = lambda: interception.recomputing
@@ -454,14 +458,14 @@ def noisy_passes(
             watch.begin(draw)
             with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(shift):
                 loss = loss_of()
-            if not watch.exact:
-                return Seen({}, 0.0)
+            if not watch.reference:
+                return NoiseMeasurement({}, 0.0)
             if not shift:
                 continue
             with shifted.watching():
                 torch.autograd.grad(loss, parameters, allow_unused=True)
             shifted.add()
-        return Seen(watch.found(), shifted.estimate())
+        return NoiseMeasurement(watch.results(), shifted.estimate())
     finally:
         interception.remove()
-        watch.forget()  # whatever still refers to the handler keeps no activation
+        watch.clear()  # whatever still refers to the handler keeps no activation

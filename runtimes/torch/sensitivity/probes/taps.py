@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import (
-    Delayed,
+    DeferredDerivative,
     attention_twice,
     batch_norm_twice,
     product_twice,
@@ -26,7 +26,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import (
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     MAX_POOLS,
     RECTIFIERS,
-    Arriving,
+    InputNoise,
     LastRectified,
     SwitchedPool,
     contest,
@@ -101,7 +101,7 @@ class DerivativeSums:
         self.numbers: list[Numbers] = []
         self.kept: dict[Key, list[Kept]] = {}
 
-    def note_result(self, elements: int) -> None:
+    def count_result(self, elements: int) -> None:
         """An operator of the step has a result of so many elements."""
         self._results += elements
 
@@ -119,7 +119,7 @@ class DerivativeSums:
     def flush(self) -> None:
         """Reduce all that wait."""
         alike = by_place(self._waiting, lambda waiting: waiting.values)
-        self.forget_waiting()
+        self.clear_waiting()
         while alike:
             _, some = alike.popitem()
             if len(some) == 1 and some[0].values.numel() > self._limit:
@@ -127,7 +127,7 @@ class DerivativeSums:
             else:
                 self._reduce(some)
 
-    def forget_waiting(self) -> None:
+    def clear_waiting(self) -> None:
         """Keep nothing that waits."""
         self._waiting.clear()
         self._elements = 0
@@ -136,7 +136,7 @@ class DerivativeSums:
         keys = [waiting.key for waiting in some]
         derivatives, values = [waiting.derivative for waiting in some], [waiting.values for waiting in some]
         products = torch._foreach_mul(derivatives, values)
-        self._give(keys, ("~plain", "~values", "~floating"), [*map(norms, (derivatives, values, products))])
+        self._add_numbers(keys, ("~plain", "~values", "~floating"), [*map(norms, (derivatives, values, products))])
         del products
         fixed: dict[Key, Tensor] = {}
         chosen = [i for i, key in enumerate(keys) if key[1] in _QUANTIZED]
@@ -146,34 +146,38 @@ class DerivativeSums:
             squares = torch._foreach_mul(weights, changes)
             torch._foreach_mul_(squares, changes)
             rounded = [keys[i] for i in chosen]
-            self._give(rounded, ("fixed", "fixed_weight"), [totals(squares), totals(weights)])
+            self._add_numbers(rounded, ("fixed", "fixed_weight"), [totals(squares), totals(weights)])
             fixed = dict(zip(rounded, weights, strict=True))
         for waiting in some:
             if self._keep is not None and self._keep(waiting.key, waiting.values.numel()):
-                self._take(waiting, fixed.get(waiting.key))
+                self._keep_sample(waiting, fixed.get(waiting.key))
 
     def _reduce_large(self, waiting: _Waiting) -> None:
         """A part at a time."""
         key, derivative, values = waiting
         step = _steps(largest([values])) if key[1] in _QUANTIZED else None
         for part, there in zip(*(torch.split(x.reshape(-1), self._limit) for x in (derivative, values)), strict=True):
-            self._give([key], ("~plain", "~values", "~floating"), [norms([x]) for x in (part, there, part * there)])
+            self._add_numbers(
+                [key], ("~plain", "~values", "~floating"), [norms([x]) for x in (part, there, part * there)]
+            )
             if step is not None:
                 weights = _fixed_point([there], step)
-                self._give([key], ("fixed", "fixed_weight"), [totals([part.square() * weights[0]]), totals(weights)])
+                self._add_numbers(
+                    [key], ("fixed", "fixed_weight"), [totals([part.square() * weights[0]]), totals(weights)]
+                )
         if self._keep is not None and self._keep(key, values.numel()):
             some = strided(values, SAMPLE)
-            self._take(waiting, None if step is None else _fixed_point([some], step)[0])
+            self._keep_sample(waiting, None if step is None else _fixed_point([some], step)[0])
 
-    def _take(self, waiting: _Waiting, fixed: Tensor | None) -> None:
+    def _keep_sample(self, waiting: _Waiting, fixed: Tensor | None) -> None:
         derivative, values = (strided(x, SAMPLE).clone() for x in (waiting.derivative, waiting.values))
         if fixed is not None:
             fixed = strided(fixed, SAMPLE).clone()
         self.kept.setdefault(waiting.key, []).append(Kept(derivative, values, fixed))
 
-    def _give(self, keys: Sequence[Key], names: tuple[str, ...], found: Sequence[Sequence[Tensor]]) -> None:
+    def _add_numbers(self, keys: Sequence[Key], names: tuple[str, ...], columns: Sequence[Sequence[Tensor]]) -> None:
         """Numbers by name and key."""
-        table = torch.stack([x.reshape(()) for row in found for x in row]).view(len(names), -1)
+        table = torch.stack([x.reshape(()) for row in columns for x in row]).view(len(names), -1)
         self.numbers.extend((key, names, column) for key, column in zip(keys, table.unbind(1), strict=True))
 
 
@@ -200,9 +204,9 @@ class ParameterGradients:
     def _flush(self) -> None:
         if self._waiting:
             self._norms += norms(self._waiting)
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep no gradient."""
         self._waiting.clear()
         self._elements = 0
@@ -214,17 +218,17 @@ class ParameterGradients:
             return {}
         host = torch.stack([x.double() for x in (*self._norms, *weights.values())]).tolist()
         numbers = dict(zip(weights, host[len(self._norms) :], strict=True))
-        found = {}
+        sums = {}
         for (key, parameter, elements), root in zip(self._seen, host, strict=False):
             square, values = numbers.get(parameter, 1.0) ** 2, root**2
-            found[key] = Sums(plain=square * elements, floating=square * values, values=values, elements=elements)
-        return found
+            sums[key] = Sums(plain=square * elements, floating=square * values, values=values, elements=elements)
+        return sums
 
 
 def _steps(amaxes: Iterable[Tensor]) -> list[Tensor]:
     """Steps of INT8 per unit, by largest magnitudes."""
-    found = torch.stack(list(amaxes))
-    return list((127.0 / found.clamp(min=_LEAST)).unbind())
+    largest_values = torch.stack(list(amaxes))
+    return list((127.0 / largest_values.clamp(min=_LEAST)).unbind())
 
 
 def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
@@ -240,12 +244,12 @@ def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tens
 
 
 MASK = "mask"
-_CHANCES = 1 << 20
+_SIGN_SAMPLE = 1 << 20
 """Elements of a large rectifier that are looked at, evenly spaced; each has several chances to flip."""
 
 
 @dataclass(slots=True)
-class _Held:
+class _Snapshot:
     """Values at a node, and their version: what has been written since is known."""
 
     values: Tensor | None
@@ -288,7 +292,7 @@ class _MaskedGradient(torch.autograd.Function):
     def backward(ctx: Any, derivative: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         where = ctx.where
-        where.tapper.flipped(where.name, where.distance, (derivative * grad).square_())
+        where.tapper.add_sign_changes(where.name, where.distance, (derivative * grad).square_())
         return derivative * where.mask, None
 
 
@@ -305,8 +309,8 @@ class GainTapper:
 
     def __init__(
         self,
-        wanted: frozenset[str] | None,
-        arriving: Mapping[str, Arriving],
+        operators: frozenset[str] | None,
+        input_noise: Mapping[str, InputNoise],
         *,
         keep: Callable[[Key, int], bool] | None = None,
         copied: frozenset[str] = frozenset(),
@@ -319,15 +323,15 @@ class GainTapper:
             keep: From a tensor and its number of elements to whether some of its derivative's are kept.
             copied: Operators whose result is copied for later.
         """
-        self._wanted, self._copied = wanted, copied
-        self._sizes = _sizes(arriving)
-        self._ratios = {name: found.ratio for name, found in arriving.items()}
-        self._outputs: dict[int, _Held] = {}
+        self._operators, self._copied = operators, copied
+        self._sizes = _sizes(input_noise)
+        self._ratios = {name: noise.ratio for name, noise in input_noise.items()}
+        self._outputs: dict[int, _Snapshot] = {}
         self._inverse: dict[str, Tensor] = {}
         self._rectified = LastRectified()
         self._sums = DerivativeSums(keep)
         self._gradients = ParameterGradients()
-        self._delayed: list[tuple[Delayed, _Held]] = []
+        self._pending: list[tuple[DeferredDerivative, _Snapshot]] = []
         self.weights: dict[int, Tensor] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._elements: dict[Key, int] = {}
@@ -346,7 +350,7 @@ class GainTapper:
         if call.op_type == "batch_norm":
             normalized = batch_norm_twice(call)
             return call.run() if normalized is None else normalized
-        if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
+        if call.op_type not in ADJUSTABLE or (self._operators is not None and call.name not in self._operators):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         lead = int(call.op_type == "embedding")
@@ -361,11 +365,11 @@ class GainTapper:
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
         output = self._run(call, args, kwargs, slots, watched)
         values = output.detach()
-        held = self._watch(
+        snapshot = self._watch(
             call.name, "output", "output_gradient", output, values.clone() if call.name in self._copied else values
         )
-        self._sums.note_result(output.numel())
-        self._outputs[output.data_ptr()] = held
+        self._sums.count_result(output.numel())
+        self._outputs[output.data_ptr()] = snapshot
         return output
 
     def _run(
@@ -374,54 +378,54 @@ class GainTapper:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         slots: Sequence[Slot],
-        watched: Sequence[_Held],
+        watched: Sequence[_Snapshot],
     ) -> Tensor:
         if call.op_type == "scaled_dot_product_attention":
             attended = attention_twice(args, kwargs)
             if attended is not None:
                 return attended
         trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
-        found = product_twice(call.op_type, args, kwargs, wait=slots[-1].tensor.is_leaf, trained=trained)
-        if found is None:
+        twice = product_twice(call.op_type, args, kwargs, defer=slots[-1].tensor.is_leaf, trained=trained)
+        if twice is None:
             plain: Tensor = call.run(*args, **kwargs)
             return plain
-        self._delayed.append((found[1], watched[1]))
-        return found[0]
+        self._pending.append((twice[1], watched[1]))
+        return twice[0]
 
     def _watch(
         self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, leaf: Tensor | None = None
-    ) -> _Held:
+    ) -> _Snapshot:
         """Reduce the derivative at a node, and at its gradient, as they come; what ends there goes no further."""
-        held = self._hold(name, tensor, values)
+        snapshot = self._snapshot(name, tensor, values)
 
         def hook(g: Tensor | None) -> Tensor | None:  # None: nothing depends on what is here
             if self.first and g is not None and gradient is not None:
                 if leaf is None or len(leaf._backward_hooks or ()) != 1:  # somebody else's hook may change it
                     return self._watch_gradient(name, gradient, g)
-                key = self._hold(name, gradient, g.detach()).key
+                key = self._snapshot(name, gradient, g.detach()).key
                 self._gradients.add(key, leaf, g)
                 return None
             if self.first:
                 return None
-            self._reduce(g, held)
-            return None if leaf is None or g is None else nothing_like(g)
+            self._reduce(g, snapshot)
+            return None if leaf is None or g is None else expanded_zeros(g)
 
         node.register_hook(hook)  # type: ignore[no-untyped-call]
-        return held
+        return snapshot
 
-    def _hold(self, name: str, tensor: str, values: Tensor) -> _Held:
+    def _snapshot(self, name: str, tensor: str, values: Tensor) -> _Snapshot:
         call = self._calls[name, tensor]
         self._calls[name, tensor] += 1
-        return _Held(values, values._version, (name, tensor, call))
+        return _Snapshot(values, values._version, (name, tensor, call))
 
     def _watch_gradient(self, name: str, tensor: str, g: Tensor) -> Tensor:
-        known = g.requires_grad
-        tap = g.view_as(g) if known else g.detach().requires_grad_()
-        held = self._hold(name, tensor, g.detach())
+        differentiable = g.requires_grad
+        tap = g.view_as(g) if differentiable else g.detach().requires_grad_()
+        snapshot = self._snapshot(name, tensor, g.detach())
 
         def hook(derivative: Tensor | None) -> Tensor | None:
-            self._reduce(derivative, held)
-            return None if known or derivative is None else nothing_like(derivative)
+            self._reduce(derivative, snapshot)
+            return None if differentiable or derivative is None else expanded_zeros(derivative)
 
         tap.register_hook(hook)  # type: ignore[no-untyped-call]
         return tap
@@ -439,80 +443,80 @@ class GainTapper:
         if not call.writes:
             self._rectified.keep(result, read)
             return result
-        held = self._outputs.get(z.data_ptr())
-        if held is not None and held.values is not None and held.values._version == held.version:
-            held.values = held.values.clone()
-            held.version = held.values._version
+        snapshot = self._outputs.get(z.data_ptr())
+        if snapshot is not None and snapshot.values is not None and snapshot.values._version == snapshot.version:
+            snapshot.values = snapshot.values.clone()
+            snapshot.version = snapshot.values._version
         result = z.copy_(result)
         self._rectified.keep(result, read)
         return result
 
     def _pool(self, call: OperatorCall) -> Any:
-        given = pool_call(call.op_type, call.args, call.kwargs)
-        if given is None or not given[0].requires_grad:
+        pool = pool_call(call.op_type, call.args, call.kwargs)
+        if pool is None or not pool[0].requires_grad:
             return call.run()
-        (x, window), name = given, call.traced_name
-        known = contest(self._rectified.ranks(x), window)
+        (x, window), name = pool, call.traced_name
+        windows = contest(self._rectified.ranks(x), window)
         sizes = self._sizes.get(name)
         with torch.no_grad():
             even = sizes is None or self._ratios[name] <= 0
             size = (2 * x.detach().square().mean()).sqrt() if even or not sizes else sizes.pop(0)
             if size.dim() > 0:
-                size = size.expand(*known.shape[: size.dim() - 1], 1).reshape(-1, 1)
-            distance = known.gap.div(size).nan_to_num_(math.inf, math.inf).half()
-        share = torch.zeros_like(known.gap).requires_grad_()
+                size = size.expand(*windows.shape[: size.dim() - 1], 1).reshape(-1, 1)
+            distance = windows.gap.div(size).nan_to_num_(math.inf, math.inf).half()
+        share = torch.zeros_like(windows.gap).requires_grad_()
 
         def hook(derivative: Tensor | None) -> Tensor | None:
             if derivative is None:
                 return None
-            self.flipped(name, distance, derivative.square())
-            return nothing_like(derivative)
+            self.add_sign_changes(name, distance, derivative.square())
+            return expanded_zeros(derivative)
 
         share.register_hook(hook)  # type: ignore[no-untyped-call]
         rows = x.reshape(len(share), -1)
-        pooled: Tensor = SwitchedPool.apply(rows, share, known.first, known.second)  # type: ignore[no-untyped-call]
-        return pooled.view(known.shape)
+        pooled: Tensor = SwitchedPool.apply(rows, share, windows.first, windows.second)  # type: ignore[no-untyped-call]
+        return pooled.view(windows.shape)
 
     # -- the second differentiation ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _reduce(self, derivative: Tensor | None, held: _Held) -> None:
-        values, key = held.values, held.key
+    def _reduce(self, derivative: Tensor | None, snapshot: _Snapshot) -> None:
+        values, key = snapshot.values, snapshot.key
         assert values is not None
         if derivative is None:
-            derivative = nothing_like(values)
-        if values._version != held.version:
+            derivative = expanded_zeros(values)
+        if values._version != snapshot.version:
             self.written.add(key[0])
             return
         if self.last:
-            held.values = None
+            snapshot.values = None
         self._elements[key] = values.numel()
         self._sums.add(key, derivative, values)
 
     @torch.no_grad()
     def settle(self) -> None:
         """A second differentiation is over: reduce what came late, or waits for more."""
-        for delayed, held in self._delayed:
-            late = delayed.taken()
-            if late is not None:
-                self._reduce(late, held)
+        for pending, snapshot in self._pending:
+            deferred = pending.pop()
+            if deferred is not None:
+                self._reduce(deferred, snapshot)
         self._sums.flush()
 
     @torch.no_grad()
-    def flipped(self, name: str, distances: Tensor, squares: Tensor) -> None:
+    def add_sign_changes(self, name: str, distances: Tensor, squares: Tensor) -> None:
         """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
         sizes = self._inverse_sizes(name, squares)
-        some = squares.numel() > _CHANCES
-        distance, part = (strided(x, _CHANCES) if some else x for x in (distances, squares))
+        some = squares.numel() > _SIGN_SAMPLE
+        distance, part = (strided(x, _SIGN_SAMPLE) if some else x for x in (distances, squares))
         # Twice the chance that a normal number is beyond the distance.
         chance = (distance.reshape(1, -1) * sizes).erfc_()
         chance[-1].square_()
-        found = summed(chance.mul_(part.reshape(1, -1)), 1)
+        changes = summed(chance.mul_(part.reshape(1, -1)), 1)
         if some:
-            found *= squares.numel() / part.numel()
-        self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
+            changes *= squares.numel() / part.numel()
+        self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), changes))
 
     def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
         """Of noise at the ratios that flips are counted at, and the one that was seen, over root 2: (ratios, 1)."""
@@ -524,7 +528,7 @@ class GainTapper:
             self._inverse.update(zip(names, inverse, strict=True))
         return self._inverse[name]
 
-    def found(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
+    def results(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
         """Means over probes: by operator and tensor, and by rectifier; one transfer to the host per type."""
         sums: dict[Key, Sums] = {}
         flips: dict[str, list[float]] = {}
@@ -542,26 +546,26 @@ class GainTapper:
                     row = flips.setdefault(key[0], [0.0] * len(labels))
                     row[int(label)] += value * (0.5 if int(label) < len(FLIP_RATIOS) else 0.25)
                     continue
-                known = sums.setdefault(key, Sums())
+                sums_of_key = sums.setdefault(key, Sums())
                 attribute = label.removeprefix("~")
                 added = value**2 / probes if label.startswith("~") else value
-                setattr(known, attribute, getattr(known, attribute) + added)
-        for key, known in sums.items():
-            known.elements, known.kept = self._elements[key], self._sums.kept.get(key, [])
+                setattr(sums_of_key, attribute, getattr(sums_of_key, attribute) + added)
+        for key, sums_of_key in sums.items():
+            sums_of_key.elements, sums_of_key.kept = self._elements[key], self._sums.kept.get(key, [])
         sums |= self._gradients.sums(self.weights)
         for name, row in flips.items():
             if not self._ratios.get(name, 0.0):
                 row[-1] = 0.0
         return sums, flips
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep nothing; hooks keep the tapper alive from inside the autograd graph."""
         self._outputs.clear()
-        self._rectified.forget()
+        self._rectified.clear()
         self._sums = DerivativeSums(None)
-        self._gradients.forget()
+        self._gradients.clear()
         self.weights.clear()
-        self._delayed.clear()
+        self._pending.clear()
         self._sizes.clear()
 
 
@@ -570,14 +574,14 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def nothing_like(x: Tensor) -> Tensor:
+def expanded_zeros(x: Tensor) -> Tensor:
     """Zeros that take no memory."""
     return _zero(x.dtype, x.device).expand_as(x)
 
 
-def _sizes(arriving: Mapping[str, Arriving]) -> dict[str, list[Tensor]]:
+def _sizes(input_noise: Mapping[str, InputNoise]) -> dict[str, list[Tensor]]:
     """Of the noise at each rectifier and max-pool, for noise as strong as the signal; few kernels for all."""
-    calls = [(name, spread, found.ratio) for name, found in arriving.items() for spread in found.spread]
+    calls = [(name, spread, noise.ratio) for name, noise in input_noise.items() for spread in noise.spread]
     if not calls:
         return {}
     sizes = torch._foreach_div([spread for _, spread, _ in calls], [ratio or 1.0 for *_, ratio in calls])

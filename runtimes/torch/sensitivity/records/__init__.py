@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         cast_waiting,
         finish_batch,
     )
-    from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
+    from qsync_opt.runtimes.torch.sensitivity.records.moments import MomentQueue
     from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord, measure_lookup
     from qsync_opt.runtimes.torch.sensitivity.records.signals import (
         GradientScatter,
@@ -29,7 +29,7 @@ else:
 __all__ = [
     "WHILE_ACTIVATIONS_ARE_KEPT",
     "GradientScatter",
-    "LateMoments",
+    "MomentQueue",
     "Norms",
     "OperatorRecord",
     "SignalTensors",

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from qsync_opt.numerics import Granularity
 from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm
-from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments, give_moments
+from qsync_opt.runtimes.torch.sensitivity.records.moments import MomentQueue, add_moments
 from qsync_opt.runtimes.torch.sensitivity.reductions import stacked, summed
 from qsync_opt.runtimes.torch.sensitivity.samples import Positions, SizedPositions, even_positions, positions_by_size
 
-_WHERE_THE_GRADIENT_IS = 1 / 4
+_WEIGHTED_PART = 1 / 4
 """Part of a sample's size that is enough for one sum whose terms the positions are chosen by."""
 
 
 @dataclass(frozen=True, slots=True)
-class TakenFirst:
+class FirstSample:
     """Of a first operand (B, C, ...): P evenly spaced positions, and sums over all of it.
 
     Attributes:
@@ -46,7 +46,7 @@ class TakenFirst:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenMet:
+class WeightedSample:
     """Of a first operand, positions chosen by the gradient that they meet.
 
     Attributes:
@@ -62,7 +62,7 @@ class TakenMet:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenGradient:
+class GradientSample:
     """Of the gradient of a result, positions chosen by it and by what it is multiplied with.
 
     Attributes:
@@ -91,7 +91,7 @@ def image_shares(rows: Tensor) -> Tensor:
 
 
 @dataclass(slots=True, kw_only=True)
-class TakenConvolution:
+class ConvolutionRecord:
     """One call in the making.
 
     Attributes:
@@ -110,20 +110,20 @@ class TakenConvolution:
 
     form: ConvolutionForm
     limit: int
-    found: list[tuple[tuple[str, ...], Tensor]]
+    numbers: list[tuple[tuple[str, ...], Tensor]]
     loss_scale: float
-    late: LateMoments | None = None
-    first: TakenFirst | None = None
+    queue: MomentQueue | None = None
+    first: FirstSample | None = None
     columns: Tensor | None = None
-    met: TakenMet | None = None
-    gradient: TakenGradient | None = None
+    weighted: WeightedSample | None = None
+    gradient: GradientSample | None = None
     by_row: tuple[Tensor, Tensor] | None = None
     contracted_second: Tensor | None = None
     by_column: Tensor | None = None
     positions: int = 0
     gradient_elements: int = 0
 
-    def take_first(self) -> TakenFirst:
+    def sample_first(self) -> FirstSample:
         """Look at the first operand, once."""
         if self.first is not None:
             return self.first
@@ -131,7 +131,7 @@ class TakenConvolution:
         squares = x.square()
         positions = even_positions(x, self.limit // x.shape[1])
         self.positions = positions.places.numel()
-        self.first = TakenFirst(
+        self.first = FirstSample(
             part=positions.of(x),
             positions=positions,
             rows=_largest(form, Granularity.ROW),
@@ -141,18 +141,18 @@ class TakenConvolution:
         )
         return self.first
 
-    def let_go(self) -> TakenFirst:
+    def release_first(self) -> FirstSample:
         """Keep nothing of an activation's size; only the first operand's shape matters by now."""
-        first = self.take_first()
+        first = self.sample_first()
         self.form = dataclasses.replace(self.form, first=first.rows[0].expand(self.form.first.shape))
         return first
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep nothing that was taken."""
-        self.first = self.met = self.gradient = self.by_row = None
+        self.first = self.weighted = self.gradient = self.by_row = None
         self.columns = self.contracted_second = self.by_column = None
 
-    def meet_gradient(self, g: Tensor, *, where_it_is: bool, rounded: bool) -> None:
+    def add_gradient(self, g: Tensor, *, trained: bool, rounded: bool) -> None:
         """Look at the gradient of the result, (B, channels, ...).
 
         Args:
@@ -160,40 +160,40 @@ class TakenConvolution:
             where_it_is: Whether the first operand's errors add to a weight gradient.
             rounded: Whether the gradient itself may be rounded to 8 bits.
         """
-        form, first = self.form, self.take_first()
+        form, first = self.form, self.sample_first()
         squares = g.square()
         row_g2 = form.result_by_row(squares)
         self.columns = form.columns_of_weight(squares)
         del squares
         self.by_row = first.by_row, row_g2
-        if where_it_is:
-            self.met = self._met(first, row_g2)
+        if trained:
+            self.weighted = self._sample_weighted(first, row_g2)
         if rounded:
-            self.gradient = self._gradient(first, g, row_g2)
+            self.gradient = self._sample_gradient(first, g, row_g2)
             self.gradient_elements = g.numel()
         self.first = dataclasses.replace(first, by_row=first.by_row.new_empty(0))
-        self.let_go()
+        self.release_first()
 
-    def _met(self, first: TakenFirst, row_g2: Tensor) -> TakenMet:
+    def _sample_weighted(self, first: FirstSample, row_g2: Tensor) -> WeightedSample:
         form, x = self.form, self.form.first
         sizes = form.rows_by_position(row_g2)
-        wanted = torch.addcmul(sizes, sizes, image_shares(first.rows).view(-1, *(1,) * (x.dim() - 1)))
-        sampled = positions_by_size(wanted, int(self.limit * _WHERE_THE_GRADIENT_IS) // x.shape[1])
-        return TakenMet(sampled.positions.of(x), sampled, sizes)
+        chosen_by = torch.addcmul(sizes, sizes, image_shares(first.rows).view(-1, *(1,) * (x.dim() - 1)))
+        sampled = positions_by_size(chosen_by, int(self.limit * _WEIGHTED_PART) // x.shape[1])
+        return WeightedSample(sampled.positions.of(x), sampled, sizes)
 
-    def _gradient(self, first: TakenFirst, g: Tensor, row_g2: Tensor) -> TakenGradient:
+    def _sample_gradient(self, first: FirstSample, g: Tensor, row_g2: Tensor) -> GradientSample:
         # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
         norm = row_g2.sqrt()
         every = stacked([row_g2, norm, norm * first.by_row, first.by_row])
         terms = every[:3].flatten(1)
         totals = summed(terms, 1)
-        self.found.append((("output_gradient.square_sum",), totals[:1]))
+        self.numbers.append((("output_gradient.square_sum",), totals[:1]))
         shares = totals.clamp(min=torch.finfo(g.dtype).tiny).reciprocal_().to(g.dtype)
         sizes = torch.mv(terms.T, shares).view(row_g2.shape)
         sampled = positions_by_size(sizes, 2 * self.limit // g.shape[1])
         amax: list[Tensor] = []
-        give_moments(self.late, g, lambda found, _: amax.append(found), root=False)
-        return TakenGradient(
+        add_moments(self.queue, g, lambda largest, _: amax.append(largest), root=False)
+        return GradientSample(
             part=sampled.positions.of(g),
             amax=amax,
             sampled=sampled,
@@ -203,5 +203,5 @@ class TakenConvolution:
 
 
 def _largest(form: ConvolutionForm, granularity: Granularity) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(form.first, float("inf"), form.slice_dims("first", granularity))
-    return found
+    amplitude: Tensor = torch.linalg.vector_norm(form.first, float("inf"), form.slice_dims("first", granularity))
+    return amplitude

@@ -24,8 +24,8 @@ from qsync_opt.runtimes.torch.sensitivity.errors import (
     weight_gradient_errors,
 )
 from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm, MatrixForm, Product, ProductForm
-from qsync_opt.runtimes.torch.sensitivity.records.convolution import TakenConvolution
-from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments, give_moments, named
+from qsync_opt.runtimes.torch.sensitivity.records.convolution import ConvolutionRecord
+from qsync_opt.runtimes.torch.sensitivity.records.moments import MomentQueue, add_moments, moment_receiver
 from qsync_opt.runtimes.torch.sensitivity.records.summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
 from qsync_opt.runtimes.torch.sensitivity.reductions import dot, mean, norm, ratio, reduced, strided, summed, total
 from qsync_opt.runtimes.torch.sensitivity.replays import Replays
@@ -76,11 +76,11 @@ def outside_sample(form: MatrixForm, row_sizes: Tensor | None, sampled: slice, r
     if row_sizes is None:
         return 1.0, 1.0
     some_g2 = form.sampled_rows(row_g2, sampled)
-    found = []
+    shares = []
     for noise in (torch.ones_like(form.first), row_sizes.expand_as(form.first)):
         window = form.first_by_row(noise)
-        found.append(ratio(dot(window, row_g2), dot(form.sampled_rows(window, sampled), some_g2)))
-    return found[0], found[1]
+        shares.append(ratio(dot(window, row_g2), dot(form.sampled_rows(window, sampled), some_g2)))
+    return shares[0], shares[1]
 
 
 def matrix_gradient_errors(
@@ -113,8 +113,8 @@ def matrix_gradient_errors(
     def integer_errors(part: Tensor) -> Tensor:
         errors = paired_errors(part if loss_scale == 1.0 else part * loss_scale, kinds, amaxes)
         totals.append(summed(errors.flatten(2), 2))
-        found = errors[0, kinds.index(GRADIENT_KINDS["INT8"])]
-        return found if loss_scale == 1.0 else found / loss_scale**2
+        errors_8bit = errors[0, kinds.index(GRADIENT_KINDS["INT8"])]
+        return errors_8bit if loss_scale == 1.0 else errors_8bit / loss_scale**2
 
     rows, columns = reduced(form, g, integer_errors)
     means = (totals[0] if len(totals) == 1 else torch.stack(totals).sum(0)) / (g.numel() * loss_scale**2)
@@ -154,9 +154,9 @@ class OperatorRecord:
     needs_gradient: dict[str, int] = field(default_factory=dict)
     """Elements of each operand that a gradient is due for, by the gradient's name."""
     elements: dict[str, int] = field(default_factory=dict)
-    found: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
+    numbers: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
     """Names and values, on the device until ``finish_batch``."""
-    waiting: list[tuple[str, Tensor | SizedRuns]] = field(default_factory=list)
+    pending: list[tuple[str, Tensor | SizedRuns]] = field(default_factory=list)
     """Some elements of tensors that are no operands, until ``cast_waiting``."""
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
@@ -165,7 +165,7 @@ class OperatorRecord:
     """By which gradients are multiplied while they are rounded to 16 bits."""
     by_row: dict[str, Tensor] = field(default_factory=dict)
     by_column: dict[str, Tensor] = field(default_factory=dict)
-    convolution: TakenConvolution | None = None
+    convolution: ConvolutionRecord | None = None
     """What a convolution leaves, instead of the form."""
     differentiated: bool = False
     """Whether autograd keeps a first operand whose weight has a gradient."""
@@ -177,23 +177,23 @@ class OperatorRecord:
     counted: Tensor | None = None
     replays: Replays = field(default_factory=Replays)
     """Shared by the records of a collection, like what follows."""
-    late: LateMoments | None = None
+    queue: MomentQueue | None = None
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def put(self, name: str, value: Tensor) -> None:
         """Keep one number."""
-        self.found.append(((name,), value.reshape(1)))
+        self.numbers.append(((name,), value.reshape(1)))
 
     def moments(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Largest magnitude and norm; ``root`` is that norm, if it is known already."""
         self.elements[tensor] = x.numel()
-        late = self.late if tensor in GRADIENTS else None
-        give_moments(late, x, named(tensor, self.found), root=root is None)
+        queue = self.queue if tensor in GRADIENTS else None
+        add_moments(queue, x, moment_receiver(tensor, self.numbers), root=root is None)
         if root is not None:
             self.put(f"{tensor}.norm", root)
 
-    def plain(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
+    def add_tensor(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others.
 
         Of the gradient of a convolution's operand, which sits on few positions, elements are chosen by their size.
@@ -203,14 +203,14 @@ class OperatorRecord:
         if convolution and tensor != "output" and x.numel() > some:
             runs = runs_by_size(x, some)
             self.elements[tensor] = x.numel()
-            give_moments(self.late, x, named(tensor, self.found), root=False)
+            add_moments(self.queue, x, moment_receiver(tensor, self.numbers), root=False)
             self.put(f"{tensor}.square_sum", runs.total)
-            self.waiting.append((tensor, runs))
+            self.pending.append((tensor, runs))
             return
         self.moments(tensor, x, root)
-        self.waiting.append((tensor, even_runs(x, some) if convolution else strided(x, some).clone()))
+        self.pending.append((tensor, even_runs(x, some) if convolution else strided(x, some).clone()))
 
-    def keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
+    def add_errors(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
         """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.
 
         Floating formats err in proportion to the square, so that a few large elements may hold most of the error: the
@@ -218,7 +218,7 @@ class OperatorRecord:
         """
         for rounding, values in zip(Rounding, errors, strict=True):
             names = tuple(f"{tensor}.{kind}.{rounding}" for kind in kinds)
-            self.found.append((names, values.flatten(1).mean(1)))
+            self.numbers.append((names, values.flatten(1).mean(1)))
         if part.numel() < self.elements[tensor]:
             self.put(f"{tensor}.sample.square", mean(part.square()))
 
@@ -247,11 +247,11 @@ class OperatorRecord:
         self.products = (form.sizes,)
         if isinstance(form, ConvolutionForm):
             self.elements |= {"first": form.first.numel(), "second": form.second.numel()}
-            self.convolution = TakenConvolution(
-                form=form, limit=self.sample, found=self.found, loss_scale=self.loss_scale, late=self.late
+            self.convolution = ConvolutionRecord(
+                form=form, limit=self.sample, numbers=self.numbers, loss_scale=self.loss_scale, queue=self.queue
             )
             if not (self.differentiated and "second_gradient" in self.needs_gradient):
-                self.convolution.let_go()
+                self.convolution.release_first()
             return
         assert isinstance(form, MatrixForm)
         self.form = form
@@ -287,7 +287,7 @@ class OperatorRecord:
         row_amax = amaxes[Granularity.ROW]
         amaxes[Granularity.ROW] = form.sampled_rows(row_amax, rows)
         errors = stacked_errors(part, SCALED_KINDS, amaxes)
-        self.keep("first", SCALED_KINDS, errors, part)
+        self.add_errors("first", SCALED_KINDS, errors, part)
         by_size: Tensor | float = 1.0
         fraction = part.numel() / form.first.numel()
         if fraction < 1.0:
@@ -309,7 +309,7 @@ class OperatorRecord:
         if part.numel() < form.second.numel():
             amaxes[Granularity.ROW] = form.sampled_contraction(row_amax, rows)
         errors = stacked_errors(part, SCALED_KINDS, amaxes)
-        self.keep("second", SCALED_KINDS, errors, part)
+        self.add_errors("second", SCALED_KINDS, errors, part)
         sampled = part.numel() < form.second.numel()
         some_x2 = form.sampled_contraction(contracted_x2, rows)
         shares: dict[Granularity, Shares] = {}
@@ -328,7 +328,7 @@ class OperatorRecord:
     def output_gradient(self, g: Tensor) -> None:
         """The gradient of the result: completes what waits for it."""
         if not self._runs_backward_in_8_bits:
-            self.plain("output_gradient", g)
+            self.add_tensor("output_gradient", g)
         if self.attention is not None:
             self._attention_errors(self.attention, g)
             self.attention = None
@@ -346,7 +346,7 @@ class OperatorRecord:
                 self._nearest(form, gradient)
             eight = self._runs_backward_in_8_bits
             self.elements["output_gradient"] = gradient.numel()
-            self.convolution.meet_gradient(gradient, where_it_is=trained, rounded=eight)
+            self.convolution.add_gradient(gradient, trained=trained, rounded=eight)
         elif isinstance(form, MatrixForm):
             self._complete(form, gradient, weight=weight)
 
@@ -362,14 +362,14 @@ class OperatorRecord:
 
         def measure(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *mask: Tensor) -> tuple[tuple[str, ...], list[Tensor]]:
             call = dataclasses.replace(attention, query=q, key=k, value=v, mask=mask[0] if mask else None)
-            found = attention_errors(call, g)
-            return tuple(found), list(found.values())
+            errors = attention_errors(call, g)
+            return tuple(errors), list(errors.values())
 
         key = ("attention", attention.is_causal, attention.scale, attention.repeats)
         for name, measured in zip(*self.replays(key, measure, *operands), strict=True):
             if self.loss_scale != 1.0:  # of the gradients' errors, not of the output's
                 measured[1:] /= self.loss_scale**2
-            self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
+            self.numbers.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
 
     def _complete(self, form: MatrixForm, g: Tensor, *, weight: bool) -> None:
         """Let what waits for the gradient meet it; with a weight, the first operand too."""
@@ -381,12 +381,12 @@ class OperatorRecord:
         shapes = form.first.shape, form.second.shape
         operands = [form.first] if weight else []
 
-        def meet(g: Tensor, *given: Tensor) -> tuple[_Labels, list[Tensor]]:
+        def meet(g: Tensor, *tensors: Tensor) -> tuple[_Labels, list[Tensor]]:
             scratch, nothing = self._scratch(), g.new_zeros(())  # otherwise the operands' shapes matter alone
             shape_only = dataclasses.replace(form, first=nothing.expand(shapes[0]), second=nothing.expand(shapes[1]))
-            vectors = given[len(operands) :]
+            vectors = tensors[len(operands) :]
             if operands:
-                scratch._nearest(dataclasses.replace(shape_only, first=given[0]), g)
+                scratch._nearest(dataclasses.replace(shape_only, first=tensors[0]), g)
             scratch.by_row = dict(zip(row, vectors, strict=False))
             scratch.by_column = dict(zip(column, vectors[len(row) :], strict=False))
             scratch.row_sizes, scratch.sampled = vectors[-1] if sized else None, sampled
@@ -414,13 +414,13 @@ class OperatorRecord:
         """What was measured, apart from its tensors: numbers of one type together, then what waits for the gradient."""
         names: list[tuple[str, ...]] = []
         tensors: list[Tensor] = []
-        for dtype in dict.fromkeys(values.dtype for _, values in self.found):
-            alike = [(keys, values) for keys, values in self.found if values.dtype is dtype]
+        for dtype in dict.fromkeys(values.dtype for _, values in self.numbers):
+            alike = [(keys, values) for keys, values in self.numbers if values.dtype is dtype]
             names.append(tuple(key for keys, _ in alike for key in keys))
             tensors.append(torch.cat([values for _, values in alike]))
-        waiting = [*self.by_row.values(), *self.by_column.values()]
+        pending = [*self.by_row.values(), *self.by_column.values()]
         if self.row_sizes is not None:
-            waiting.append(self.row_sizes)
+            pending.append(self.row_sizes)
         labels = _Labels(
             names=tuple(names),
             elements=dict(self.elements),
@@ -429,12 +429,12 @@ class OperatorRecord:
             sized=self.row_sizes is not None,
             sampled=self.sampled,
         )
-        return labels, [*tensors, *waiting]
+        return labels, [*tensors, *pending]
 
     def _unpack(self, labels: _Labels, tensors: Sequence[Tensor]) -> None:
         """Take over what a scratch record measured."""
         rest = iter(tensors)
-        self.found.extend((names, next(rest)) for names in labels.names)
+        self.numbers.extend((names, next(rest)) for names in labels.names)
         self.elements |= labels.elements
         self.by_row = {shape: next(rest) for shape in labels.by_row}
         self.by_column = {shape: next(rest) for shape in labels.by_column}
@@ -450,7 +450,7 @@ class OperatorRecord:
         self.put("xg/floating", dot(self.by_row["floating"], row_g2))
         columns = torch.stack(tuple(self.by_column.values())) * column_g2
         names = tuple(f"gw/{shape}" for shape in self.by_column)
-        self.found.append((names, summed(columns.flatten(1), 1)))
+        self.numbers.append((names, summed(columns.flatten(1), 1)))
         self._meet_sample(form, row_g2)
         self._gradient_errors(form, g, row_g2)
         self.by_row, self.by_column, self.row_sizes = {}, {}, None
@@ -480,7 +480,7 @@ class OperatorRecord:
             loss_scale=self.loss_scale,
         )
         names = tuple(f"output_gradient.{kind}.{rounding}" for rounding in Rounding for kind in RESULT_KINDS)
-        self.found.append((names, means.flatten()))
+        self.numbers.append((names, means.flatten()))
         for name, value in sums.items():
             self.put(name, value)
 
@@ -505,7 +505,7 @@ def measure_lookup(record: OperatorRecord, table: Tensor, indices: Tensor, paddi
         record.put(f"first.amax.{granularity}", one)
     for rounding in Rounding:  # zeros and ones are exact in every format
         names = tuple(f"first.{kind}.{rounding}" for kind in SCALED_KINDS)
-        record.found.append((names, one.new_zeros(len(names))))
+        record.numbers.append((names, one.new_zeros(len(names))))
     used = indices.reshape(-1)
     rows = table[used]
     record.put("xw/floating", total(rows.square()))
@@ -514,12 +514,12 @@ def measure_lookup(record: OperatorRecord, table: Tensor, indices: Tensor, paddi
     step = max(1, min(table.shape[0] // 8, table.numel() // record.sample))
     row_amax = amaxes[Granularity.ROW]
     some = amaxes | {Granularity.ROW: row_amax[::step]}
-    record.keep("second", SCALED_KINDS, stacked_errors(table[::step], SCALED_KINDS, some), table[::step])
+    record.add_errors("second", SCALED_KINDS, stacked_errors(table[::step], SCALED_KINDS, some), table[::step])
     if step > 1:
         record.put("second.sample.row", mean(some[Granularity.ROW].square()))
     step = max(1, rows.numel() // record.sample)
-    taken = amaxes | {Granularity.ROW: row_amax[used[::step]]}
-    errors = stacked_errors(rows[::step], INTEGER_KINDS, taken).stochastic
+    used_amaxes = amaxes | {Granularity.ROW: row_amax[used[::step]]}
+    errors = stacked_errors(rows[::step], INTEGER_KINDS, used_amaxes).stochastic
     totals = errors.flatten(1).sum(1, dtype=torch.float64) * (used.numel() / len(rows[::step]))
-    record.found.append((tuple(f"xw/second/{kind.partition('/')[2]}" for kind in INTEGER_KINDS), totals))
+    record.numbers.append((tuple(f"xw/second/{kind.partition('/')[2]}" for kind in INTEGER_KINDS), totals))
     record.counted = None if padding is None else (used != padding)

@@ -49,9 +49,9 @@ class GradientScatter:
     def _add(self, gradient: Tensor) -> None:
         self._count(_square_sum(gradient))
 
-    def _count(self, found: Tensor) -> None:
-        known = self._squares.get(found.device)
-        self._squares[found.device] = found if known is None else known + found
+    def _count(self, square: Tensor) -> None:
+        previous = self._squares.get(square.device)
+        self._squares[square.device] = square if previous is None else previous + square
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -65,8 +65,8 @@ class GradientScatter:
 
         def hooked(index: int) -> Callable[[Tensor], None]:
             def hook(gradient: Tensor) -> None:
-                self._last[index] = found = _square_sum(gradient)
-                self._count(found)
+                self._last[index] = square = _square_sum(gradient)
+                self._count(square)
 
             return hook
 
@@ -122,9 +122,9 @@ def loss_curvature(call: OperatorCall, x: Tensor) -> Tensor:
     random = RandomSigns(0)
     totals = torch.zeros(2, dtype=torch.float64, device=x.device)
     for function, part in _parts(call, x):
-        found = _norms(function, part, random)
-        if found is not None:
-            totals += found
+        squares = _norms(function, part, random)
+        if squares is not None:
+            totals += squares
     mean_square = square_sum(x) / x.numel()
     return totals[0] * mean_square / totals[1].clamp(min=torch.finfo(torch.float64).tiny)
 
@@ -148,17 +148,19 @@ def _parts(call: OperatorCall, x: Tensor) -> Iterator[tuple[Callable[[Tensor], T
     A large cross-entropy is taken some rows at a time and summed instead of averaged: the factor between the two is the
     same in H and in the gradient, so that it does not matter to their ratio.
     """
-    given = dict(zip(_CROSS_ENTROPY, call.args, strict=False)) | dict(call.kwargs)
-    target = given.get("target")
-    plain = call.function is F.cross_entropy and given.get("size_average") is None and given.get("reduce") is None
+    arguments = dict(zip(_CROSS_ENTROPY, call.args, strict=False)) | dict(call.kwargs)
+    target = arguments.get("target")
+    plain = (
+        call.function is F.cross_entropy and arguments.get("size_average") is None and arguments.get("reduce") is None
+    )
     if not plain or not isinstance(target, Tensor) or x.dim() != 2 or x.numel() <= _CHUNK or len(target) != len(x):
-        entering = next(value for value in (*call.args, *call.kwargs.values()) if _same(value, x))
-        yield functools.partial(_whole, call, entering), x
+        read = next(value for value in (*call.args, *call.kwargs.values()) if _same(value, x))
+        yield functools.partial(_whole, call, read), x
         return
     rows = max(1, _CHUNK // x.shape[1])
-    options = {key: given[key] for key in ("weight", "ignore_index", "label_smoothing") if key in given}
-    for some, wanted in zip(torch.split(x, rows), torch.split(target, rows), strict=True):
-        yield functools.partial(F.cross_entropy, target=wanted, reduction="sum", **options), some
+    options = {key: arguments[key] for key in ("weight", "ignore_index", "label_smoothing") if key in arguments}
+    for some, labels in zip(torch.split(x, rows), torch.split(target, rows), strict=True):
+        yield functools.partial(F.cross_entropy, target=labels, reduction="sum", **options), some
 
 
 def _same(value: Any, x: Tensor) -> bool:
@@ -184,24 +186,24 @@ SignalNumbers = tuple[float, float, float, float]
 
 def signals_on_host(signals: Mapping[str, list[SignalTensors]]) -> dict[str, tuple[int, list[SignalNumbers]]]:
     """What was seen of signals, by name; one transfer per device."""
-    every = [values for calls in signals.values() for _, seen in calls for values in seen.values()]
+    every = [values for calls in signals.values() for _, tensors in calls for values in tensors.values()]
     places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for values in every:
         places.setdefault((values.device, values.dtype), []).append(values)
     host = {place: iter(torch.cat([x.reshape(-1) for x in some]).tolist()) for place, some in places.items()}
-    found: dict[str, tuple[int, list[SignalNumbers]]] = {}
+    results: dict[str, tuple[int, list[SignalNumbers]]] = {}
     for name, calls in signals.items():
         rows = []
-        for _, seen in calls:
+        for _, tensors in calls:
             numbers = {
                 key: list(itertools.islice(host[values.device, values.dtype], values.numel()))
-                for key, values in seen.items()
+                for key, values in tensors.items()
             }
             spread = _growths(numbers)
             squares = numbers["entering"][0] ** 2, numbers["leaving"][0] ** 2
             rows.append((*squares, *numbers.get("curvature", [0.0]), sum(spread) / len(spread)))
-        found[name] = calls[0][0], rows
-    return found
+        results[name] = calls[0][0], rows
+    return results
 
 
 def _growths(numbers: Mapping[str, list[float]]) -> list[float]:
@@ -222,13 +224,16 @@ def normalized(call: OperatorCall, entering: Tensor, leaving: Tensor) -> dict[st
         return before | {"after": channel_variances(leaving)}
     bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    if given["weight"] is None:
+    arguments = bound.arguments
+    if arguments["weight"] is None:
         return before | {"after": channel_variances(leaving)}
-    found = before | {"scale": given["weight"].detach(), "eps": torch.tensor([given["eps"]], dtype=torch.float64)}
-    if not given["training"]:
-        found["used"] = given["running_var"].clone()
-    return found
+    tensors = before | {
+        "scale": arguments["weight"].detach(),
+        "eps": torch.tensor([arguments["eps"]], dtype=torch.float64),
+    }
+    if not arguments["training"]:
+        tensors["used"] = arguments["running_var"].clone()
+    return tensors
 
 
 class Norms:
@@ -241,9 +246,9 @@ class Norms:
         """The norm of a tensor's present values."""
         if x.is_inference():
             return norm(x.detach().to(torch.float32))
-        known = self._known.get(id(x))
-        if known is not None and known[0]() is x and known[1] == x._version:
-            return known[2]
-        found = norm(x.detach().to(torch.float32))
-        self._known[id(x)] = weakref.ref(x), x._version, found
-        return found
+        entry = self._known.get(id(x))
+        if entry is not None and entry[0]() is x and entry[1] == x._version:
+            return entry[2]
+        value = norm(x.detach().to(torch.float32))
+        self._known[id(x)] = weakref.ref(x), x._version, value
+        return value

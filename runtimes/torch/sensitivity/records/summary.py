@@ -18,7 +18,7 @@ RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 """Rounding of the gradient of a result."""
 
 
-def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, float]:
+def check_finite(operator: str, values: dict[str, float], batch: int) -> dict[str, float]:
     """The values, all of them finite.
 
     Raises:
@@ -58,25 +58,25 @@ def alignments(
             scale *= mean
         return square_factor * values.get(key, 0.0) / scale if scale else 0.0
 
-    found = {}
+    ratios = {}
     for shape in SHAPES:
         noise = {
             name: squares[name] if shape == "floating" else _mean_error(name, f"INT8/{shape}", values, squares[name])
             for name in ("first", "second")
         }
         first, second = (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
-        found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"])
-        found[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
-        found[f"first>second_gradient/{shape}"] = ratio(f"xg/{shape}", noise["first"], squares["output_gradient"])
-        found[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
+        ratios[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"])
+        ratios[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
+        ratios[f"first>second_gradient/{shape}"] = ratio(f"xg/{shape}", noise["first"], squares["output_gradient"])
+        ratios[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
     # Both ends of these paths are squares: the same sum, whichever of the two is noisy.
-    found["gradient>second_gradient/floating"] = found["first>second_gradient/floating"]
-    found["gradient>first_gradient/floating"] = found["second>first_gradient/floating"]
+    ratios["gradient>second_gradient/floating"] = ratios["first>second_gradient/floating"]
+    ratios["gradient>first_gradient/floating"] = ratios["second>first_gradient/floating"]
     if "xg/gradient" in values:
         error = values[f"output_gradient.{GRADIENT_KINDS['INT8']}.{Rounding.STOCHASTIC}"]
-        found["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
-        found["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
-    return found
+        ratios["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
+        ratios["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
+    return ratios
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from torch import nn
 
 from qsync_opt.numerics import Granularity, formats_for, noise_kinds
 from qsync_opt.runtimes.torch.sensitivity import (
-    Wanted,
-    answered,
+    ErrorRequest,
+    run_batched,
     attention_call,
     attention_errors,
     collect_statistics,
@@ -141,10 +141,10 @@ def test_errors_of_tensors_of_several_shapes_are_found_together(monkeypatch):
         given[name] = x, {g: x.abs().amax(along, keepdim=True) for g, along in dims.items()}
 
     def steps(x, amaxes):
-        errors = yield Wanted(x, kinds, amaxes)
+        errors = yield ErrorRequest(x, kinds, amaxes)
         return errors
 
-    found = dict(answered(((name, steps(*pair)) for name, pair in given.items()), 300 * len(kinds)))
+    found = dict(run_batched(((name, steps(*pair)) for name, pair in given.items()), 300 * len(kinds)))
     assert together == [70 + 132 + 6, 1000]
     for name, (x, amaxes) in given.items():
         torch.testing.assert_close(found[name], paired_errors(x, kinds, amaxes), rtol=0, atol=0)

@@ -38,7 +38,7 @@ def sample_by_size(sizes, count):
 
 
 def run_weights(found):
-    return weights_by_size(found.runs.square().sum(1), found.total, found.number, found.asked)
+    return weights_by_size(found.runs.square().sum(1), found.total, found.number, found.requested)
 
 
 def test_every_place_is_met_as_often_as_its_size_and_weight_say():

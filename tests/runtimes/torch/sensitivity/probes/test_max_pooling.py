@@ -116,8 +116,8 @@ def test_noise_of_gaps_is_seen_per_image_and_channel():
     model, x = Pooled(nn.ReLU(), 0.0), torch.randn(8, 6, 12, 12)
     with torch.no_grad():
         model.a.weight[:24] *= 100.0
-    arriving = noisy_passes(model, lambda: model(x)).arriving["pool/max_pool2d"]
-    (spread,) = arriving.spread
+    input_noise = noisy_passes(model, lambda: model(x)).input_noise["pool/max_pool2d"]
+    (spread,) = input_noise.spread
     assert spread.shape == (8, 48, 1)
     by_channel = spread.view(8, 48).mean(0)
     assert by_channel[:24].min() > 100 * by_channel[24:].max()

@@ -37,9 +37,9 @@ def _operands(*shapes):
 
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_of_a_linear_layer(wait, bias):
+def test_of_a_linear_layer(defer, bias):
     operands = _operands((2, 3, 40), (30, 40), (30,))[: 2 + bias]
-    run = lambda *x: product_twice("linear", x, {}, wait=wait, trained=(True, True))[0]  # noqa: E731
+    run = lambda *x: product_twice("linear", x, {}, defer=defer, trained=(True, True))[0]  # noqa: E731
     _same(_twice(run, operands), _twice(F.linear, operands))
 
 
@@ -54,16 +54,16 @@ def test_of_a_linear_layer(wait, bias):
     ],
 )
 @pytest.mark.parametrize("wait", [False, True])
-def test_of_a_convolution(op_type, function, shapes, options, wait):
+def test_of_a_convolution(op_type, function, shapes, options, defer):
     operands = _operands(*shapes)
-    run = lambda *x: product_twice(op_type, x, options, wait=wait, trained=(True, True))[0]  # noqa: E731
+    run = lambda *x: product_twice(op_type, x, options, defer=defer, trained=(True, True))[0]  # noqa: E731
     _same(_twice(run, operands), _twice(lambda *x: function(*x, **options), operands))
 
 
 def test_operands_that_are_not_trained_get_their_second_derivative_alone():
     x, w = _operands((2, 5), (3, 5))
     found = []
-    for run in (F.linear, lambda *a: product_twice("linear", a, {}, wait=True, trained=(False, True))[0]):
+    for run in (F.linear, lambda *a: product_twice("linear", a, {}, defer=True, trained=(False, True))[0]):
         alias, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
         loss = run(alias, weight).tanh().sum()
         (gradient,) = torch.autograd.grad(loss, weight, torch.ones_like(loss, requires_grad=True), create_graph=True)
@@ -77,15 +77,15 @@ def test_what_waits_can_be_taken_where_nothing_comes_back_to_the_result():
     derivatives = []
     for twice in (False, True):
         alias, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-        output, delayed = product_twice("linear", (alias, weight), {}, wait=True, trained=(True, True))
+        output, pending = product_twice("linear", (alias, weight), {}, defer=True, trained=(True, True))
         if not twice:
             output = F.linear(alias, weight)
         loss = output.sum()  # linear: its second derivative by the result is none
         (gradient,) = torch.autograd.grad(loss, alias, torch.ones_like(loss, requires_grad=True), create_graph=True)
         (found,) = torch.autograd.grad(gradient.square().sum(), weight, allow_unused=True)
-        derivatives.append(found if found is not None else delayed.taken())
+        derivatives.append(found if found is not None else pending.pop())
     torch.testing.assert_close(*derivatives)
-    assert delayed.taken() is None
+    assert pending.pop() is None
 
 
 @pytest.mark.parametrize("shape", [(6, 5, 4, 3), (7, 5), (4, 5, 6)])
@@ -120,4 +120,4 @@ def test_evaluation_and_other_kinds_are_left_to_torch():
     x = torch.randn(4, 3, requires_grad=True)
     args = (x, torch.zeros(3), torch.ones(3), torch.ones(3), torch.zeros(3), False)
     assert batch_norm_twice(OperatorCall("norm", "batch_norm", "", F.batch_norm, args, {})) is None
-    assert product_twice("matmul", (x, x.mT), {}, wait=True, trained=(True, True)) is None
+    assert product_twice("matmul", (x, x.mT), {}, defer=True, trained=(True, True)) is None
