@@ -252,7 +252,7 @@ _LARGEST_EXPONENT = 127
 
 
 _Name = TypeVar("_Name")
-_Result = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 class ElementErrors(NamedTuple):

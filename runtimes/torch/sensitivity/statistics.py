@@ -27,7 +27,7 @@ from qsync_opt.runtimes.torch.sensitivity.records import (
     Norms,
     OperatorRecord,
     SignalTensors,
-    cast_waiting,
+    cast_pending,
     finish_batch,
     loss_curvature,
     measure_lookup,
@@ -62,8 +62,8 @@ def statistics_of_batch(
         calls = [next(finished) for _ in records]
         operators.append(calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls)))
     signals = {}
-    for name, (elements, calls) in signals_on_host(watched).items():
-        entering, leaving, curvature, spread = (sum(values) / len(calls) for values in zip(*calls, strict=True))
+    for name, (elements, numbers) in signals_on_host(watched).items():
+        entering, leaving, curvature, spread = (sum(values) / len(numbers) for values in zip(*numbers, strict=True))
         signals[name] = Signal(
             elements=elements,
             input_square_sum=entering,
@@ -404,7 +404,7 @@ def collect_statistics(
                 raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
             if not loss.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
-            cast_waiting(itertools.chain.from_iterable(collector.records.values()), WHILE_ACTIVATIONS_ARE_KEPT)
+            cast_pending(itertools.chain.from_iterable(collector.records.values()), WHILE_ACTIVATIONS_ARE_KEPT)
             with scatter.batch():
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss

@@ -10,7 +10,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.sensitivity.records.batch import (
         WHILE_ACTIVATIONS_ARE_KEPT,
-        cast_waiting,
+        cast_pending,
         finish_batch,
     )
     from qsync_opt.runtimes.torch.sensitivity.records.moments import MomentQueue
@@ -33,7 +33,7 @@ __all__ = [
     "Norms",
     "OperatorRecord",
     "SignalTensors",
-    "cast_waiting",
+    "cast_pending",
     "finish_batch",
     "loss_curvature",
     "measure_lookup",

@@ -45,7 +45,7 @@ _EIGHT_BITS = RESULT_KINDS.index(GRADIENT_KINDS["INT8"])
 _TOGETHER = 10 << 20
 """Errors at most that are held together, unless those of one call are more."""
 
-_Sample = TypeVar("_Found")
+_Sample = TypeVar("_Sample")
 _Numbers = list[tuple[tuple[str, ...], Tensor]]
 """Names, and numbers (names, M)."""
 
@@ -410,7 +410,7 @@ def _weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
     return (by_run * weights).sum(-1)
 
 
-def cast_waiting(records: Iterable[OperatorRecord], together: int = _WAITING) -> None:
+def cast_pending(records: Iterable[OperatorRecord], together: int = _WAITING) -> None:
     """Find the cast errors of all elements that wait, many tensors at once, so many errors together."""
     alike: dict[Hashable, list[tuple[OperatorRecord, str, Tensor | SizedRuns]]] = {}
     for record in records:
@@ -502,7 +502,7 @@ def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[Operator
     Raises:
         ModelError: A value is not finite.
     """
-    cast_waiting(records)
+    cast_pending(records)
     finish_convolutions([record.convolution for record in records if record.convolution is not None])
     together: dict[tuple[torch.device, torch.dtype], list[tuple[int, tuple[str, ...], Tensor]]] = {}
     for i, record in enumerate(records):

@@ -1,7 +1,7 @@
-"""Largest magnitudes and norms of gradients, many at once.
+"""Largest magnitudes and norms of gradients, computed for many at once.
 
-Only of tensors that nothing writes into while they wait: what autograd hands to a hook is such a tensor, as it adds to
-a gradient in place only where nobody else refers to its memory.
+Only for tensors that nothing writes into while they are queued. What autograd hands to a hook is such a tensor: it adds
+to a gradient in place only where nobody else refers to its memory.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from torch import Tensor
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norm, norms
 
 _TOGETHER = 1 << 21
-"""Elements that wait at most."""
+"""Elements in the queue at most."""
 
 Receiver = Callable[[Tensor, Tensor | None], None]
-"""Takes a largest magnitude, and the norm if it was asked for."""
+"""Takes a largest magnitude, and the norm if it was requested."""
 
 
 class MomentQueue:
-    """Tensors that wait for each other."""
+    """Tensors whose moments are still to be computed."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Receiver, bool]] = []
         self._elements = 0
 
     def add(self, x: Tensor, receive: Receiver, *, root: bool = True) -> None:
-        """Have the largest magnitude of a tensor, and its norm if asked for, given at the latest by ``flush``."""
+        """Pass the largest magnitude of a tensor, and its norm with ``root``, to a receiver by the next ``flush``."""
         if self._elements + x.numel() > _TOGETHER:
             self.flush()
         self._waiting.append((x, receive, root))
         self._elements += x.numel()
 
     def flush(self) -> None:
-        """Give what is not given yet."""
+        """Compute the moments of all queued tensors."""
         alike = by_place(self._waiting, lambda one: one[0])
         self._waiting.clear()
         self._elements = 0
@@ -47,7 +47,7 @@ class MomentQueue:
 
 
 def add_moments(queue: MomentQueue | None, x: Tensor, receive: Receiver, *, root: bool) -> None:
-    """Have moments given, at once unless there is somewhere to wait."""
+    """Pass moments of a tensor to a receiver: at once without a queue."""
     if queue is None:
         receive(torch.linalg.vector_norm(x, float("inf")), norm(x) if root else None)
     else:
@@ -55,7 +55,7 @@ def add_moments(queue: MomentQueue | None, x: Tensor, receive: Receiver, *, root
 
 
 def moment_receiver(tensor: str, numbers: list[tuple[tuple[str, ...], Tensor]]) -> Receiver:
-    """What puts moments of a tensor of this name to what was found."""
+    """A receiver that appends the moments of the named tensor to numbers."""
 
     def receive(amax: Tensor, root: Tensor | None) -> None:
         numbers.append(((f"{tensor}.greatest",), amax.reshape(1)))

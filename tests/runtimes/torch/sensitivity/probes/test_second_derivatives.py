@@ -35,7 +35,7 @@ def _operands(*shapes):
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_of_a_linear_layer(defer, bias):
     operands = _operands((2, 3, 40), (30, 40), (30,))[: 2 + bias]
@@ -53,7 +53,7 @@ def test_of_a_linear_layer(defer, bias):
         ("conv_transpose2d", F.conv_transpose2d, ((2, 4, 5, 5), (4, 6, 3, 3), (6,)), {"stride": 2}),
     ],
 )
-@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("defer", [False, True])
 def test_of_a_convolution(op_type, function, shapes, options, defer):
     operands = _operands(*shapes)
     run = lambda *x: product_twice(op_type, x, options, defer=defer, trained=(True, True))[0]  # noqa: E731
