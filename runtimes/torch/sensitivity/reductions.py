@@ -50,7 +50,7 @@ def summed(x: Tensor, dim: int) -> Tensor:
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """A stack of tensors of one shape, copied as vectors: with more dimensions a card takes a kernel for each tensor."""
+    """A stack of tensors of one shape, copied as vectors: with more dimensions a card takes a kernel for each."""
     return torch.stack([x.reshape(-1) for x in tensors]).view(len(tensors), *tensors[0].shape)
 
 

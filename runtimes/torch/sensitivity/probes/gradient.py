@@ -6,15 +6,15 @@ gradient; the mean over u of its square is, element by element, the variance tha
 whole gradient. One double backward pass per u yields it for all tensors of all operators at once: through every
 nonlinearity, residual branch, normalization, shared weight and the loss itself, exact to first order.
 
-The derivative of a rectifier jumps where its input crosses zero, which no derivative sees, yet flips of rectifiers are
-what small noise mostly does in a network of them. The mask by which a rectifier multiplies its gradient is therefore a
-tensor of its own: the square of its J^T u, element by element, times the chance that normal noise of some size pushes
-that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Noise is spread over
-the elements as it was seen to arrive there (`noisy_passes`). Max-pooling is treated likewise: the share of a window's
-gradient that goes to the second largest element is a tensor of its own, which noise changes from 0 to 1.
+The derivative of a rectifier jumps where its input crosses zero, which no derivative shows, yet sign changes at
+rectifiers are the main effect of small noise. The mask by which a rectifier multiplies its gradient is therefore a
+tensor of its own: the square of its J^T u, element by element, times the probability that normal noise pushes that
+element over zero, is the variance that sign changes add (`Probed.flips`). The noise is distributed over the elements as
+`noisy_passes` measures it. Max-pooling is treated likewise: the share of a window's gradient that goes to the second
+largest element is a tensor of its own, which noise changes from 0 to 1.
 
-A step that is differentiated twice keeps three to seven times what a training step keeps. Where a batch can be divided,
-only some of its samples are therefore probed; see ``probe_parts``.
+A step that is differentiated twice needs three to seven times the memory of a training step. Where a batch can be
+divided, only some of its samples are therefore probed; see `probe_parts`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from qsync_opt.errors import ModelError, first_line
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.interception import Handler, Interception, OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NoiseMeasurement, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NO_NOISE, NoiseMeasurement, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean
@@ -42,14 +42,17 @@ from qsync_opt.sensitivity import Gain
 
 LossOf = Callable[[], Tensor]
 _SMALL = 1 << 16
-"""Elements at most of a parameter whose random signs are kept."""
+"""Size at most of a parameter whose random signs are stored."""
 
 
 class Probed(NamedTuple):
-    """Gains per operator and tensor; per rectifier, what its flips add at the ratios of ``FLIP_RATIOS``.
+    """What the probes of a batch measure.
 
-    ``noise`` is the noise-to-signal ratio at the input of each rectifier when all products round operands to INT8, and
-    ``shift`` the squared norm by which the mean gradient moves then, beyond what independent flips move it.
+    Attributes:
+        gains: By operator and tensor.
+        flips: By rectifier, the variance that sign changes add at the noise ratios of ``FLIP_RATIOS``.
+        noise: Noise-to-signal ratio at the input of each rectifier when all products round operands to INT8.
+        shift: Squared norm by which the mean gradient then moves, beyond the effect of independent sign changes.
     """
 
     gains: dict[str, dict[str, Gain]]
@@ -60,10 +63,10 @@ class Probed(NamedTuple):
 
 @contextlib.contextmanager
 def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
-    """Within the block, the handler sees every operator, rectifier and max-pool of the model.
+    """Pass every operator, rectifier and max-pool of the model to the handler within the block.
 
     Raises:
-        ModelError: An operator runs where autograd is off: what noise does from there on cannot be followed.
+        ModelError: An operator runs where autograd is off, so that its noise cannot be followed.
     """
 
     def watched(call: OperatorCall) -> Any:
@@ -85,34 +88,35 @@ def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
 
 
 class ProbeMemoryError(ModelError):
-    """Memory was missing for a step that is differentiated twice."""
+    """There is not enough memory to differentiate a step twice."""
 
 
 @contextlib.contextmanager
 def twice_differentiable(option: str) -> Iterator[None]:
-    """Say what is missing when a step cannot be differentiated twice: memory, or a second derivative.
+    """Turn errors of differentiating twice within the block into errors that name the option.
 
     Raises:
-        ModelError: Some operation has no second derivative, or memory was missing.
+        ModelError: Some operation has no second derivative.
+        ProbeMemoryError: There is not enough memory.
     """
     try:
         yield
     except RuntimeError as error:
-        said = first_line(error)
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in said:
+        message = first_line(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in message:
             raise ProbeMemoryError(
-                f"there is not enough memory to differentiate the model twice, which probing needs ({said}): collect "
+                f"there is not enough memory to differentiate the model twice, which probing needs ({message}): collect "
                 f"with smaller batches, or with {option}=0"
             ) from error
         raise ModelError(
-            f"the model cannot be differentiated twice, which probing needs ({said}): collect with {option}=0"
+            f"the model cannot be differentiated twice, which probing needs ({message}): collect with {option}=0"
         ) from error
 
 
 class _Projection(torch.autograd.Function):
-    """Sum of a gradient times random signs, of which only the derivative is asked for: the signs, drawn there.
+    """Sum of a gradient times random signs, of which only the derivative matters: the signs, drawn in its backward pass.
 
-    The sum itself is not made; 0 stands for it.
+    The sum itself is not computed; the result is 0.
     """
 
     @staticmethod
@@ -127,7 +131,7 @@ class _Projection(torch.autograd.Function):
 
 
 class _Signs:
-    """Random signs for all parameters: of small ones drawn together and kept, of others drawn when they are needed."""
+    """Random signs for all parameters: stored for small ones, drawn when needed for the others."""
 
     def __init__(self, parameters: Sequence[Tensor], key: tuple[int, ...]) -> None:
         self._parameters, self._key = parameters, key
@@ -140,14 +144,14 @@ class _Signs:
                 self._kept[i] = part.view(parameters[i].shape)
 
     def of(self, index: int) -> Tensor:
-        """Of a parameter; not to be written into."""
+        """The signs of a parameter; not to be written into."""
         kept = self._kept.get(index)
         return signs_like(self._parameters[index], (*self._key, index)) if kept is None else kept
 
 
 @dataclass
 class _Projected:
-    """What hooks of the parameters leave of the gradient: its sum with random signs, one for each probe."""
+    """Projections of the gradient onto random signs, one for each probe, computed by hooks of the parameters."""
 
     signs: Sequence[_Signs]
     roots: Mapping[int, Tensor] | None
@@ -158,7 +162,7 @@ class _Projected:
     weights: dict[int, Tensor] = field(default_factory=dict)
 
     def hook(self, index: int) -> Callable[[Tensor | None], Tensor | None]:
-        """Of one parameter."""
+        """The hook of one parameter."""
 
         def hook(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:  # differentiated again, where nothing depends on the parameter any more
@@ -176,10 +180,10 @@ class _Projected:
         return projection * self._weight(index, gradient) if self.adaptive else projection
 
     def _weight(self, index: int, gradient: Tensor) -> Tensor:
-        """By what a parameter's gradient is multiplied so that its variance is the progress of Adam that it costs.
+        """The factor of a parameter's gradient that makes its variance the share of Adam's progress that it costs.
 
-        The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
-        ``qsync_opt.sensitivity.scores``; 0 where all of a gradient is 0. The sum is left to the end.
+        Its square is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
+        `qsync_opt.sensitivity.scores`; 0 where a whole gradient is 0. `_per_progress` divides by the sum.
         """
         known_root = None if self.roots is None else self.roots.get(index)
         with torch.no_grad():
@@ -191,7 +195,7 @@ class _Projected:
 
 
 class ProbeSums(NamedTuple):
-    """What one probed loss shows: sums by operator, tensor and call, and by rectifier; and what rectifiers read."""
+    """Of one probed loss: sums by operator, tensor and call, sums by rectifier, and elements that rectifiers read."""
 
     sums: dict[Key, Sums]
     flips: dict[str, list[float]]
@@ -203,12 +207,12 @@ class Probe:
     """How losses are probed.
 
     Attributes:
-        wanted: Limits the operators; None is all adjustable ones.
-        probes: Random vectors.
-        seed: Of these.
-        adaptive: See ``probe_gains``.
-        roots: Root mean squares of gradients by the parameter's number; by default those of the loss.
-        keep: From a tensor and its number of elements to whether some elements of its derivative are kept.
+        operators: Names of the operators to probe; None for all adjustable ones.
+        probes: Number of random vectors.
+        seed: Seed of the random vectors.
+        adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
+        roots: Root mean squares of the gradients by the number of the trained parameter; by default those of the loss.
+        keep: From a tensor and its number of elements to whether to keep a sample of its derivative.
     """
 
     operators: frozenset[str] | None
@@ -219,10 +223,10 @@ class Probe:
     keep: Callable[[Key, int], bool] | None = None
 
     def run(self, model: nn.Module, loss_of: LossOf, noise: NoiseMeasurement) -> ProbeSums:
-        """Squared derivatives of one loss, and noise as it was seen to arrive at its rectifiers.
+        """Sums of squared derivatives of one loss, given the noise at its rectifiers.
 
         Raises:
-            ModelError: Some operation of the model has no second derivative, or memory was missing.
+            ModelError: Some operation of the model has no second derivative, or there is not enough memory.
         """
         copied: frozenset[str] = frozenset()
         while True:
@@ -233,16 +237,15 @@ class Probe:
                 if tapper.written <= copied:
                     sums, flips = tapper.results(self.probes)
                     if self.adaptive:
-                        _per_progress(
-                            sums, flips, float(torch.stack(progress).sum()) / self.probes if progress else 0.0
-                        )
+                        total = float(torch.stack(progress).sum()) / self.probes if progress else 0.0
+                        _per_progress(sums, flips, total)
                     return ProbeSums(sums, flips, dict(tapper.rectified))
                 copied |= tapper.written
             finally:
                 tapper.clear()
 
     def _differentiate(self, model: nn.Module, loss_of: LossOf, tapper: GainTapper) -> list[Tensor]:
-        """Let the tapper see derivatives; returns what each parameter adds to Adam's progress."""
+        """Pass derivatives to the tapper; returns the terms of Adam's progress, by parameter and probe."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         signs = [_Signs(parameters, (self.seed, probe)) for probe in range(self.probes)]
         projected = _Projected(signs, self.roots, self.adaptive)
@@ -250,7 +253,7 @@ class Probe:
         try:
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
                 loss = loss_of()
-                # What can be differentiated only once is marked as such only if what arrives at it requires a gradient.
+                # Functions that are differentiable once say so only if their incoming gradient requires a gradient.
                 start = torch.ones_like(loss, requires_grad=True)
                 torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
             del loss
@@ -287,7 +290,7 @@ def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], pr
 
 
 def gain_of(sums: Sums) -> Gain:
-    """Mean over an operator's tensor with two weights; weights that are all zero count as none."""
+    """Gains from the sums over a tensor; weights that are all zero count as 1."""
     return Gain(
         uniform=normalized_sum(sums.plain, sums.fixed, sums.fixed_weight, sums.elements),
         floating=normalized_sum(sums.plain, sums.floating, sums.values, sums.elements),
@@ -295,12 +298,12 @@ def gain_of(sums: Sums) -> Gain:
 
 
 def normalized_sum(plain: float, weighted_sum: float, weights: float, elements: int) -> float:
-    """A sum of so many elements by weights of mean 1."""
+    """The weighted sum with weights scaled to mean 1; the plain sum where all weights are 0."""
     return weighted_sum * elements / weights if weights > 0 else plain
 
 
 def adjustable_names(graph: OpGraph | None) -> frozenset[str] | None:
-    """The operators that gains are wanted of; None is all."""
+    """Names of the graph's adjustable operators; None for all operators without a graph."""
     return None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
 
 
@@ -320,27 +323,25 @@ def probe_gains(
     roots: Mapping[int, Tensor] | None = None,
     noise: NoiseMeasurement | None = None,
 ) -> Probed:
-    """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
+    """Gains of every tensor of every adjustable operator for one batch, and the variance from sign changes.
 
-    Needs the memory of a forward and backward pass that is differentiated again, several times that of a training
-    step; see ``probe_parts`` for less. Dropout draws anew in each pass.
+    Needs several times the memory of a training step; see `probe_parts` for less. Dropout draws anew in each pass.
 
     Args:
         model: The model.
         loss_of: Runs the model on the batch and returns the loss.
         graph: Limits the operators to its adjustable ones.
         probes: Random vectors; the relative error of a gain shrinks with their number and with the tensor's size.
-        seed: Of the random vectors.
-        adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
-        roots: Root mean squares of the gradients by the parameter's number, among those that are trained; by default
-            those of the loss.
-        seen: Noise at rectifiers; by default it is looked at now.
+        seed: Seed of the random vectors.
+        adaptive: As in `Probe`.
+        roots: As in `Probe`.
+        noise: Noise at rectifiers; by default it is measured now.
 
     Returns:
-        Operator to tensor to gain; rectifier to flips.
+        Gains by operator and tensor, and sums by rectifier.
 
     Raises:
-        ModelError: Some operation of the model has no second derivative, or memory was missing; an operator runs
+        ModelError: Some operation of the model has no second derivative; there is not enough memory; an operator runs
             without gradients; with ``adaptive``, every gradient is zero.
 
     Source:
@@ -348,23 +349,24 @@ def probe_gains(
     """
     operators = adjustable_names(graph)
     if noise is None:
-        noise = (
-            noisy_passes(model, loss_of, operators, shift=not adaptive)
-            if has_kinks(graph)
-            else NoiseMeasurement({}, 0.0)
-        )
+        noise = noisy_passes(model, loss_of, operators, shift=not adaptive) if has_kinks(graph) else NO_NOISE
     probe = Probe(operators=operators, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
-    probed = probe.run(model, loss_of, noise)
-    return merge_calls({key: gain_of(sums) for key, sums in probed.sums.items()}, probed.flips, noise, [probed])
+    return probe_whole(model, loss_of, probe, noise)
+
+
+def probe_whole(model: nn.Module, loss_of: LossOf, probe: Probe, noise: NoiseMeasurement) -> Probed:
+    """What one probe of the loss of a whole batch measures; raises as `probe_gains`."""
+    sums = probe.run(model, loss_of, noise)
+    return merge_calls({key: gain_of(value) for key, value in sums.sums.items()}, sums.flips, noise, [sums])
 
 
 def merge_calls(
     gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], noise: NoiseMeasurement, parts: Sequence[ProbeSums]
 ) -> Probed:
-    """Calls of one operator added up; flips have the mean that they move in the last place.
+    """Gains summed over the calls of each operator; ``flips`` end with the squared shift of the mean gradient.
 
-    Statistics know the mean over the calls of an operator. A call whose tensor is larger than that is noisier, too, so
-    its gain counts by the tensor's mean square over the mean of all calls.
+    Statistics hold means over the calls of an operator. A call with a larger tensor is noisier, so its gain counts by
+    the tensor's mean square over the mean of all calls.
     """
     together: dict[str, dict[str, Gain]] = {}
     squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in parts) for key in gains}
@@ -376,7 +378,7 @@ def merge_calls(
         if previous is not None:
             gain = Gain(uniform=previous.uniform + gain.uniform, floating=previous.floating + gain.floating)
         together[name][tensor] = gain
-    # Flips that are independent move the mean too: by -P or P at an element.
+    # Independent sign changes move the mean too: by -P or P at an element.
     shift = noise.shift - sum(row[-1] for row in flips.values())
     return Probed(
         together,

@@ -1,16 +1,15 @@
 """The noise at the inputs of rectifiers and max-pools, and the shift of the mean gradient, measured by noisy passes.
 
-How often an element flips depends on the noise *there*: a batch normalization enlarges the channels of small variance,
-and their noise with them; an image with large activations is noisier than others; what a residual branch brings lands
-on its own channels. With one size of noise for a whole tensor, flips of ResNet-50 are a third too few. So the step is
-run once as it is and a few times with both operands of every product rounded to INT8, stochastically, and what differs
-at the input of each rectifier is kept: its mean square per image and channel, and altogether. Of a max-pool it is kept
-by how much noise changes the gap between the two largest elements of a window.
+How often an element changes its sign depends on the noise *there*: a batch normalization enlarges the channels of
+small variance, and their noise with them; an image with large activations is noisier than others; a residual branch has
+noisy channels of its own. With one noise level for a whole tensor, sign changes in ResNet-50 come out a third too few.
+So the step runs once as it is and a few times with both operands of every product rounded to INT8, stochastically; the
+result is the mean square of the difference at the input of each rectifier, per image and channel and in total. For a
+max-pool it is the change of the gap between the two largest elements of a window.
 
-The gradients of the noisy passes tell by how much the *mean* gradient moves: of two independent draws, the product of
-the two deviations is the squared norm of that shift in expectation. Noise of zero mean shifts it because the mean
-gradient is that of the loss which the noise smooths; what noise makes an element of ``z`` larger also opens its
-rectifier.
+The gradients of the noisy passes show by how much the *mean* gradient moves: the product of the deviations of two
+independent draws is in expectation the squared norm of that shift. Noise of zero mean shifts it because the mean
+gradient is that of the loss which the noise smooths.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _SIGNATURE = inspect.signature(
 
 
 class Window(NamedTuple):
-    """How a pool was called: the arguments of torch's functions, one number per dimension."""
+    """The arguments of a pool, one number per dimension."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -54,13 +53,13 @@ class Window(NamedTuple):
 
 
 class Contest(NamedTuple):
-    """Both contestants of every window.
+    """The two largest elements of every window of a max-pool, which compete for its gradient.
 
     Attributes:
-        first: Index into the flattened spatial dimensions, (leading, windows), leading dimensions as one.
-        second: Likewise; the same as ``first`` where that is alone.
-        gap: By how much the first is larger, likewise; infinite where it is alone.
-        shape: Of the pool's result.
+        first: Index of the largest in the flattened spatial dimensions, (leading, windows), leading dimensions as one.
+        second: Index of the second largest; the same as ``first`` in a window of one element.
+        gap: Difference of the two; infinite in a window of one element.
+        shape: Shape of the pool's result.
     """
 
     first: Tensor
@@ -69,23 +68,23 @@ class Contest(NamedTuple):
     shape: tuple[int, ...]
 
     def gap_in(self, x: Tensor) -> Tensor:
-        """By how much the first is larger in another tensor of the same shape; may be negative."""
+        """Difference of the same two elements in another tensor of the same shape; may be negative."""
         rows = x.detach().reshape(len(self.first), -1)
         return rows.gather(1, self.first) - rows.gather(1, self.second)
 
 
 class LastRectified:
-    """What the last rectifier read, for a pool that reads what it handed on."""
+    """The input of the last rectifier, for a pool that reads its result."""
 
     def __init__(self) -> None:
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def keep(self, result: Tensor, z: Tensor) -> None:
-        """A rectifier has run; ``z`` must not be written into any more."""
+        """Store result and input of a rectifier; nothing may write into ``z`` any more."""
         self._pair = result, z.detach()
 
     def ranks(self, x: Tensor) -> Tensor:
-        """What a pool of ``x`` ranks its elements by."""
+        """The tensor by which a pool of ``x`` ranks its elements."""
         return self._pair[1] if self._pair is not None and self._pair[0] is x else x
 
     def clear(self) -> None:
@@ -122,12 +121,7 @@ def _each(value: Any, dims: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def contest(x: Tensor, window: Window) -> Contest:
-    """The two largest elements of every window of ``x`` (leading, spatial); of equal ones torch's own choice is first.
-
-    Args:
-        x: With any number of leading dimensions.
-        window: Of the pool.
-    """
+    """The two largest elements of every window of ``x`` (leading, spatial); of equal ones torch's own choice is first."""
     dims = len(window.kernel)
     spatial = x.shape[-dims:]
     lead, x = x.shape[:-dims], x.detach().reshape(-1, 1, *spatial)
@@ -157,9 +151,9 @@ def contest(x: Tensor, window: Window) -> Contest:
 
 
 class SwitchedPool(torch.autograd.Function):
-    """A pool whose gradient goes to the second contestant by a share that can be differentiated by.
+    """A pool that passes a share of its gradient to the second largest element, which can be differentiated by the share.
 
-    The share has the shape of ``contest.gap`` and is 0; the result has that shape, too.
+    The share is 0; share and result have the shape of ``Contest.gap``.
     """
 
     @staticmethod
@@ -171,7 +165,7 @@ class SwitchedPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """To both, by the share."""
+        """Divide the gradient by the share."""
         share, first, second = ctx.saved_tensors
         gradient = grad.new_zeros((len(grad), ctx.elements))
         moved = grad * share
@@ -187,7 +181,7 @@ PASSES = 6
 known to a fifth of the variance; with six to a twentieth."""
 
 _ELEMENTS = 1 << 14
-"""Elements at most of each parameter's gradient that tell by how much the mean gradient moves."""
+"""Sample size, at most, of each parameter's gradient in the estimate of the shift."""
 
 
 class InputNoise(NamedTuple):
@@ -196,7 +190,7 @@ class InputNoise(NamedTuple):
     Attributes:
         ratio: Its energy over that of the signal, all calls together.
         spread: Mean square, per call, broadcasting against the input: per sample and channel where there are
-            positions, else per element, over the batch. Of a max-pool that of the gaps between contestants, per sample
+            positions, else per element, over the batch. Of a max-pool the mean square change of the gaps, per sample
             and channel, (..., 1).
     """
 
@@ -204,7 +198,7 @@ class InputNoise(NamedTuple):
     spread: tuple[Tensor, ...]
 
     def of_some(self, chosen: range, share: float) -> InputNoise:
-        """Of some samples that are such a share of those that were seen; where they are not told apart, their mean."""
+        """The noise of some samples, a share of the measured ones; the mean over samples where it is per element."""
         samples = round(len(chosen) / share)
 
         def some(spread: Tensor) -> Tensor:
@@ -216,7 +210,7 @@ class InputNoise(NamedTuple):
 
 
 class NoiseMeasurement(NamedTuple):
-    """What noisy passes showed.
+    """The result of noisy passes.
 
     Attributes:
         arriving: Noise at each rectifier and max-pool; empty if the step has none.
@@ -226,9 +220,16 @@ class NoiseMeasurement(NamedTuple):
     input_noise: Mapping[str, InputNoise]
     shift: float
 
+    def of_some(self, chosen: range, share: float) -> NoiseMeasurement:
+        """The noise of some samples; see `InputNoise.of_some`."""
+        return NoiseMeasurement({name: noise.of_some(chosen, share) for name, noise in self.input_noise.items()}, 0.0)
+
+
+NO_NOISE = NoiseMeasurement({}, 0.0)
+
 
 class _NoisyPasses:
-    """Handler of an interception: rounds operands in all passes but the first, and compares what rectifiers read."""
+    """Handler of an interception: rounds operands in all passes but the first, and compares inputs of rectifiers."""
 
     def __init__(self, operators: frozenset[str] | None, passes: int) -> None:
         self._operators, self._passes = operators, passes
@@ -243,7 +244,7 @@ class _NoisyPasses:
         self.recomputing: Callable[[], bool] = lambda: False
 
     def begin(self, draw: int) -> None:
-        """A new pass; -1 is the one without noise."""
+        """Start a pass; -1 is the one without noise."""
         self.draw, self._calls = draw, {}
 
     def __call__(self, call: OperatorCall) -> Any:
@@ -301,7 +302,7 @@ class _NoisyPasses:
             return
         references = self.reference.get(name, [])
         if number >= len(references) or references[number].shape != z.shape:
-            return  # the step took another way
+            return  # the step took another path
         squares = (z - references[number]).square_()
         spread = spread_of(squares)
         sums = [(self.spread, spread)]
@@ -315,13 +316,13 @@ class _NoisyPasses:
                 sums_of_calls[number] += value
 
     def clear(self) -> None:
-        """Keep no activation."""
+        """Release all activations."""
         self.reference.clear()
         self._windows.clear()
         self._rectified.clear()
 
     def results(self) -> dict[str, InputNoise]:
-        """What arrived, over all passes with noise; one transfer to the host."""
+        """Mean noise over all noisy passes, by rectifier and max-pool; one transfer to the host."""
         names = list(self.spread)
         if not names:
             return {}
@@ -349,7 +350,7 @@ def _per_channel(squares: Tensor) -> Tensor:
 
 
 def _gap_spread(windows: Contest, ranked: Tensor) -> Tensor:
-    """Mean square, over the windows where something is at stake, of what changed."""
+    """Mean square change of the gaps, over windows whose two largest elements differ."""
     counted = windows.gap.isfinite() & (windows.gap > 0)
     squares = torch.where(counted, (windows.gap_in(ranked) - windows.gap).square_(), 0.0)
     return squares.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
@@ -374,7 +375,7 @@ class _MeanShift:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the block gradients are looked at where autograd hands them over; nothing of their size is kept."""
+        """Sample gradients by hooks within the block; nothing of their size is kept."""
 
         def hooked(index: int) -> Callable[[Tensor], Tensor]:
             def hook(g: Tensor) -> Tensor:
@@ -392,7 +393,7 @@ class _MeanShift:
                 handle.remove()
 
     def add(self) -> None:
-        """The pass is over: another draw, but for the first, which is the one without noise."""
+        """Finish a pass: the first is the one without noise."""
         if not self._parts:
             return
         gradient = torch.cat([self._parts[i] for i in sorted(self._parts)])
@@ -406,7 +407,7 @@ class _MeanShift:
         self._squares.append(square_sum(deviation))
 
     def estimate(self) -> float:
-        """Mean over pairs of draws of the product of their deviations."""
+        """Mean product of the deviations over pairs of draws."""
         draws = len(self._squares)
         if self._sum is None or draws < 2:
             return 0.0
@@ -414,7 +415,7 @@ class _MeanShift:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Values in place of others, whose gradient is that of those."""
+    """Replaces values in the forward pass and passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
@@ -433,17 +434,17 @@ def noisy_passes(
     shift: bool = True,
     passes: int = PASSES,
 ) -> NoiseMeasurement:
-    """What rounding operands of all products to INT8 does at a step's rectifiers and pools, and to the mean gradient.
+    """The noise at a step's rectifiers and pools, and in the mean gradient, when all products round operands to INT8.
 
-    Takes one training step and some with rounding; what rectifiers read is kept meanwhile. Every pass draws the
-    same random numbers for the model's own use, and leaves the generators as they were.
+    Runs one training step and some with rounding, and keeps the inputs of rectifiers meanwhile. Every pass draws the
+    same random numbers for the model's own use, and restores the generators.
 
     Args:
         model: The model.
         loss_of: Runs the model on the batch and returns the loss.
-        wanted: Limits the operators that round; None is all.
-        shift: Without it the passes are forward passes, a third of the work.
-        passes: How many with rounding.
+        operators: Names of the operators that round; None for all.
+        shift: Whether to measure the shift; without it the passes are forward passes, a third of the work.
+        passes: Number of passes with rounding.
 
     Source:
         Ours.
@@ -459,7 +460,7 @@ def noisy_passes(
             with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(shift):
                 loss = loss_of()
             if not watch.reference:
-                return NoiseMeasurement({}, 0.0)
+                return NO_NOISE
             if not shift:
                 continue
             with shifted.watching():
@@ -468,4 +469,4 @@ def noisy_passes(
         return NoiseMeasurement(watch.results(), shifted.estimate())
     finally:
         interception.remove()
-        watch.clear()  # whatever still refers to the handler keeps no activation
+        watch.clear()  # something may still refer to the handler

@@ -135,7 +135,7 @@ class _Labels(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class OperatorRecord:
-    """The measurements of one call, until `finish_batch`. ``sample`` bounds the elements whose rounding error is computed."""
+    """The measurements of one call. ``sample`` bounds the elements whose rounding errors are computed."""
 
     name: str
     op_type: str
