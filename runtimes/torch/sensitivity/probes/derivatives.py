@@ -1,12 +1,11 @@
 """Convolutions, linear layers and batch normalizations whose backward pass is differentiated again in few kernels.
 
-torch makes the second derivative of a batch normalization of 85 element-wise operations and sums, and that of a
-convolution of convolutions of other shapes than the step's, each of which a card's library first has to prepare for.
-Here both are made of the kernels of the step itself. What they compute is the same.
+PyTorch computes the second derivative of a batch normalization with 85 element-wise operations and sums, and that of a
+convolution with convolutions of new shapes, for which a card's library first has to choose algorithms. Here both use
+the kernels of the step itself, with the same results.
 
-A weight's derivative has two parts: from where the forward pass reads it, and from where the backward pass does. The
-second comes first, and torch would hold it for every weight until the first comes. What it is a product of is held
-instead where that is smaller, and both parts are made together.
+A weight's derivative has two parts, from its uses in the forward and in the backward pass. The second is known first,
+and PyTorch would hold it for every weight until the first is. Its factors are held instead where they are smaller.
 
 With ``s = <v, gx> + <p, gw> + <q, gb>`` for the gradients of a product ``x w + b`` that meets ``g``:
 ``ds/dg = v w + x p + q``, ``ds/dx = g p`` and ``ds/dw = g v``, each in the shape of what it is the derivative by.
@@ -27,19 +26,19 @@ from torch import Tensor
 from qsync_opt.kernels import CONVOLUTIONS, convolution_call
 from qsync_opt.runtimes.torch.interception import OperatorCall
 
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 @dataclass(frozen=True)
 class _AttentionForm:
-    """``mask`` tells what is seen (bool) or is added to the scores; None is all."""
+    """``mask`` selects the keys (bool) or is added to the scores; None selects all."""
 
     scale: float
     mask: Tensor | None
     causal: bool
 
     def probabilities(self, q: Tensor, k: Tensor, leading: torch.Size) -> Tensor:
-        """Of operands as batches of matrices; ``leading`` are the dimensions that the batch has in the call."""
+        """The probabilities for operands as batches of matrices; ``leading`` are the batch dimensions of the call."""
         if self.causal:
             hidden = torch.full((q.shape[1], k.shape[1]), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
             return torch.baddbmm(hidden, q, k.mT, alpha=self.scale).softmax(-1)
@@ -51,7 +50,7 @@ class _AttentionForm:
             whole.masked_fill_(~self.mask, float("-inf"))
         else:
             whole += self.mask
-        probabilities: Tensor = torch.ops.aten._safe_softmax(scores, -1)  # rows that see nothing have zeros
+        probabilities: Tensor = torch.ops.aten._safe_softmax(scores, -1)  # zeros in rows without keys
         return probabilities
 
 
@@ -106,7 +105,7 @@ class _AttentionGradient(torch.autograd.Function):
         by_p = torch.bmm(g, v.mT)
         by_scores = _through_softmax(by_p, p)
         mean = torch.linalg.vecdot(p, by_p).unsqueeze(-1)
-        # U; the sums of rows do not reach the scores.
+        # The gradient of the probabilities; the softmax removes the sums of its rows.
         u = (by_p - mean).mul_(w).addcmul_(by_p, along, value=-1).baddbmm_(g, c.mT)
         del w, by_p
         u = _through_softmax(u, p).mul_(form.scale)
@@ -125,12 +124,12 @@ def attention_twice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor 
         kwargs: Its keyword arguments.
 
     Returns:
-        (..., length of the query, width of the value), to be differentiated twice.
+        The result, (..., length of the query, width of the value), which can be differentiated twice.
 
     Source:
         Ours.
     """
-    arguments: dict[str, Any] = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    arguments: dict[str, Any] = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
     q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_mask")
     alike = q.dim() > 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.dtype is k.dtype is v.dtype
     if (
@@ -154,11 +153,11 @@ def attention_twice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor 
 
 _BATCH_NORM = inspect.signature(F.batch_norm)
 _LINEAR = inspect.signature(lambda input, weight, bias=None: None)
-_AXES = (True, True, True)
+_ALL = (True, True, True)
 
 
 class _Linear:
-    """``x w^T + b``; samples first, then any number of dimensions."""
+    """``x w^T + b``, with samples and any number of dimensions in front."""
 
     def run(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(x, w, b)
@@ -192,8 +191,8 @@ class _Convolution:
         return self._backward(g, x, w, [False, True, False])[1]
 
     def to_both(self, g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        gradients = self._backward(g, x, w, [True, True, False])
-        return gradients[0], gradients[1]
+        first, second, _ = self._backward(g, x, w, [True, True, False])
+        return first, second
 
     def to_bias(self, g: Tensor) -> Tensor:
         return g.sum((0, *range(2, g.dim())))
@@ -209,7 +208,7 @@ _Form = _Linear | _Convolution
 def _operand_gradients(
     form: _Form, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of the two operands that are needed; both together in one call."""
+    """The gradients of the operands that need one; of both in one call."""
     if needs[0] and needs[1]:
         return form.to_both(g, x, w)
     return form.to_first(g, x, w) if needs[0] else None, form.to_second(g, x, w) if needs[1] else None
@@ -217,11 +216,11 @@ def _operand_gradients(
 
 @dataclass(slots=True)
 class DeferredDerivative:
-    """Of one call, what the derivative by its weight will be a product of: ``g`` and ``v`` of each pass.
+    """Factors of the derivative with respect to a weight: ``g`` and ``v`` of each pass.
 
     Attributes:
-        form: Of the call.
-        wait: Whether that may be.
+        form: The operator.
+        defer: Whether the derivative may be deferred.
         trained: Which operands the first differentiation is to reach.
     """
 
@@ -232,7 +231,7 @@ class DeferredDerivative:
     weight: Tensor | None = None
 
     def pop(self) -> Tensor | None:
-        """That derivative, which is no longer held; None if there is none."""
+        """Compute the derivative, None without factors, and release its factors."""
         derivative: Tensor | None = None
         for g, v in self.pairs:
             assert self.weight is not None
@@ -265,7 +264,7 @@ class _Product(torch.autograd.Function):
         deferred = pending.pop()
         if deferred is not None:
             gw = deferred if gw is None else gw.add_(deferred)
-        # Nobody asks how a bias that is a parameter matters.
+        # The derivative with respect to a parameter that is a bias is not used.
         return gx, gw, pending.form.to_bias(g) if needs[2] and not ctx.bias_ends else None, None
 
 
@@ -314,11 +313,11 @@ def product_twice(
         op_type: Kind of the operator.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        wait: Whether its weight's derivative may come late, or not before ``Delayed.taken`` is asked.
+        defer: Whether its weight's derivative may be deferred, until ``DeferredDerivative.pop``.
         trained: Which of its operands the first differentiation is to reach.
 
     Returns:
-        Its result, and what of the derivative by its weight may be waiting after a second differentiation.
+        Its result, and the derivative with respect to its weight that may be deferred in a second differentiation.
     """
     form: _Form
     restore: Callable[[Tensor], Tensor]
@@ -327,7 +326,7 @@ def product_twice(
         x, w, b = arguments["input"], arguments["weight"], arguments.get("bias")
         if w.dim() != 2 or x.dim() < 2:
             return None
-        form, restore = _Linear(), _same
+        form, restore = _Linear(), _identity
     elif op_type in CONVOLUTIONS:
         call = convolution_call(op_type, args, kwargs)
         x, w, b, restore = call.x, call.weight, call.bias, call.restore
@@ -339,7 +338,7 @@ def product_twice(
     return restore(output), pending
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -368,7 +367,7 @@ class _BatchNormGradient(torch.autograd.Function):
     def forward(
         ctx: Any, g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor, eps: float
     ) -> tuple[Tensor | None, ...]:
-        gradients = _gradients(g, x, weight, mean, invstd, eps, _AXES)
+        gradients = _gradients(g, x, weight, mean, invstd, eps, _ALL)
         ctx.save_for_backward(g, x, weight, mean, invstd, gradients[1], gradients[2])
         ctx.eps = eps
         return gradients
@@ -377,14 +376,14 @@ class _BatchNormGradient(torch.autograd.Function):
     def backward(ctx: Any, v: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor | None, ...]:
         """Derivatives of ``<v, gx> + <p, gw> + <q, gb>``.
 
-        With P what takes the mean and the part along the normalized x from a tensor, r the inverse deviation:
+        P is the projection that removes the mean and the part along the normalized x, x_; r is the inverse deviation.
         ``gx = w r P g``, and P is symmetric, so that ``by g = w r P v + p x_ + q``. ``by x_ = p g - w r (e g + b v)/n``
-        for the sums e of v x_ and b of g x_, and r depends on x by ``-r^2 x_ / n``.
+        for the sums e of v x_ and b of g x_, and the derivative of r with respect to x is ``-r^2 x_ / n``.
         """
         g, x, weight, mean, invstd, along, total = ctx.saved_tensors
         n = x.numel() // x.shape[1]
         shape = (1, -1, *(1,) * (x.dim() - 2))
-        by_g, e, c = _gradients(v, x, weight, mean, invstd, ctx.eps, _AXES)
+        by_g, e, c = _gradients(v, x, weight, mean, invstd, ctx.eps, _ALL)
         assert by_g is not None
         assert e is not None
         assert c is not None
@@ -414,7 +413,7 @@ def _gradients(
 
 
 def batch_norm_twice(call: OperatorCall) -> Tensor | None:
-    """Run a batch normalization of a training step; None if the call is another one."""
+    """Run a batch normalization in training mode; None if the call is another one."""
     if call.function is not F.batch_norm:
         return None
     bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
@@ -433,8 +432,7 @@ def batch_norm_twice(call: OperatorCall) -> Tensor | None:
 def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """The leaves of the autograd graph that gradients depend on.
 
-    Autograd would raise only if the derivative had to pass where a function can be differentiated once; taps before it
-    would silently get none.
+    Behind a function that can be differentiated only once, taps would silently get no derivative.
 
     Raises:
         RuntimeError: A gradient came through a function marked as differentiable once.

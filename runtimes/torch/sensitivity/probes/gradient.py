@@ -105,8 +105,8 @@ def twice_differentiable(option: str) -> Iterator[None]:
         message = first_line(error)
         if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in message:
             raise ProbeMemoryError(
-                f"there is not enough memory to differentiate the model twice, which probing needs ({message}): collect "
-                f"with smaller batches, or with {option}=0"
+                f"there is not enough memory to differentiate the model twice, which probing needs ({message}): "
+                f"collect with smaller batches, or with {option}=0"
             ) from error
         raise ModelError(
             f"the model cannot be differentiated twice, which probing needs ({message}): collect with {option}=0"
@@ -114,7 +114,7 @@ def twice_differentiable(option: str) -> Iterator[None]:
 
 
 class _Projection(torch.autograd.Function):
-    """Sum of a gradient times random signs, of which only the derivative matters: the signs, drawn in its backward pass.
+    """Sum of a gradient times random signs, of which only the derivative is used: the signs, drawn when needed.
 
     The sum itself is not computed; the result is 0.
     """

@@ -121,7 +121,7 @@ def _each(value: Any, dims: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def contest(x: Tensor, window: Window) -> Contest:
-    """The two largest elements of every window of ``x`` (leading, spatial); of equal ones torch's own choice is first."""
+    """The two largest elements of every window of ``x`` (leading, spatial); of equal ones torch's choice is first."""
     dims = len(window.kernel)
     spatial = x.shape[-dims:]
     lead, x = x.shape[:-dims], x.detach().reshape(-1, 1, *spatial)
@@ -151,9 +151,9 @@ def contest(x: Tensor, window: Window) -> Contest:
 
 
 class SwitchedPool(torch.autograd.Function):
-    """A pool that passes a share of its gradient to the second largest element, which can be differentiated by the share.
+    """A pool that passes a share of its gradient to the second largest element of each window.
 
-    The share is 0; share and result have the shape of ``Contest.gap``.
+    The share is 0, but the gradient depends on it. Share and result have the shape of ``Contest.gap``.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Nodes of a twice differentiated step at which noise can arise, and what is kept of the derivative at each: sums.
+"""The tensors of a twice differentiated step at which noise can arise, and sums over the derivative at each.
 
-A derivative is reduced the moment it is known and not held, so that the pass needs no memory for all of them at once.
-Values that noise is shaped by are those that autograd keeps anyway.
+A derivative is reduced as soon as it is known, so that the pass needs no memory for all of them at once. The values
+that its elements are weighted by are those that autograd keeps anyway.
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, Slot, oper
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norms, strided, summed, totals
 from qsync_opt.sensitivity import FLIP_RATIOS, GRADIENTS, OPERANDS
 
-# Noise in the forward pass flips rectifiers; noise in gradients does not.
 _QUANTIZED = ("first", "second", "output_gradient")
 _TOGETHER = 1 << 22
-"""Elements that are looked at together."""
+"""Elements that are reduced at a time."""
 _SHARE = 1 / 8
-"""Part of all results of a step that may be looked at together, too: a step of larger tensors has memory for more."""
+"""Part of all results of a step that may be reduced at a time, if more: a step of larger tensors has more memory."""
 SAMPLE = 1 << 14
-"""Elements of a derivative that are kept, of tensors that all samples of a batch share."""
+"""Sample size of the derivative of a tensor that all samples of a batch share."""
 
 _LEAST = 1e-30
-"""Largest magnitude at least of what is looked at in INT8; 127 over anything far below is infinite."""
+"""Smallest largest magnitude in INT8; 127 over anything far below is infinite."""
 
 Key = tuple[str, str, int]
-"""Operator, tensor, and which call."""
+"""Operator, tensor, and number of the call."""
 Numbers = tuple[Key, tuple[str, ...], Tensor]
-"""Names and numbers of a key; of a name with a ``~`` the root of what is meant."""
+"""Names and numbers of a key; names with a ``~`` have the square root of the number."""
 
 
 class Kept(NamedTuple):
-    """Some evenly spaced elements: of a derivative, of the values there, and how fixed-point noise is there."""
+    """Evenly spaced elements of a derivative, the values there, and the weights of fixed-point noise there."""
 
     derivative: Tensor
     values: Tensor
@@ -64,14 +63,14 @@ class Kept(NamedTuple):
 
 @dataclass
 class Sums:
-    """Over the elements of a tensor of one call.
+    """Sums over the elements of a tensor of one call.
 
     Attributes:
-        plain: Squared derivatives.
-        fixed: These times the weight of fixed-point noise; ``fixed_weight`` are the weights alone.
-        floating: These times squared values; ``values`` are the squared values alone.
-        elements: How many.
-        kept: Some of them, of every probe; products of these count ``scale`` times.
+        plain: Of squared derivatives.
+        fixed: Of these times the weights of fixed-point noise; ``fixed_weight`` is the sum of the weights.
+        floating: Of these times squared values; ``values`` is the sum of the squared values.
+        elements: Number of elements.
+        kept: A sample of the elements for every probe; products of these count ``scale`` times.
     """
 
     plain: float = 0.0
@@ -91,7 +90,7 @@ class _Waiting(NamedTuple):
 
 
 class DerivativeSums:
-    """Reduces derivatives, and keeps some elements of those that it is told to."""
+    """Reduces derivatives, many at once, and keeps samples of some."""
 
     def __init__(self, keep: Callable[[Key, int], bool] | None) -> None:
         self._keep = keep
@@ -102,7 +101,7 @@ class DerivativeSums:
         self.kept: dict[Key, list[Kept]] = {}
 
     def count_result(self, elements: int) -> None:
-        """An operator of the step has a result of so many elements."""
+        """Count the elements of a result of the step."""
         self._results += elements
 
     @property
@@ -110,14 +109,14 @@ class DerivativeSums:
         return max(_TOGETHER, int(self._results * _SHARE))
 
     def add(self, key: Key, derivative: Tensor, values: Tensor) -> None:
-        """A derivative, and the values of what it is by; neither may be written into any more."""
+        """Queue a derivative and the values at its tensor; nothing may write into either any more."""
         if self._elements + values.numel() > self._limit:
             self.flush()
         self._waiting.append(_Waiting(key, derivative, values))
         self._elements += values.numel()
 
     def flush(self) -> None:
-        """Reduce all that wait."""
+        """Reduce all queued derivatives."""
         alike = by_place(self._waiting, lambda waiting: waiting.values)
         self.clear_waiting()
         while alike:
@@ -128,7 +127,7 @@ class DerivativeSums:
                 self._reduce(some)
 
     def clear_waiting(self) -> None:
-        """Keep nothing that waits."""
+        """Release all queued derivatives."""
         self._waiting.clear()
         self._elements = 0
 
@@ -153,7 +152,7 @@ class DerivativeSums:
                 self._keep_sample(waiting, fixed.get(waiting.key))
 
     def _reduce_large(self, waiting: _Waiting) -> None:
-        """A part at a time."""
+        """Reduce one tensor a part at a time."""
         key, derivative, values = waiting
         step = _steps(largest([values])) if key[1] in _QUANTIZED else None
         for part, there in zip(*(torch.split(x.reshape(-1), self._limit) for x in (derivative, values)), strict=True):
@@ -176,15 +175,15 @@ class DerivativeSums:
         self.kept.setdefault(waiting.key, []).append(Kept(derivative, values, fixed))
 
     def _add_numbers(self, keys: Sequence[Key], names: tuple[str, ...], columns: Sequence[Sequence[Tensor]]) -> None:
-        """Numbers by name and key."""
+        """Record numbers of several keys; one column per name."""
         table = torch.stack([x.reshape(()) for row in columns for x in row]).view(len(names), -1)
         self.numbers.extend((key, names, column) for key, column in zip(keys, table.unbind(1), strict=True))
 
 
 class ParameterGradients:
-    """Of derivatives by what an operator adds to the gradient of a parameter: they are random signs times one number.
+    """Sums over derivatives with respect to an operator's contribution to the gradient of a parameter.
 
-    So only the gradient's norm matters, and nothing of its size has to be kept until the derivative comes.
+    Such a derivative is random signs times one number, so only the gradient's norm is needed.
     """
 
     def __init__(self) -> None:
@@ -194,7 +193,7 @@ class ParameterGradients:
         self._norms: list[Tensor] = []
 
     def add(self, key: Key, parameter: Tensor, gradient: Tensor) -> None:
-        """Such a part of a parameter's gradient; nothing may write into it any more."""
+        """Queue a contribution to a parameter's gradient; nothing may write into it any more."""
         if self._elements + gradient.numel() > _TOGETHER:
             self._flush()
         self._waiting.append(gradient.detach())
@@ -207,12 +206,12 @@ class ParameterGradients:
         self.clear()
 
     def clear(self) -> None:
-        """Keep no gradient."""
+        """Release all queued gradients."""
         self._waiting.clear()
         self._elements = 0
 
     def sums(self, weights: Mapping[int, Tensor]) -> dict[Key, Sums]:
-        """Sums by key; ``weights`` has the numbers by the parameter's id, 1 where there is none."""
+        """Sums by key; ``weights`` are the factors of the signs by the parameter's id, by default 1."""
         self._flush()
         if not self._norms:
             return {}
@@ -226,16 +225,13 @@ class ParameterGradients:
 
 
 def _steps(amaxes: Iterable[Tensor]) -> list[Tensor]:
-    """Steps of INT8 per unit, by largest magnitudes."""
+    """INT8 steps per unit, from largest magnitudes."""
     largest_values = torch.stack(list(amaxes))
     return list((127.0 / largest_values.clamp(min=_LEAST)).unbind())
 
 
 def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
-    """How much elements err in INT8 with one scale for all, up to a factor.
-
-    Zeros and numbers on the grid do not err, and numbers below a step err in proportion.
-    """
+    """Variances of stochastic rounding to INT8 with one scale, in squared steps: 0 for numbers on the grid."""
     parts = [x * step for x, step in zip(values, steps, strict=True)]
     torch._foreach_frac_(parts)
     torch._foreach_abs_(parts)
@@ -245,12 +241,12 @@ def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tens
 
 MASK = "mask"
 _SIGN_SAMPLE = 1 << 20
-"""Elements of a large rectifier that are looked at, evenly spaced; each has several chances to flip."""
+"""Sample size, at most, of a rectifier: each element costs several probabilities of a sign change."""
 
 
 @dataclass(slots=True)
 class _Snapshot:
-    """Values at a node, and their version: what has been written since is known."""
+    """Values of a tensor, and their version, which tells whether they have been written into since."""
 
     values: Tensor | None
     version: int
@@ -258,7 +254,7 @@ class _Snapshot:
 
 
 class _Rectifier(NamedTuple):
-    """Where a rectifier lets gradients pass, and how far from zero each element is, in half precision."""
+    """The mask of a rectifier, and the distance of each element from zero in units of its noise, in half precision."""
 
     tapper: GainTapper
     name: str
@@ -267,7 +263,7 @@ class _Rectifier(NamedTuple):
 
 
 class MaskedRectifier(torch.autograd.Function):
-    """A rectifier whose gradient is multiplied by a mask, by which it is differentiated, too."""
+    """A rectifier whose backward pass is differentiated with respect to its mask, too."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, where: _Rectifier) -> Tensor:
@@ -277,7 +273,7 @@ class MaskedRectifier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """By the mask alone."""
+        """Multiply by the mask."""
         return _MaskedGradient.apply(grad, ctx.where), None  # type: ignore[no-untyped-call]
 
 
@@ -300,11 +296,11 @@ class GainTapper:
     """Handler of an interception: watches every tensor that can be noisy in a step that is differentiated twice.
 
     Attributes:
-        first: Whether the first differentiation is not over yet.
-        last: Whether nothing is differentiated again after the present pass.
+        first: Whether the first differentiation is still running.
+        last: Whether the present pass is the last.
         rectified: Elements of the last call of each rectifier.
-        weights: By what the projection multiplies the gradient of a parameter, by the parameter's id; 1 otherwise.
-        written: Operators whose result was written into before it was looked at; they are to be given as ``copied``.
+        weights: Factor of the projection for the gradient of a parameter, by the parameter's id; by default 1.
+        written: Operators whose result was written into before its reduction; the next tapper needs them as ``copied``.
     """
 
     def __init__(
@@ -315,13 +311,13 @@ class GainTapper:
         keep: Callable[[Key, int], bool] | None = None,
         copied: frozenset[str] = frozenset(),
     ) -> None:
-        """Nothing was seen yet.
+        """Prepare for one step.
 
         Args:
-            wanted: Limits the operators; None is all adjustable ones.
-            arriving: How noise is spread over what rectifiers read; evenly, where it does not say.
-            keep: From a tensor and its number of elements to whether some of its derivative's are kept.
-            copied: Operators whose result is copied for later.
+            operators: Names of the operators to watch; None for all adjustable ones.
+            input_noise: Noise at the inputs of rectifiers; by default it is in proportion to the mean square.
+            keep: From a tensor and its number of elements to whether to keep a sample of its derivative.
+            copied: Operators whose result is copied, as something writes into it.
         """
         self._operators, self._copied = operators, copied
         self._sizes = _sizes(input_noise)
@@ -357,10 +353,9 @@ class GainTapper:
         operands, watched = [], []
         for operand, gradient, slot in zip(OPERANDS[lead:], GRADIENTS[lead:], slots, strict=False):
             x = slot.tensor
-            ends = x.is_leaf  # nothing before it is differentiated
             alias = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             trained = gradient if x.requires_grad else None
-            watched.append(self._watch(call.name, operand, trained, alias, x.detach(), leaf=x if ends else None))
+            watched.append(self._watch(call.name, operand, trained, alias, x.detach(), leaf=x if x.is_leaf else None))
             operands.append(alias)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
         output = self._run(call, args, kwargs, slots, watched)
@@ -395,12 +390,12 @@ class GainTapper:
     def _watch(
         self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, leaf: Tensor | None = None
     ) -> _Snapshot:
-        """Reduce the derivative at a node, and at its gradient, as they come; what ends there goes no further."""
+        """Reduce the derivatives at a node and at its gradient as they come; a leaf receives zeros."""
         snapshot = self._snapshot(name, tensor, values)
 
         def hook(g: Tensor | None) -> Tensor | None:  # None: nothing depends on what is here
             if self.first and g is not None and gradient is not None:
-                if leaf is None or len(leaf._backward_hooks or ()) != 1:  # somebody else's hook may change it
+                if leaf is None or len(leaf._backward_hooks or ()) != 1:  # another hook may change it
                     return self._watch_gradient(name, gradient, g)
                 key = self._snapshot(name, gradient, g.detach()).key
                 self._gradients.add(key, leaf, g)
@@ -495,7 +490,7 @@ class GainTapper:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """A second differentiation is over: reduce what came late, or waits for more."""
+        """Finish a second differentiation: reduce deferred and queued derivatives."""
         for pending, snapshot in self._pending:
             deferred = pending.pop()
             if deferred is not None:
@@ -504,22 +499,22 @@ class GainTapper:
 
     @torch.no_grad()
     def add_sign_changes(self, name: str, distances: Tensor, squares: Tensor) -> None:
-        """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
+        """Add the variance of sign changes, from squared derivatives by the mask of a rectifier or the shares of a max-pool."""
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
         sizes = self._inverse_sizes(name, squares)
         some = squares.numel() > _SIGN_SAMPLE
         distance, part = (strided(x, _SIGN_SAMPLE) if some else x for x in (distances, squares))
-        # Twice the chance that a normal number is beyond the distance.
-        chance = (distance.reshape(1, -1) * sizes).erfc_()
-        chance[-1].square_()
-        changes = summed(chance.mul_(part.reshape(1, -1)), 1)
+        # Twice the probability that a normal number exceeds the distance.
+        probability = (distance.reshape(1, -1) * sizes).erfc_()
+        probability[-1].square_()
+        changes = summed(probability.mul_(part.reshape(1, -1)), 1)
         if some:
             changes *= squares.numel() / part.numel()
         self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), changes))
 
     def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
-        """Of noise at the ratios that flips are counted at, and the one that was seen, over root 2: (ratios, 1)."""
+        """Inverse noise levels over root 2 at the ratios of ``FLIP_RATIOS`` and at the measured one: (ratios, 1)."""
         if name not in self._inverse:
             names = dict.fromkeys((*self._ratios, name)) if not self._inverse else [name]
             rows = [[*FLIP_RATIOS, self._ratios.get(some, 0.0)] for some in names]
@@ -559,7 +554,7 @@ class GainTapper:
         return sums, flips
 
     def clear(self) -> None:
-        """Keep nothing; hooks keep the tapper alive from inside the autograd graph."""
+        """Release all tensors: hooks in the autograd graph keep the tapper alive."""
         self._outputs.clear()
         self._rectified.clear()
         self._sums = DerivativeSums(None)
@@ -575,12 +570,12 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def expanded_zeros(x: Tensor) -> Tensor:
-    """Zeros that take no memory."""
+    """Zeros of a tensor's shape that take no memory."""
     return _zero(x.dtype, x.device).expand_as(x)
 
 
 def _sizes(input_noise: Mapping[str, InputNoise]) -> dict[str, list[Tensor]]:
-    """Of the noise at each rectifier and max-pool, for noise as strong as the signal; few kernels for all."""
+    """Noise levels at each rectifier and max-pool, per call, for noise as strong as the signal."""
     calls = [(name, spread, noise.ratio) for name, noise in input_noise.items() for spread in noise.spread]
     if not calls:
         return {}
@@ -593,10 +588,10 @@ def _sizes(input_noise: Mapping[str, InputNoise]) -> dict[str, list[Tensor]]:
 
 
 def _distance(z: Tensor, size: Tensor | None) -> Tensor:
-    """Distance of every element from zero over the size of the noise there, for noise as strong as the signal.
+    """Distance of every element from zero in units of the noise there, for noise as strong as the signal.
 
-    Where no noise arrives, nothing flips however close it is. In half precision, whose numbers reach from a thousandth
-    of the least ratio's root to far beyond where anything flips.
+    Infinite without noise. Half precision reaches from a thousandth of the smallest ratio's root to far beyond any
+    distance with a noticeable probability.
     """
     if size is None or any(few not in (1, many) for few, many in zip(size.shape, z.shape, strict=True)):
         size = z.square().mean().sqrt()
