@@ -126,10 +126,9 @@ class ConvolutionForm:
     def _backward(self, result: Tensor, first: Tensor, weight: Tensor, *, operand: int) -> Tensor:
         """Gradient with respect to one operand (0 or 1), of which only the shape matters."""
         mask = [operand == 0, operand == 1, False]
-        gradient: Tensor = torch.ops.aten.convolution_backward(result, first, weight, None, *self.geometry, mask)[
-            operand
-        ]
-        return gradient
+        backward = torch.ops.aten.convolution_backward
+        gradients: tuple[Tensor, ...] = backward(result, first, weight, None, *self.geometry, mask)
+        return gradients[operand]
 
     def _merge_groups(self, x: Tensor) -> Tensor:
         """Sums over the channels of each group: (B, C, ...) to (B, groups, ...)."""

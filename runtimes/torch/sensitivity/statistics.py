@@ -21,7 +21,7 @@ from qsync_opt.runtimes.torch.sensitivity.errors import attention_call
 from qsync_opt.runtimes.torch.sensitivity.probes import MAX_POOLS, Probed, Prober
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.records import (
-    WHILE_ACTIVATIONS_ARE_KEPT,
+    CAST_BEFORE_BACKWARD,
     GradientScatter,
     MomentQueue,
     Norms,
@@ -404,7 +404,7 @@ def collect_statistics(
                 raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
             if not loss.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
-            cast_pending(itertools.chain.from_iterable(collector.records.values()), WHILE_ACTIVATIONS_ARE_KEPT)
+            cast_pending(itertools.chain.from_iterable(collector.records.values()), CAST_BEFORE_BACKWARD)
             with scatter.batch():
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss
@@ -414,7 +414,7 @@ def collect_statistics(
             }
             collector.queue.flush()
             if isinstance(batches, Sized) and len(batches) == 1:
-                scatter.forget()  # one batch alone does not scatter
+                scatter.clear()  # one batch alone does not scatter
             measured = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:

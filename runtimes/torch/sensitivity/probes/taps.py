@@ -499,7 +499,7 @@ class GainTapper:
 
     @torch.no_grad()
     def add_sign_changes(self, name: str, distances: Tensor, squares: Tensor) -> None:
-        """Add the variance of sign changes, from squared derivatives by the mask of a rectifier or the shares of a max-pool."""
+        """Add the variance of sign changes, from squared derivatives by a rectifier's mask or a max-pool's shares."""
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
         sizes = self._inverse_sizes(name, squares)

@@ -9,7 +9,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.sensitivity.records.batch import (
-        WHILE_ACTIVATIONS_ARE_KEPT,
+        CAST_BEFORE_BACKWARD,
         cast_pending,
         finish_batch,
     )
@@ -27,7 +27,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "WHILE_ACTIVATIONS_ARE_KEPT",
+    "CAST_BEFORE_BACKWARD",
     "GradientScatter",
     "MomentQueue",
     "Norms",

@@ -1,4 +1,4 @@
-"""The end of a batch: the remaining computations of all records, many at once, and one transfer to the host."""
+"""The remaining computations of all records of a batch, many at once, and their transfer to the host."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _INTEGER = slice(SCALED_KINDS.index(INTEGER_KINDS[0]), SCALED_KINDS.index(INTEGE
 _SHAPES = tuple(Granularity(kind.partition("/")[2]) for kind in INTEGER_KINDS)
 _EIGHT_BITS = RESULT_KINDS.index(GRADIENT_KINDS["INT8"])
 _TOGETHER = 10 << 20
-"""Errors at most that are held together, unless those of one call are more."""
+"""Errors computed at a time, at most, unless those of one call are more."""
 
 _Sample = TypeVar("_Sample")
 _Numbers = list[tuple[tuple[str, ...], Tensor]]
-"""Names, and numbers (names, M)."""
+"""Names, and numbers (names, M) of M calls."""
 
 
 def finish_convolutions(calls: Sequence[ConvolutionRecord]) -> None:
-    """Find all numbers that depend on rounding; every call has met its gradient, or will meet none."""
+    """Compute all numbers that depend on rounding, after the backward pass."""
     firsts = [(call, call.release_first()) for call in calls]
     _run(
         (some, _seconds([call for call, _ in some], [first for _, first in some]))
@@ -87,7 +87,7 @@ def _alike(
     key: Callable[[ConvolutionRecord, _Sample], Hashable],
     size: Callable[[ConvolutionRecord, _Sample], int],
 ) -> Iterator[list[tuple[ConvolutionRecord, _Sample]]]:
-    """Calls of one key, so many at a time that their sizes stay below the limit."""
+    """Groups of calls with one key, and with sizes that sum up to the limit at most."""
     groups: dict[Hashable, list[tuple[ConvolutionRecord, _Sample]]] = {}
     for call, sample in every:
         form = call.form
@@ -99,7 +99,7 @@ def _alike(
 
 
 def _add_numbers(calls: Sequence[tuple[ConvolutionRecord, _Sample]], numbers: _Numbers) -> None:
-    """Hand every call its numbers."""
+    """Add the numbers to the calls."""
     names = tuple(name for some, _ in numbers for name in some)
     table = torch.cat([values for _, values in numbers]).T.contiguous()
     for (call, _), values in zip(calls, table, strict=True):
@@ -107,12 +107,12 @@ def _add_numbers(calls: Sequence[tuple[ConvolutionRecord, _Sample]], numbers: _N
 
 
 def _means(tensor: str, kinds: Sequence[str], values: Tensor) -> tuple[tuple[str, ...], Tensor]:
-    """Names and numbers of (2, K, M)."""
+    """Names and numbers of mean errors (2, K, M)."""
     return tuple(f"{tensor}.{kind}.{rounding}" for rounding in Rounding for kind in kinds), values.flatten(0, 1)
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Of M tensors, (1, M)."""
+    """Norms of M tensors, (1, M)."""
     norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1)
     return norms.unsqueeze(0)
 
@@ -121,7 +121,7 @@ def _norms(x: Tensor) -> Tensor:
 
 
 def _sampled(call: ConvolutionRecord) -> int:
-    """Elements of a weight that are looked at one by one."""
+    """Sample size of the weight."""
     return call.form.sample_second(call.limit)[0].numel()
 
 
@@ -221,7 +221,7 @@ def _spread(call: ConvolutionRecord) -> Tensor:
 
 
 def _weights(sizes: Tensor, sampled: Sequence[SizedPositions]) -> Tensor:
-    """What each position counts, from what they were chosen by, (M, P)."""
+    """Weights of the positions in sums, from the sizes that they were chosen by, (M, P)."""
     totals = torch.stack([s.total for s in sampled]).unsqueeze(1)
     return weights_by_size(sizes, totals, sampled[0].number, sampled[0].requested)
 
@@ -262,7 +262,7 @@ def _weighted(call: ConvolutionRecord, every: Sequence[tuple[FirstSample, Weight
 
 
 def _at(x: Tensor, indices: Tensor) -> Tensor:
-    """What (M, R, B, G, ...) holds at positions (M, P) that count through all images: (M, P, R, G)."""
+    """The elements of (M, R, B, G, ...) at positions (M, P), counted through all images: (M, P, R, G)."""
     by_place = x.movedim(2, 3).flatten(3)
     index = indices.view(indices.shape[0], 1, 1, -1).expand(-1, *by_place.shape[1:3], -1)
     return by_place.gather(3, index).movedim(3, 1)
@@ -325,12 +325,12 @@ def _by_row(calls: Sequence[ConvolutionRecord]) -> None:
 
 
 def _ratio(whole: float, part: float) -> float:
-    """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
+    """The factor from a sum over a sample to that over all; 1 where the sample's sum is 0."""
     return whole / part if part else 1.0
 
 
 def settle(call: ConvolutionRecord, values: dict[str, float]) -> dict[str, float]:
-    """Numbers of a call from what travelled to the host, by name."""
+    """Numbers of a call by name; those that start with ``~`` are factors of others."""
     numbers = {name: value for name, value in values.items() if not name.startswith("~")}
     for name, sizes in (("first", call.form.first.shape), ("second", call.form.second.shape)):
         numbers[f"{name}.amax.{Granularity.TENSOR}"] = values[f"{name}.greatest"] ** 2
@@ -372,7 +372,7 @@ def _settle_first(call: ConvolutionRecord, values: dict[str, float], numbers: di
 
 
 def _settle_second(call: ConvolutionRecord, values: dict[str, float], numbers: dict[str, float]) -> None:
-    """With a scale per row, rows err by their own largest magnitude, which is known of all of them."""
+    """Scale sums over sampled rows; with a scale per row, a row's error grows with its largest magnitude."""
     if "~second.part" not in values:
         return
     part, _ = call.form.sample_second(call.limit)
@@ -388,14 +388,14 @@ def _settle_second(call: ConvolutionRecord, values: dict[str, float], numbers: d
             numbers[f"gw/{shape}"] *= column
 
 
-_WAITING = 1 << 22
-"""Errors at most that are held together at the end of a batch."""
-WHILE_ACTIVATIONS_ARE_KEPT = 1 << 20
-"""The same between forward and backward pass."""
+_CAST_TOGETHER = 1 << 22
+"""Cast errors computed at a time, at most, at the end of a batch."""
+CAST_BEFORE_BACKWARD = 1 << 20
+"""The same between forward and backward pass, when activations take memory."""
 
 
 def _cast_errors(parts: Tensor, scales: Sequence[float]) -> Tensor:
-    """Errors (2, kinds, rows, elements) of rows that are multiplied by a scale, a power of two, while rounded."""
+    """Errors (2, kinds, rows, elements) of rows that are multiplied by a power of two while rounded."""
     if all(scale == 1.0 for scale in scales):
         return paired_errors(parts, CAST_KINDS, {})
     scale = torch.tensor(scales, dtype=parts.dtype).to(parts.device).unsqueeze(1)
@@ -403,15 +403,15 @@ def _cast_errors(parts: Tensor, scales: Sequence[float]) -> Tensor:
 
 
 def _weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Means over the last dimension, in which every run of elements has a weight, (tensors, runs)."""
+    """Means over the last dimension, with a weight for every run of elements, (tensors, runs)."""
     if weights is None:
         return values.mean(-1)
     by_run = values.reshape(*values.shape[:-1], weights.shape[1], -1).mean(-1)
     return (by_run * weights).sum(-1)
 
 
-def cast_pending(records: Iterable[OperatorRecord], together: int = _WAITING) -> None:
-    """Find the cast errors of all elements that wait, many tensors at once, so many errors together."""
+def cast_pending(records: Iterable[OperatorRecord], together: int = _CAST_TOGETHER) -> None:
+    """Compute the cast errors of all samples of the records, at most ``together`` errors at a time."""
     alike: dict[Hashable, list[tuple[OperatorRecord, str, Tensor | SizedRuns]]] = {}
     for record in records:
         for tensor, part in record.pending:
@@ -440,7 +440,7 @@ def _elements(part: Tensor | SizedRuns) -> Tensor:
 
 
 def _run_weights(every: Sequence[SizedRuns], squares: Tensor) -> Tensor | None:
-    """What each run counts in a mean, (tensors, runs), from squares (tensors, runs, length)."""
+    """Weights of the runs in a mean, (tensors, runs), from squares (tensors, runs, length)."""
     if not every:
         return None
     totals = torch.stack([runs.total for runs in every]).unsqueeze(1)
@@ -450,16 +450,7 @@ def _run_weights(every: Sequence[SizedRuns], squares: Tensor) -> Tensor | None:
 
 
 def finish_record(record: OperatorRecord, values: dict[str, float], batch: int) -> OperatorStatistics:
-    """Statistics of one call; gradients that never came are zero.
-
-    Args:
-        record: Complete.
-        values: What was found, by name.
-        batch: Number of the batch, for error texts.
-
-    Raises:
-        ModelError: A value is not finite.
-    """
+    """Statistics of one call, from its numbers by name; missing gradients are zero."""
     for name, size in record.needs_gradient.items():
         record.elements.setdefault(name, size)
     record.elements.setdefault("output_gradient", record.elements["output"])
@@ -496,8 +487,8 @@ def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[Operator
     """Statistics of every call; one transfer to the host per device and type.
 
     Args:
-        records: Complete.
-        batch: Number of the batch, for error texts.
+        records: The records of all calls, after the backward pass.
+        batch: Number of the batch, for error messages.
 
     Raises:
         ModelError: A value is not finite.

@@ -1,9 +1,9 @@
 """The record of one call of a convolution until the end of its batch: samples, small vectors and a few numbers.
 
-Elements are looked at one by one at some positions of all images. Errors of the first operand that meet the gradient of
-the result, and the gradient's own, are taken at positions where the gradient is; see `qsync_opt.runtimes.torch.sensitivity.samples`. That happens
-when the gradient arrives, while the operand is still what autograd keeps for the weight's gradient; rounding itself is
-left to ``records.batch``, when no activation is kept any more, for many calls at once.
+Rounding errors are computed at some positions of all images. Those that contribute to gradients are sampled where the
+gradient is large, see `qsync_opt.runtimes.torch.sensitivity.samples`. This happens when the gradient arrives, while
+autograd still keeps the operand; rounding itself waits until no activation is kept, for many calls at once, see
+`qsync_opt.runtimes.torch.sensitivity.records.batch`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from qsync_opt.runtimes.torch.sensitivity.reductions import stacked, summed
 from qsync_opt.runtimes.torch.sensitivity.samples import Positions, SizedPositions, even_positions, positions_by_size
 
 _WEIGHTED_PART = 1 / 4
-"""Part of a sample's size that is enough for one sum whose terms the positions are chosen by."""
+"""Part of the sample size that is enough for a sum whose terms determine the sampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstSample:
-    """Of a first operand (B, C, ...): P evenly spaced positions, and sums over all of it.
+    """A sample of a first operand (B, C, ...) at P evenly spaced positions, and sums over all of it.
 
     Attributes:
-        part: (P, C).
-        positions: Which positions.
+        part: The sample, (P, C).
+        positions: The positions.
         rows: Largest magnitudes of images, (B,).
-        channels: Those of channels, (C,).
-        contracted: Squares by contraction.
-        by_row: Squares by row, (B, groups, ...) of the result.
+        channels: Largest magnitudes of channels, (C,).
+        contracted: Squares reduced by contraction.
+        by_row: Squares reduced by row, (B, groups, ...) of the result.
     """
 
     part: Tensor
@@ -47,13 +47,13 @@ class FirstSample:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSample:
-    """Of a first operand, positions chosen by the gradient that they meet.
+    """A sample of a first operand at positions that are chosen by the gradient they are multiplied with.
 
     Attributes:
-        part: (P, C).
-        sampled: Which positions.
-        sizes: Squares of the gradient that each position meets, (B, groups, ...); times the one more than its image's
-            share in ``image_shares`` they are what positions were chosen by.
+        part: The sample, (P, C).
+        sampled: The positions.
+        sizes: Sums of the squared gradient that each position is multiplied with, (B, groups, ...). Positions are
+            chosen by these times one plus ``image_shares``.
     """
 
     part: Tensor
@@ -63,15 +63,15 @@ class WeightedSample:
 
 @dataclass(frozen=True, slots=True)
 class GradientSample:
-    """Of the gradient of a result, positions chosen by it and by what it is multiplied with.
+    """A sample of the gradient of a result at positions that are chosen by it and by its factors.
 
     Attributes:
-        part: (P, channels).
+        part: The sample, (P, channels).
         amax: Largest magnitude of the gradient, once it is known.
-        sampled: Which positions.
-        rows: Squares of the gradient by row, their roots, those times squares of the first operand by row, and these
-            squares themselves, (4, B, groups, ...).
-        shares: Positions were chosen by the first three of these times those, (3,).
+        sampled: The positions.
+        rows: Squares of the gradient by row, their roots, these roots times squares of the first operand by row, and
+            the latter squares, (4, B, groups, ...).
+        shares: Weights of the first three of these in the choice of positions, (3,).
     """
 
     part: Tensor
@@ -82,29 +82,26 @@ class GradientSample:
 
 
 def image_shares(rows: Tensor) -> Tensor:
-    """Squares of images' largest magnitudes (..., B) over their mean.
-
-    With a scale per image, images err by their own largest magnitude; with one for all, alike.
-    """
+    """Squares of images' largest magnitudes (..., B) over their mean: relative errors with a scale per image."""
     squares = rows.square()
     return squares / squares.mean(-1, keepdim=True)
 
 
 @dataclass(slots=True, kw_only=True)
 class ConvolutionRecord:
-    """One call in the making.
+    """The measurements of one call.
 
     Attributes:
-        form: Of the convolution; without its first operand once that is taken.
-        limit: About how many elements of the operands are looked at one by one.
-        found: Names and numbers, as the record of the call keeps them.
-        loss_scale: By which the gradient is multiplied while it is rounded.
-        late: Where largest magnitudes are found, if not at once.
+        form: The convolution; only the shape of its first operand remains after its release.
+        limit: Approximate sample size of the operands.
+        numbers: Names and numbers of the `OperatorRecord`.
+        loss_scale: Factor of the gradient while it is rounded.
+        queue: Computes largest magnitudes later; None for at once.
         by_row: Squares of the first operand and of the gradient by row.
         columns: Squares of the gradient summed over the results that each weight reaches, by output channel.
         contracted_second: Squares of the weight by contraction, once they are known.
-        by_column: Squares of the weight by output channel, likewise.
-        positions: How many of the first operand's positions were taken.
+        by_column: Squares of the weight by output channel, once they are known.
+        positions: Number of sampled positions of the first operand.
         gradient_elements: Elements of the result.
     """
 
@@ -124,7 +121,7 @@ class ConvolutionRecord:
     gradient_elements: int = 0
 
     def sample_first(self) -> FirstSample:
-        """Look at the first operand, once."""
+        """The sample of the first operand, drawn by the first call."""
         if self.first is not None:
             return self.first
         form, x = self.form, self.form.first
@@ -142,22 +139,22 @@ class ConvolutionRecord:
         return self.first
 
     def release_first(self) -> FirstSample:
-        """Keep nothing of an activation's size; only the first operand's shape matters by now."""
+        """Release the first operand, apart from its shape, after sampling it."""
         first = self.sample_first()
         self.form = dataclasses.replace(self.form, first=first.rows[0].expand(self.form.first.shape))
         return first
 
     def clear(self) -> None:
-        """Keep nothing that was taken."""
+        """Release all samples and vectors."""
         self.first = self.weighted = self.gradient = self.by_row = None
         self.columns = self.contracted_second = self.by_column = None
 
     def add_gradient(self, g: Tensor, *, trained: bool, rounded: bool) -> None:
-        """Look at the gradient of the result, (B, channels, ...).
+        """Measure the gradient of the result.
 
         Args:
-            g: The gradient.
-            where_it_is: Whether the first operand's errors add to a weight gradient.
+            g: The gradient, (B, channels, ...).
+            trained: Whether the weight has a gradient, to which the first operand's errors add.
             rounded: Whether the gradient itself may be rounded to 8 bits.
         """
         form, first = self.form, self.sample_first()
@@ -182,7 +179,7 @@ class ConvolutionRecord:
         return WeightedSample(sampled.positions.of(x), sampled, sizes)
 
     def _sample_gradient(self, first: FirstSample, g: Tensor, row_g2: Tensor) -> GradientSample:
-        # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
+        # Errors grow with the square in floating formats, in INT8 with its root where most elements are below a step.
         norm = row_g2.sqrt()
         every = stacked([row_g2, norm, norm * first.by_row, first.by_row])
         terms = every[:3].flatten(1)

@@ -27,7 +27,7 @@ def _square_sum(gradient: Tensor) -> Tensor:
 
 
 class GradientScatter:
-    """Within its block, gradients accumulate in ``.grad`` and the squared norm of each batch's is added up."""
+    """Sums up the squared gradient norms of the batches within its block, where gradients accumulate in ``.grad``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -36,18 +36,13 @@ class GradientScatter:
         self._last: dict[int, Tensor] = {}
 
     def __enter__(self) -> GradientScatter:
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.clear()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _add(self, gradient: Tensor) -> None:
-        self._count(_square_sum(gradient))
+        self.clear()
 
     def _count(self, square: Tensor) -> None:
         previous = self._squares.get(square.device)
@@ -59,7 +54,7 @@ class GradientScatter:
         if self._batches == 1:
             for parameter in self._parameters:
                 if parameter.grad is not None:
-                    self._add(parameter.grad)
+                    self._count(_square_sum(parameter.grad))
         watched = self._parameters if self._batches else []
         self._last.clear()
 
@@ -85,25 +80,25 @@ class GradientScatter:
             squares = {i: _square_sum(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
         return {i: (square.double() / self._parameters[i].numel()).sqrt() for i, square in squares.items()}
 
-    def forget(self) -> None:
-        """Keep no gradient: nothing follows that it could be compared with."""
+    def clear(self) -> None:
+        """Release the gradients: no batch follows."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def noise(self) -> GradientNoise | None:
-        """What was found; None after fewer than two batches."""
+        """The noise of the gradient; None after fewer than two batches."""
         if self._batches < 2:
             return None
         squares = sum(value.item() for value in self._squares.values())
         whole = [_square_sum(p.grad) for p in self._parameters if p.grad is not None]
         of_sum = sum(value.item() for value in whole)
-        # Cancellation may leave a hair below zero where all batches are alike.
+        # Cancellation may leave a negative number where all batches are alike.
         variance = max(0.0, (squares - of_sum / self._batches) / (self._batches - 1))
         return GradientNoise(mean_square_norm=squares / self._batches, variance=variance)
 
 
 _CHUNK = 1 << 21
-"""Elements of a loss's input that are differentiated twice together, where its rows are independent."""
+"""Elements of a loss's input, at most, that are differentiated twice at a time if its rows are independent."""
 _CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
@@ -113,7 +108,7 @@ def loss_curvature(call: OperatorCall, x: Tensor) -> Tensor:
     The squared norm of the second derivative H is estimated with one vector of random signs from its own generator.
 
     Args:
-        call: Of the loss.
+        call: The call of the loss.
         x: Its first floating input, FP32, cut off from autograd.
 
     Returns:
@@ -145,8 +140,8 @@ def _norms(function: Callable[[Tensor], Tensor], x: Tensor, random: RandomSigns)
 def _parts(call: OperatorCall, x: Tensor) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
     """The loss as a function of parts of its input.
 
-    A large cross-entropy is taken some rows at a time and summed instead of averaged: the factor between the two is the
-    same in H and in the gradient, so that it does not matter to their ratio.
+    A large cross-entropy is divided into rows and summed instead of averaged: the factor between the two cancels in the
+    ratio of H to the gradient.
     """
     arguments = dict(zip(_CROSS_ENTROPY, call.args, strict=False)) | dict(call.kwargs)
     target = arguments.get("target")
@@ -177,15 +172,15 @@ def _whole(call: OperatorCall, entering: Tensor, x: Tensor) -> Tensor:
 _BATCH_NORM = inspect.signature(F.batch_norm)
 
 SignalTensors = tuple[int, dict[str, Tensor]]
-"""Of one call: elements of its result; norms ``entering`` and ``leaving``, perhaps ``curvature``, and of a
-normalization variances of channels ``before`` and either ``after`` or, instead, what it multiplies by (``scale``), the
-variances that it divides by unless they are those before (``used``), and what it adds to these (``eps``)."""
+"""Of one call: elements of its result, and tensors by name: norms ``entering`` and ``leaving``, perhaps ``curvature``;
+of a normalization channel variances ``before`` and either ``after``, or its weight (``scale``), the variances that it
+divides by unless they are those before (``used``), and the number that it adds to these (``eps``)."""
 SignalNumbers = tuple[float, float, float, float]
-"""Sums of squares entering and leaving, curvature, and mean over channels by how much variance grows."""
+"""Sums of squares of input and output, curvature, and mean growth of the variance over channels."""
 
 
 def signals_on_host(signals: Mapping[str, list[SignalTensors]]) -> dict[str, tuple[int, list[SignalNumbers]]]:
-    """What was seen of signals, by name; one transfer per device."""
+    """Numbers of all calls of every signal, with the elements of a result; one transfer per device and type."""
     every = [values for calls in signals.values() for _, tensors in calls for values in tensors.values()]
     places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for values in every:
@@ -207,7 +202,7 @@ def signals_on_host(signals: Mapping[str, list[SignalTensors]]) -> dict[str, tup
 
 
 def _growths(numbers: Mapping[str, list[float]]) -> list[float]:
-    """By how much the variance of each channel grows; 1 of what is no normalization."""
+    """Growth of the variance of each channel; 1 for other operators than normalizations."""
     before = numbers.get("before", [1.0])
     if "eps" in numbers:
         (eps,), used = numbers["eps"], numbers.get("used", before)
@@ -218,7 +213,7 @@ def _growths(numbers: Mapping[str, list[float]]) -> list[float]:
 
 
 def normalized(call: OperatorCall, entering: Tensor, leaving: Tensor) -> dict[str, Tensor]:
-    """What tells by how much a batch normalization makes the variance of each channel grow, in few kernels."""
+    """The tensors that give the growth of channel variances in a batch normalization, in few kernels."""
     before = {"before": channel_variances(entering)}
     if call.function is not F.batch_norm:
         return before | {"after": channel_variances(leaving)}
@@ -237,7 +232,7 @@ def normalized(call: OperatorCall, entering: Tensor, leaving: Tensor) -> dict[st
 
 
 class Norms:
-    """Norms of tensors, each taken once: what leaves one operator enters the next."""
+    """Norms of tensors, each computed once, although a result of one operator is an input of the next."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}

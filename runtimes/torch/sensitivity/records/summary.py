@@ -19,16 +19,16 @@ RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 
 
 def check_finite(operator: str, values: dict[str, float], batch: int) -> dict[str, float]:
-    """The values, all of them finite.
+    """The values, if all are finite.
 
     Raises:
-        ModelError: One of them is not; the text names operator, tensor and batch.
+        ModelError: A value is not finite; the message names operator, tensor and batch.
     """
     if all(map(math.isfinite, values.values())):
         return values
     for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
         if value == float("inf") and key.startswith("measured."):
-            continue  # a format that cannot hold the operands
+            continue  # the format cannot hold the operands
         if not -float("inf") < value < float("inf"):
             tensor = key.partition(".")[0].replace("_", " ")
             raise ModelError(
@@ -41,13 +41,13 @@ def check_finite(operator: str, values: dict[str, float], batch: int) -> dict[st
 def alignments(
     sizes: ProductSizes, factor: float, tensors: dict[str, TensorStatistics], values: dict[str, float]
 ) -> dict[str, float]:
-    """Exact sums of noise times signal over what the mean-field formulas give, per path and shape.
+    """Exact sums of noise times signal over those of the mean-field formulas, per path and shape.
 
     Args:
-        sizes: Of the product.
-        factor: By which the result is multiplied.
+        sizes: Sizes of the product.
+        factor: Constant factor of the result.
         tensors: Statistics of the tensors by name.
-        values: What was found, by name.
+        values: Recorded numbers by name.
     """
     squares = {name: tensors[name].mean_square for name in ("first", "second", "output_gradient")}
     square_factor = factor**2
@@ -81,7 +81,7 @@ def alignments(
 
 @functools.cache
 def _keys(tensor: str, *, scaled: bool) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Kinds of rounding of a tensor, each with its errors' names by rounding."""
+    """Kinds of rounding of a tensor, with the names of their errors."""
     kinds = dict.fromkeys((*(SCALED_KINDS if scaled else CAST_KINDS), *OUTPUT_GRADIENT_KINDS))
     return tuple((kind, tuple(f"{tensor}.{kind}.{rounding}" for rounding in Rounding)) for kind in kinds)
 
@@ -92,10 +92,10 @@ def _mean_error(tensor: str, kind: str, values: dict[str, float], mean_square: f
 
 
 def _scaled(error: float, tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
-    """Mean squared error of a whole tensor from that of a part: scaled by what the error grows with.
+    """Mean squared error of a whole tensor from that of a part.
 
-    Errors of floating formats grow with the square of the element, those of fixed-point with a scale per row with the
-    square of the row's largest magnitude.
+    Errors of floating formats grow with the square of the element, those of INT8 with a scale per row with the square
+    of the row's largest magnitude.
     """
     whole = part = 1.0
     if not kind.startswith("INT8"):
@@ -107,7 +107,7 @@ def _scaled(error: float, tensor: str, kind: str, values: dict[str, float], mean
 
 
 def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> TensorStatistics:
-    """Statistics of one tensor of so many elements from what was found, by name."""
+    """Statistics of one tensor from recorded numbers by name."""
     square_sum = values.get(f"{name}.square_sum", 0.0)
     mean_square = square_sum / elements
     amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
@@ -131,7 +131,7 @@ def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Ten
 
 
 def measured_errors(values: dict[str, float]) -> dict[str, MeasuredErrors]:
-    """Errors that were measured rather than derived, by format; not of formats that cannot hold the operands."""
+    """Measured errors by format, without formats that cannot hold the operands."""
     formats = dict.fromkeys(
         key.split(".")[1] for key, value in values.items() if key.startswith("measured.") and value < float("inf")
     )
