@@ -1,4 +1,4 @@
-"""The expected squared error of each element of a tensor under rounding to a format, computed without drawing.
+"""The expected squared error of each element of a tensor under rounding to a format, without random numbers.
 
 An element at position ``f`` between two grid points a step ``s`` apart errs by ``f * (1 - f) * s**2`` in expectation
 under stochastic rounding and by ``min(f, 1 - f)**2 * s**2`` under rounding to nearest. No distribution is assumed.
@@ -32,7 +32,7 @@ from qsync_opt.sensitivity import ProductSizes
 NEAREST_FORMATS = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Formats that operands and gradients are cast to, rounding to nearest."""
 _CHUNK = 1 << 22
-"""Elements of a gradient at most that are looked at together."""
+"""Elements of a gradient, at most, that are processed at a time."""
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -42,7 +42,7 @@ def _rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def _some_columns(g: Tensor) -> Iterator[Tensor]:
-    """Columns of (P, N, M), some at a time."""
+    """Parts of (P, N, M) by column."""
     yield from torch.split(g, max(1, _CHUNK * g.shape[2] // max(1, g.numel())), 2)
 
 
@@ -50,12 +50,12 @@ def weight_gradient_errors(form: ProductForm, g: Tensor, loss_scale: float) -> d
     """Error of the second operand's gradient per format, before that gradient is itself rounded.
 
     Args:
-        form: Of the product, with its operands in FP32.
-        g: Gradient of the result, as the form lays it out; what the result is multiplied by is left out.
-        loss_scale: By which gradients are multiplied while they are rounded.
+        form: The form of the product, with operands in FP32.
+        g: Gradient of the result, in the layout of the form, without the constant factor of the product.
+        loss_scale: Factor of gradients while they are rounded.
 
     Returns:
-        Format to the root of the squared error, on the device; not finite where a format cannot hold the operands.
+        Root of the squared error by format, on the device; not finite where a format cannot hold the operands.
 
     Source:
         Ours.
@@ -96,12 +96,12 @@ def _convolution_errors(form: ConvolutionForm, g: Tensor, loss_scale: float) -> 
 
 _MEASURED = ("BF16", "FP16", "TF32")
 _SCORES = 1 << 22
-"""Scores that are held at once, unless those of one batch element are more."""
+"""Scores computed at a time, at most, unless those of one batch element are more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """Arguments of one call, dropout left out: its mask is noise of the model's own."""
+    """Arguments of one call, without dropout."""
 
     query: Tensor
     key: Tensor
@@ -177,14 +177,14 @@ def _compute(
     scores = (q @ k_H.mT) * call.scale
     if bias is not None:
         scores = scores + bias
-    # A row that may attend to nothing has no probabilities; torch delivers zeros for it.
+    # A row without keys has no probabilities; torch returns zeros for it.
     probabilities = torch.softmax(scores, -1)
     if bias is not None:
         probabilities = probabilities.masked_fill(torch.isneginf(bias).all(-1, keepdim=True), 0.0)
     kept = rounded(probabilities)
     output = kept @ v_H
     inner = g @ v_H.mT
-    # Fused kernels take the row sums from the result as they delivered it.
+    # Fused kernels compute the row sums from their rounded result.
     output = delivered(output)
     score_gradient = rounded(probabilities * (inner - (g * output).sum(-1, keepdim=True)))
     query = score_gradient @ k_H * call.scale
@@ -195,7 +195,7 @@ def _compute(
 
 
 def _bias(call: AttentionCall) -> Tensor | None:
-    """What is added to the scores: the mask, or the causal mask, as FP32."""
+    """The mask, or the causal mask, as an FP32 term of the scores."""
     rows, keys = call.query.shape[-2], call.key.shape[-2]
     if call.is_causal:
         allowed = torch.ones(rows, keys, dtype=torch.bool, device=call.query.device).tril()
@@ -217,7 +217,7 @@ def attention_errors(call: AttentionCall, grad: Tensor) -> dict[str, Tensor]:
 
     Returns:
         For BF16, FP16 and TF32: a tensor of four sums, over output, query gradient, key gradient and value gradient,
-        FP64; infinite where an operand exceeds the format's range. The host waits for nothing.
+        FP64; infinite where an operand exceeds the format's range. Does not synchronize.
 
     Source:
         Ours.
@@ -265,15 +265,15 @@ class ElementErrors(NamedTuple):
 _STACKED_AT_ONCE = 4
 """Dimensions from which a card stacks tensors one by one."""
 _EXPONENT_BITS = 0x7F800000
-"""Of an FP32 number; what they leave of it is the largest power of two that is not above its magnitude."""
+"""Mask of an FP32 number that leaves the largest power of two not above its magnitude."""
 
 
 class _Stack(NamedTuple):
     """A stack of kinds, as tensors that broadcast against a stack of tensors.
 
-    ``slices`` says by which granularity each kind is scaled (None: by none), ``largest`` onto which number the largest
-    magnitude goes, ``bits`` two to the minus mantissa bits, ``least`` and ``greatest`` the powers of two between which
-    the step follows the number.
+    ``slices`` has the granularity of each kind's scales (None without scale), ``largest`` the number that the largest
+    magnitude is scaled to, ``bits`` two to the minus mantissa bits, ``least`` and ``greatest`` the range of powers of
+    two in which the step follows the number.
     """
 
     slices: tuple[Granularity | None, ...]
@@ -310,25 +310,25 @@ def _stack(kinds: tuple[str, ...], dims: int, device: torch.device) -> _Stack:
 
 @functools.lru_cache(maxsize=64)
 def _places(slices: tuple[Granularity | None, ...], amaxes: tuple[Granularity, ...], device: torch.device) -> Tensor:
-    """Where each kind's unit stands behind 1 and the largest magnitudes in their order."""
+    """Index of each kind's unit among 1 and the largest magnitudes in their order."""
     return torch.tensor([0 if g is None else 1 + amaxes.index(g) for g in slices]).to(device)
 
 
 def _broadcast(dims: int, *tensors: Tensor) -> Tensor:
-    """Tensors of so many dimensions or fewer, stacked."""
-    if any(x.dim() == dims for x in tensors):  # without the shapes in Python
+    """A stack of tensors, broadcast to at least ``dims`` dimensions."""
+    if any(x.dim() == dims for x in tensors):  # faster than broadcasting shapes in Python
         return torch.stack(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
     shape = torch.broadcast_shapes((1,) * dims, *(x.shape for x in tensors))  # type: ignore[no-untyped-call]
     return torch.stack([x.expand(shape) for x in tensors])
 
 
 def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> Tensor:
-    """What ``stacked_errors`` has, as one tensor of shape (2, kinds, *shape of x): stochastic, then nearest."""
+    """`stacked_errors` as one tensor of shape (2, kinds, *shape of x): stochastic, then nearest."""
     stack = _stack(kinds, x.dim(), x.device)
     units: Tensor | None = None
     values = x
     if any(stack.slices):
-        # What x is held in before the format's own largest number comes in: 1, or a largest magnitude.
+        # The unit of x before scaling to the largest number of the format: 1, or a largest magnitude.
         amax = [stack.one if g is None else amaxes[g] for g in stack.slices]
         if x.dim() < _STACKED_AT_ONCE:
             units = _broadcast(x.dim(), *amax)
@@ -351,7 +351,7 @@ def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity
 def joint_errors(
     tensors: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]
 ) -> list[Tensor]:
-    """What ``paired_errors`` has of several tensors on one device, together."""
+    """`paired_errors` of each of several tensors on one device, computed together."""
     if len(tensors) == 1:
         x, amaxes_of_x = tensors[0]
         return [paired_errors(x, kinds, amaxes_of_x)]
@@ -366,7 +366,7 @@ def joint_errors(
 
 
 class ErrorRequest(NamedTuple):
-    """Elements whose errors somebody waits for; what ``paired_errors`` takes."""
+    """Arguments of `paired_errors` that a computation yields to `run_batched`."""
 
     x: Tensor
     kinds: tuple[str, ...]
@@ -376,14 +376,14 @@ class ErrorRequest(NamedTuple):
 def run_batched(
     groups: Iterable[tuple[_Name, Generator[ErrorRequest, Tensor, _Result]]], limit: int
 ) -> Iterator[tuple[_Name, _Result]]:
-    """Run computations each of which asks for errors once, those of several at once.
+    """Run computations that each request errors once, and compute the errors of several at once.
 
     Args:
-        groups: By some name; all ask for errors of the same kinds.
-        limit: Errors at most that are held together, unless one asks for more.
+        groups: Names and computations; all request errors of the same kinds.
+        limit: Errors at most that are computed together, unless one request is larger.
 
     Yields:
-        Name, and what the computation returned.
+        Name and result of each computation.
     """
     waiting: list[tuple[_Name, Generator[ErrorRequest, Tensor, _Result], ErrorRequest]] = []
 
@@ -411,7 +411,7 @@ def run_batched(
 
 
 def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:
-    """Errors of several noise kinds at once, in few kernels.
+    """Errors of several noise kinds, in few kernels.
 
     Args:
         x: FP32, any shape, finite.
@@ -428,14 +428,14 @@ def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularit
 
 
 def fixed_point_errors(x: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
-    """Expected squared error of each element in INT8 under stochastic rounding, for several ways to scale.
+    """Expected squared error of each element in INT8 under stochastic rounding, for several scalings.
 
     Args:
         x: FP32, any shape, finite.
-        amaxes: Largest magnitude per slice, broadcasting against ``x``, one tensor for each way.
+        amaxes: Largest magnitude per slice, broadcasting against ``x``, one tensor for each scaling.
 
     Returns:
-        Shape (ways, *shape of x): what ``stacked_errors`` has for INT8, in half of the kernels.
+        Shape (scalings, *shape of x): equal to `stacked_errors` for INT8, in half of the kernels.
 
     Source:
         Ours.

@@ -55,7 +55,7 @@ def statistics_of_batch(
     batch: int,
     graph: OpGraph | None,
 ) -> ModelStatistics:
-    """Statistics of one batch: what operators and signals were seen to do."""
+    """Statistics of one batch from the records of its operators and the norms of its signals."""
     operators: list[OperatorStatistics] = []
     finished = iter(finish_batch([record for records in recorded.values() for record in records], batch))
     for records in recorded.values():
@@ -82,7 +82,7 @@ def statistics_of_batch(
 def with_probes(
     measured: ModelStatistics, plain: Probed, adaptive: Probed, curvatures: Mapping[str, Mapping[str, Curvature]]
 ) -> ModelStatistics:
-    """Statistics of one batch, and what probes found beside them."""
+    """Statistics of one batch with the results of its probes."""
     operators = []
     for operator in measured.operators:
         probed: dict[str, Any] = {
@@ -104,7 +104,7 @@ def with_probes(
 
 
 Step = Callable[[nn.Module, Any], Tensor]
-# Element-wise operators and means whose norms tell how noise is diluted; named as the capture names them.
+# Element-wise operators and means, whose norms show how noise is diluted.
 _SIGNAL_KINDS = (
     *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "masked_fill", "cat"),
     *("relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid"),
@@ -214,7 +214,7 @@ def _full(x: Tensor) -> Tensor:
 
 
 def _tap(record: OperatorRecord, gradient: str, tensor: Tensor) -> Tensor:
-    """An alias of an operand whose gradient is what this operator alone contributes."""
+    """An alias of an operand whose gradient is the contribution of this operator alone."""
     if tensor.dtype not in (torch.float32, torch.float64):
         raise ModelError(
             f"operator {record.name!r} reads {str(tensor.dtype).removeprefix('torch.')}: statistics are collected in "
@@ -240,7 +240,7 @@ def _on_gradient(record: OperatorRecord, name: str, gradient: Tensor) -> None:
 
 
 class _Alias(torch.autograd.Function):
-    """The same tensor, whose gradient is handed on whatever its layout: that of a look-up's table may be sparse."""
+    """An alias that accepts any layout of gradient: that of a lookup's table may be sparse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -343,28 +343,27 @@ def collect_statistics(
 ) -> ModelStatistics:
     """Statistics of every adjustable operator over some batches, forward and backward in full precision.
 
-    The model is left as it was: parameters, buffers, gradients, mode and random state. Hooks see one tensor at a time;
-    no activation is kept longer than autograd keeps it. Two calls with the same model and batches give the same result.
+    The model is left as it was: parameters, buffers, gradients, mode and random state. No activation is kept longer
+    than autograd keeps it. Two calls with the same model and batches give the same result.
 
     Args:
         model: In the mode it is trained in, with FP32 parameters, not wrapped for data-parallel training.
         batches: What ``step`` takes, at least one; all of one shape.
         step: Function of model and batch that returns the loss; by default the model computes it itself.
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
-        probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
-            batch is then also differentiated twice, some of its samples at a time: two quarters of it, each about four
-            steps of so many samples, and four forward passes of all if there are rectifiers or max-pools. 2 to 8 are
-            enough.
-        adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
-        whole_batches: Probe all samples of each batch together: exacter, with several times the memory of a
-            training step, and with ``shift``, which ``plan_variance`` wants of models with rectifiers. Batches that
-            cannot be divided are probed so anyway.
-        curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
-            none. 8 to 64 are needed, each about as dear as a training step.
-        sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
-            they are evenly spaced. Norms and largest magnitudes always take all elements.
-        loss_scale: By which the loss is multiplied where gradients are FP16 (``torch.amp.GradScaler.get_scale()``, a
-            power of two): what underflows in FP16 is found at that scale. Nothing else depends on it.
+        probes: Random vectors per batch for the gains of the indicator ``kind="probed"``; 0 for none. Two quarters of
+            each batch are then differentiated twice, each at the cost of about four steps of as many samples, after
+            four forward passes of the whole batch if there are rectifiers or max-pools. 2 to 8 are enough.
+        adaptive_probes: Random vectors per batch for the gains of ``kind="progress"``, at the same cost.
+        whole_batches: Probe all samples of each batch together: more exact, with several times the memory of a
+            training step, and with ``shift``, which ``plan_variance`` needs for models with rectifiers. Batches that
+            cannot be divided are always probed so.
+        curvature_probes: Random vectors per batch for the traces of the indicator ``kind="hessian"``; 0 for none. 8 to
+            64 are needed, each at the cost of about a training step.
+        sample_elements: Approximate number of elements of an activation whose rounding errors are computed. Norms and
+            largest magnitudes always take all elements.
+        loss_scale: Factor of the loss where gradients are FP16 (``torch.amp.GradScaler.get_scale()``, a power of two),
+            for their underflow. Nothing else depends on it.
         progress: Called after each batch with the number of batches done.
 
     Returns:

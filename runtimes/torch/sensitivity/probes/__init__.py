@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.sensitivity.probes.batch_parts import parts_of
     from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
     from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import attention_twice, batch_norm_twice, product_twice
     from qsync_opt.runtimes.torch.sensitivity.probes.gradient import Probed, probe_gains
@@ -43,6 +44,7 @@ __all__ = [
     "batch_norm_twice",
     "contest",
     "noisy_passes",
+    "parts_of",
     "pool_call",
     "probe_curvatures",
     "probe_gains",

@@ -8,16 +8,13 @@ from torch import nn
 
 from qsync_opt.numerics import Granularity, formats_for, noise_kinds
 from qsync_opt.runtimes.torch.sensitivity import (
-    ErrorRequest,
-    run_batched,
     attention_call,
     attention_errors,
     collect_statistics,
-    paired_errors,
+    errors,
     reductions,
-    stacked_errors,
 )
-from qsync_opt.runtimes.torch.sensitivity import errors as rounding_error
+from qsync_opt.runtimes.torch.sensitivity.errors import ErrorRequest, paired_errors, run_batched, stacked_errors
 from qsync_opt.sensitivity import NoiseOptions, variances
 
 KINDS = (*noise_kinds(scaled=True), "E5M2/tensor")
@@ -131,9 +128,7 @@ def test_attention_errors_count_that_row_sums_are_taken_from_rounded_results(com
 def test_errors_of_tensors_of_several_shapes_are_found_together(monkeypatch):
     torch.manual_seed(0)
     kinds, together = noise_kinds(scaled=True), []
-    monkeypatch.setattr(
-        rounding_error, "paired_errors", lambda x, *rest: together.append(x.numel()) or paired_errors(x, *rest)
-    )
+    monkeypatch.setattr(errors, "paired_errors", lambda x, *rest: together.append(x.numel()) or paired_errors(x, *rest))
     given = {}
     for name, shape in (("a", (2, 5, 7)), ("b", (3, 11, 4)), ("c", (1, 2, 3)), ("d", (40, 5, 5))):
         x = torch.randn(shape) * 10
@@ -141,8 +136,7 @@ def test_errors_of_tensors_of_several_shapes_are_found_together(monkeypatch):
         given[name] = x, {g: x.abs().amax(along, keepdim=True) for g, along in dims.items()}
 
     def steps(x, amaxes):
-        errors = yield ErrorRequest(x, kinds, amaxes)
-        return errors
+        return (yield ErrorRequest(x, kinds, amaxes))
 
     found = dict(run_batched(((name, steps(*pair)) for name, pair in given.items()), 300 * len(kinds)))
     assert together == [70 + 132 + 6, 1000]

@@ -5,16 +5,15 @@ import torch
 from torch import nn
 
 from qsync_opt.numerics import Granularity, formats_for
-from qsync_opt.runtimes.torch.sensitivity import (
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.errors import fixed_point_errors, stacked_errors
+from qsync_opt.runtimes.torch.sensitivity.samples import (
     Positions,
-    collect_statistics,
     even_positions,
     even_runs,
-    fixed_point_errors,
     places_by_size,
     positions_by_size,
     runs_by_size,
-    stacked_errors,
     weights_by_size,
 )
 from qsync_opt.sensitivity import NoiseOptions, variances

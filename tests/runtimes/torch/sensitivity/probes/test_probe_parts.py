@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.runtimes.torch.sensitivity import collect_statistics, parts_of
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.probes import parts_of
 from qsync_opt.runtimes.torch.support import allocation_of
 
 

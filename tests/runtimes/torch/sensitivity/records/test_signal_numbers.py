@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
-from qsync_opt.runtimes.torch.sensitivity import channel_variances
 from qsync_opt.runtimes.torch.sensitivity.records import normalized, signals_on_host
+from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances
 
 
 def _growth(seen):
