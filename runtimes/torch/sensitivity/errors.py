@@ -255,13 +255,6 @@ _Name = TypeVar("_Name")
 _Result = TypeVar("_Result")
 
 
-class ElementErrors(NamedTuple):
-    """Expected squared error of each element, of the tensor's shape and in its squared units."""
-
-    stochastic: Tensor
-    nearest: Tensor
-
-
 _STACKED_AT_ONCE = 4
 """Dimensions from which a card stacks tensors one by one."""
 _EXPONENT_BITS = 0x7F800000
@@ -322,8 +315,20 @@ def _broadcast(dims: int, *tensors: Tensor) -> Tensor:
     return torch.stack([x.expand(shape) for x in tensors])
 
 
-def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> Tensor:
-    """`stacked_errors` as one tensor of shape (2, kinds, *shape of x): stochastic, then nearest."""
+def rounding_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> Tensor:
+    """Expected squared errors of several noise kinds, in few kernels.
+
+    Args:
+        x: FP32, any shape, finite.
+        kinds: Noise kinds (``BF16``, ``INT8/row``, ...).
+        amaxes: Largest magnitude per slice and granularity, for the kinds with scales; broadcasting against ``x``.
+
+    Returns:
+        Errors of shape (2, kinds, *shape of x), stochastic, then nearest, subnormal ranges included.
+
+    Source:
+        Ours.
+    """
     stack = _stack(kinds, x.dim(), x.device)
     units: Tensor | None = None
     values = x
@@ -351,22 +356,22 @@ def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity
 def joint_errors(
     tensors: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]
 ) -> list[Tensor]:
-    """`paired_errors` of each of several tensors on one device, computed together."""
+    """`rounding_errors` of each of several tensors on one device, computed together."""
     if len(tensors) == 1:
         x, amaxes_of_x = tensors[0]
-        return [paired_errors(x, kinds, amaxes_of_x)]
+        return [rounding_errors(x, kinds, amaxes_of_x)]
     sizes = [x.numel() for x, _ in tensors]
     whole = torch.cat([x.reshape(-1) for x, _ in tensors])
     amaxes = {granularity: torch.empty_like(whole) for granularity in tensors[0][1]}
     for granularity, place in amaxes.items():
         for (x, amaxes_of_x), part in zip(tensors, torch.split(place, sizes), strict=True):
             part.view(x.shape).copy_(amaxes_of_x[granularity])
-    errors = torch.split(paired_errors(whole, kinds, amaxes), sizes, 2)
+    errors = torch.split(rounding_errors(whole, kinds, amaxes), sizes, 2)
     return [part.view(2, len(kinds), *x.shape) for part, (x, _) in zip(errors, tensors, strict=True)]
 
 
 class ErrorRequest(NamedTuple):
-    """Arguments of `paired_errors` that a computation yields to `run_batched`."""
+    """Arguments of `rounding_errors` that a computation yields to `run_batched`."""
 
     x: Tensor
     kinds: tuple[str, ...]
@@ -410,23 +415,6 @@ def run_batched(
         yield from run_waiting()
 
 
-def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:
-    """Errors of several noise kinds, in few kernels.
-
-    Args:
-        x: FP32, any shape, finite.
-        kinds: Noise kinds (``BF16``, ``INT8/row``, ...).
-        amaxes: Largest magnitude per slice and granularity, for the kinds with scales; broadcasting against ``x``.
-
-    Returns:
-        Errors of shape (kinds, *shape of x), subnormal ranges included.
-
-    Source:
-        Ours.
-    """
-    return ElementErrors(*paired_errors(x, kinds, amaxes))
-
-
 def fixed_point_errors(x: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
     """Expected squared error of each element in INT8 under stochastic rounding, for several scalings.
 
@@ -435,7 +423,7 @@ def fixed_point_errors(x: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
         amaxes: Largest magnitude per slice, broadcasting against ``x``, one tensor for each scaling.
 
     Returns:
-        Shape (scalings, *shape of x): equal to `stacked_errors` for INT8, in half of the kernels.
+        Shape (scalings, *shape of x): the stochastic `rounding_errors` for INT8, in half of the kernels.
 
     Source:
         Ours.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -29,6 +30,13 @@ def by_place(items: Iterable[_Item], tensor_of: Callable[[_Item], Tensor]) -> di
         x = tensor_of(item)
         groups.setdefault((x.dtype, x.device), []).append(item)
     return groups
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Elements of each tensor, flat; one transfer per type and device."""
+    groups = by_place(tensors, lambda x: x)
+    host = {place: iter(torch.cat([x.reshape(-1) for x in some]).tolist()) for place, some in groups.items()}
+    return [list(itertools.islice(host[x.dtype, x.device], x.numel())) for x in tensors]
 
 
 def total(x: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed
             diagonal, squares = product * signs[i], tensors[i].detach().square()
             mean = squares.mean(dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
             sums = [diagonal.sum(dtype=torch.float64), (diagonal * squares).sum(dtype=torch.float64) / mean]
-            sums, previous = torch.stack(sums) / probes, totals[i]
-            totals[i] = sums if previous is None else previous + sums
+            estimate, total = torch.stack(sums) / probes, totals[i]
+            totals[i] = estimate if total is None else total + estimate
     return totals
 
 

@@ -31,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.runtimes.torch.interception import Handler, Interception, OperatorCall
+from qsync_opt.runtimes.torch.interception import Handler, OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks, intercepted
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NO_NOISE, NoiseMeasurement, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
@@ -80,11 +81,8 @@ def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
             call.args, call.kwargs = dense_lookup(call.function, call.args, call.kwargs)
         return handler(call)
 
-    interception = Interception(model, watched, kinds=KINKED)
-    try:
+    with intercepted(model, watched, KINKED):
         yield
-    finally:
-        interception.remove()
 
 
 class ProbeMemoryError(ModelError):
@@ -161,17 +159,13 @@ class _Projected:
     progress: list[Tensor] = field(default_factory=list)
     weights: dict[int, Tensor] = field(default_factory=dict)
 
-    def hook(self, index: int) -> Callable[[Tensor | None], Tensor | None]:
-        """The hook of one parameter."""
-
-        def hook(gradient: Tensor | None) -> Tensor | None:
-            if gradient is None:  # differentiated again, where nothing depends on the parameter any more
-                return None
-            if self.first and gradient.requires_grad:
-                self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
-            return expanded_zeros(gradient)  # nothing of a gradient's size is kept
-
-        return hook
+    def hook(self, index: int, gradient: Tensor | None) -> Tensor | None:
+        """Project the gradient of one parameter, and keep nothing of its size."""
+        if gradient is None:  # in the second differentiation, where nothing depends on the parameter
+            return None
+        if self.first and gradient.requires_grad:
+            self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
+        return expanded_zeros(gradient)
 
     def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
         projection: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
@@ -249,8 +243,7 @@ class Probe:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         signs = [_Signs(parameters, (self.seed, probe)) for probe in range(self.probes)]
         projected = _Projected(signs, self.roots, self.adaptive)
-        handles = [p.register_hook(projected.hook(i)) for i, p in enumerate(parameters)]  # type: ignore[no-untyped-call]
-        try:
+        with gradient_hooks(parameters, projected.hook):
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
                 loss = loss_of()
                 # Functions that are differentiable once say so only if their incoming gradient requires a gradient.
@@ -268,9 +261,6 @@ class Probe:
                 tapper.last = len(projections) == 1
                 torch.autograd.grad(projections.pop(), leaves, allow_unused=True, retain_graph=not tapper.last)
                 tapper.settle()
-        finally:
-            for handle in handles:
-                handle.remove()
         return projected.progress
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from qsync_opt.kernels import CONVOLUTIONS, KernelOptions
 from qsync_opt.kernels.quantize import dequantize, quantize_int8
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
 from qsync_opt.runtimes.torch.sensitivity.products import BILINEAR, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import norms, square_sum, strided, totals
 
@@ -377,20 +378,13 @@ class _MeanShift:
     def watching(self) -> Iterator[None]:
         """Sample gradients by hooks within the block; nothing of their size is kept."""
 
-        def hooked(index: int) -> Callable[[Tensor], Tensor]:
-            def hook(g: Tensor) -> Tensor:
-                some = strided(g, _ELEMENTS)
-                self._parts[index] = some * math.sqrt(g.numel() / some.numel())
-                return g.new_zeros(()).expand_as(g)
+        def hook(index: int, g: Tensor) -> Tensor:
+            some = strided(g, _ELEMENTS)
+            self._parts[index] = some * math.sqrt(g.numel() / some.numel())
+            return g.new_zeros(()).expand_as(g)
 
-            return hook
-
-        handles = [p.register_hook(hooked(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
-        try:
+        with gradient_hooks(self._parameters, hook):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def add(self) -> None:
         """Finish a pass: the first is the one without noise."""

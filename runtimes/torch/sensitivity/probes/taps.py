@@ -33,7 +33,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     pool_call,
 )
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, Slot, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norms, strided, summed, totals
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norms, on_host, strided, summed, totals
 from qsync_opt.sensitivity import FLIP_RATIOS, GRADIENTS, OPERANDS
 
 _QUANTIZED = ("first", "second", "output_gradient")
@@ -530,13 +530,9 @@ class GainTapper:
         numbers = self._sums.numbers
         if not numbers:
             return sums, flips
-        together: dict[torch.dtype, list[Tensor]] = {}
-        for *_, values in numbers:
-            together.setdefault(values.dtype, []).append(values)
-        host = {dtype: iter(torch.cat(some).tolist()) for dtype, some in together.items()}
-        for key, labels, values in numbers:
-            for label in labels:
-                value = next(host[values.dtype]) / (1.0 if label.startswith("~") else probes)
+        for (key, labels, _), values in zip(numbers, on_host([values for *_, values in numbers]), strict=True):
+            for label, number in zip(labels, values, strict=True):
+                value = number / (1.0 if label.startswith("~") else probes)
                 if key[1] == MASK:
                     row = flips.setdefault(key[0], [0.0] * len(labels))
                     row[int(label)] += value * (0.5 if int(label) < len(FLIP_RATIOS) else 0.25)

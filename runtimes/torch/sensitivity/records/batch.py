@@ -14,7 +14,7 @@ from qsync_opt.runtimes.torch.sensitivity.errors import (
     NEAREST_FORMATS,
     ErrorRequest,
     fixed_point_errors,
-    paired_errors,
+    rounding_errors,
     run_batched,
 )
 from qsync_opt.runtimes.torch.sensitivity.records.convolution import (
@@ -35,7 +35,7 @@ from qsync_opt.runtimes.torch.sensitivity.records.summary import (
     measured_errors,
     tensor_statistics,
 )
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, stacked, summed, totals
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, on_host, stacked, summed, totals
 from qsync_opt.runtimes.torch.sensitivity.samples import SizedPositions, SizedRuns, weights_by_size
 from qsync_opt.sensitivity import OperatorKind, OperatorStatistics
 
@@ -397,9 +397,9 @@ CAST_BEFORE_BACKWARD = 1 << 20
 def _cast_errors(parts: Tensor, scales: Sequence[float]) -> Tensor:
     """Errors (2, kinds, rows, elements) of rows that are multiplied by a power of two while rounded."""
     if all(scale == 1.0 for scale in scales):
-        return paired_errors(parts, CAST_KINDS, {})
+        return rounding_errors(parts, CAST_KINDS, {})
     scale = torch.tensor(scales, dtype=parts.dtype).to(parts.device).unsqueeze(1)
-    return paired_errors(parts * scale, CAST_KINDS, {}).div_(scale.square())
+    return rounding_errors(parts * scale, CAST_KINDS, {}).div_(scale.square())
 
 
 def _weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
@@ -495,14 +495,10 @@ def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[Operator
     """
     cast_pending(records)
     finish_convolutions([record.convolution for record in records if record.convolution is not None])
-    together: dict[tuple[torch.device, torch.dtype], list[tuple[int, tuple[str, ...], Tensor]]] = {}
-    for i, record in enumerate(records):
-        for names, values in record.numbers:
-            together.setdefault((values.device, values.dtype), []).append((i, names, values))
+    host = iter(on_host([values for record in records for _, values in record.numbers]))
+    statistics = []
+    for record in records:
+        numbers = {name: value for names, _ in record.numbers for name, value in zip(names, next(host), strict=True)}
         record.numbers.clear()
-    numbers: list[dict[str, float]] = [{} for _ in records]
-    for every in together.values():
-        host = iter(torch.cat([values for _, _, values in every]).tolist())
-        for i, names, _ in every:
-            numbers[i].update(zip(names, host, strict=False))
-    return [finish_record(record, values, batch) for record, values in zip(records, numbers, strict=True)]
+        statistics.append(finish_record(record, numbers, batch))
+    return statistics

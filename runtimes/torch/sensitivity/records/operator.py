@@ -17,10 +17,8 @@ from torch import Tensor
 from qsync_opt.numerics import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.sensitivity.errors import (
     AttentionCall,
-    ElementErrors,
     attention_errors,
-    paired_errors,
-    stacked_errors,
+    rounding_errors,
     weight_gradient_errors,
 )
 from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm, MatrixForm, Product, ProductForm
@@ -103,7 +101,7 @@ def _gradient_errors(
     totals: list[Tensor] = []
 
     def integer_errors(part: Tensor) -> Tensor:
-        errors = paired_errors(part if loss_scale == 1.0 else part * loss_scale, RESULT_KINDS, amaxes)
+        errors = rounding_errors(part if loss_scale == 1.0 else part * loss_scale, RESULT_KINDS, amaxes)
         totals.append(summed(errors.flatten(2), 2))
         errors_8bit = errors[0, RESULT_KINDS.index(GRADIENT_KINDS["INT8"])]
         return errors_8bit if loss_scale == 1.0 else errors_8bit / loss_scale**2
@@ -202,7 +200,7 @@ class OperatorRecord:
         self.moments(tensor, x, root)
         self.pending.append((tensor, even_runs(x, some) if convolution else strided(x, some).clone()))
 
-    def add_errors(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
+    def add_errors(self, tensor: str, kinds: tuple[str, ...], errors: Tensor, part: Tensor) -> None:
         """Record mean errors of a part of a tensor, and its mean square.
 
         Errors of floating formats grow with the square of the element, so a few large ones may hold most of the error:
@@ -277,7 +275,7 @@ class OperatorRecord:
         amaxes = self.amaxes("first", form.first, _slices(form, "first"))
         row_amax = amaxes[Granularity.ROW]
         amaxes[Granularity.ROW] = row_amax[:, rows]
-        errors = stacked_errors(part, SCALED_KINDS, amaxes)
+        errors = rounding_errors(part, SCALED_KINDS, amaxes)
         self.add_errors("first", SCALED_KINDS, errors, part)
         by_size: Tensor | float = 1.0
         fraction = part.numel() / form.first.numel()
@@ -286,7 +284,7 @@ class OperatorRecord:
             self.put("first.sample.row", mean(amaxes[Granularity.ROW].square()))
             by_size = ratio(mean(self.row_sizes), mean(amaxes[Granularity.ROW].square()))
         for shape, kind in _FIXED_POINT.items():
-            noise = errors.stochastic[SCALED_KINDS.index(kind)]
+            noise = errors[0, SCALED_KINDS.index(kind)]
             share = by_size if shape == Granularity.ROW else 1.0
             self.put(f"xw/first/{shape}", dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
             self.by_row[shape] = form.first_by_row(noise)
@@ -299,7 +297,7 @@ class OperatorRecord:
         row_amax = amaxes[Granularity.ROW]
         if sampled:
             amaxes[Granularity.ROW] = row_amax[:, rows]
-        errors = stacked_errors(part, SCALED_KINDS, amaxes)
+        errors = rounding_errors(part, SCALED_KINDS, amaxes)
         self.add_errors("second", SCALED_KINDS, errors, part)
         some_x2 = contracted_x2[:, rows]
         scales: dict[Granularity, Scales] = {}
@@ -307,7 +305,7 @@ class OperatorRecord:
             scales, some = _weight_sample_scales(contracted_x2, row_amax, rows)
             self.put("second.sample.row", some)
         for shape, kind in _FIXED_POINT.items():
-            noise = errors.stochastic[SCALED_KINDS.index(kind)]
+            noise = errors[0, SCALED_KINDS.index(kind)]
             output, column = dot(some_x2, form.second_by_contraction(noise)), form.second_by_column(noise)
             if sampled:
                 output_scale, column_scale = scales[shape]
@@ -492,12 +490,12 @@ def measure_lookup(record: OperatorRecord, table: Tensor, indices: Tensor, paddi
     step = max(1, min(table.shape[0] // 8, table.numel() // record.sample))
     row_amax = amaxes[Granularity.ROW]
     some = amaxes | {Granularity.ROW: row_amax[::step]}
-    record.add_errors("second", SCALED_KINDS, stacked_errors(table[::step], SCALED_KINDS, some), table[::step])
+    record.add_errors("second", SCALED_KINDS, rounding_errors(table[::step], SCALED_KINDS, some), table[::step])
     if step > 1:
         record.put("second.sample.row", mean(some[Granularity.ROW].square()))
     step = max(1, rows.numel() // record.sample)
     used_amaxes = amaxes | {Granularity.ROW: row_amax[used[::step]]}
-    errors = stacked_errors(rows[::step], INTEGER_KINDS, used_amaxes).stochastic
+    errors = rounding_errors(rows[::step], INTEGER_KINDS, used_amaxes)[0]
     totals = errors.flatten(1).sum(1, dtype=torch.float64) * (used.numel() / len(rows[::step]))
     record.numbers.append((tuple(f"xw/second/{kind.partition('/')[2]}" for kind in INTEGER_KINDS), totals))
     record.counted = None if padding is None else (used != padding)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
-from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances, norm, square_sum
+from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
+from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances, norm, on_host, square_sum
 from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
 from qsync_opt.sensitivity import GradientNoise
 
@@ -58,19 +58,12 @@ class GradientScatter:
         watched = self._parameters if self._batches else []
         self._last.clear()
 
-        def hooked(index: int) -> Callable[[Tensor], None]:
-            def hook(gradient: Tensor) -> None:
-                self._last[index] = square = _square_sum(gradient)
-                self._count(square)
+        def hook(index: int, gradient: Tensor) -> None:
+            self._last[index] = square = _square_sum(gradient)
+            self._count(square)
 
-            return hook
-
-        handles = [p.register_hook(hooked(i)) for i, p in enumerate(watched)]  # type: ignore[no-untyped-call]
-        try:
+        with gradient_hooks(watched, hook):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         self._batches += 1
 
     def roots(self) -> dict[int, Tensor]:
@@ -182,18 +175,12 @@ SignalNumbers = tuple[float, float, float, float]
 def signals_on_host(signals: Mapping[str, list[SignalTensors]]) -> dict[str, tuple[int, list[SignalNumbers]]]:
     """Numbers of all calls of every signal, with the elements of a result; one transfer per device and type."""
     every = [values for calls in signals.values() for _, tensors in calls for values in tensors.values()]
-    places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for values in every:
-        places.setdefault((values.device, values.dtype), []).append(values)
-    host = {place: iter(torch.cat([x.reshape(-1) for x in some]).tolist()) for place, some in places.items()}
+    host = iter(on_host(every))
     results: dict[str, tuple[int, list[SignalNumbers]]] = {}
     for name, calls in signals.items():
         rows = []
         for _, tensors in calls:
-            numbers = {
-                key: list(itertools.islice(host[values.device, values.dtype], values.numel()))
-                for key, values in tensors.items()
-            }
+            numbers = {key: next(host) for key in tensors}
             spread = _growths(numbers)
             squares = numbers["entering"][0] ** 2, numbers["leaving"][0] ** 2
             rows.append((*squares, *numbers.get("curvature", [0.0]), sum(spread) / len(spread)))

@@ -6,7 +6,7 @@ from torch import nn
 
 from qsync_opt.numerics import Granularity, formats_for
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.sensitivity.errors import fixed_point_errors, stacked_errors
+from qsync_opt.runtimes.torch.sensitivity.errors import fixed_point_errors, rounding_errors
 from qsync_opt.runtimes.torch.sensitivity.samples import (
     Positions,
     even_positions,
@@ -101,7 +101,7 @@ def test_runs_stand_for_the_tensor(layout, shape):
 def test_fixed_point_errors_are_those_of_the_stack():
     x = torch.randn(6, 5) * heavy(6, 1)
     amaxes = {Granularity.TENSOR: x.abs().amax().view(1, 1), Granularity.ROW: x.abs().amax(1, keepdim=True)}
-    expected = stacked_errors(x, ("INT8/tensor", "INT8/row"), amaxes).stochastic
+    expected = rounding_errors(x, ("INT8/tensor", "INT8/row"), amaxes)[0]
     found = fixed_point_errors(x, list(amaxes.values()))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6 * float(expected.max()))
 
@@ -179,6 +179,6 @@ def test_even_runs_stand_for_a_tensor_whose_channels_differ(layout):
     assert some.shape == (1 << 15,)
     assert torch.isin(some, x).all()
     kinds = ("BF16", "FP16")
-    whole, part = (stacked_errors(t.flatten(), kinds, {}).stochastic.mean(1) / t.square().mean() for t in (x, some))
+    whole, part = (rounding_errors(t.flatten(), kinds, {})[0].mean(1) / t.square().mean() for t in (x, some))
     torch.testing.assert_close(part, whole, rtol=0.03, atol=0)
     assert torch.equal(even_runs(x[:1, :2], 1 << 15).sort().values, x[:1, :2].flatten().sort().values)
