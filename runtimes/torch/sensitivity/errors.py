@@ -41,11 +41,6 @@ def _rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return (x * scale).to(dtype).to(x.dtype).mul_(1.0 / scale)
 
 
-def _some_columns(g: Tensor) -> Iterator[Tensor]:
-    """Parts of (P, N, M) by column."""
-    yield from torch.split(g, max(1, _CHUNK * g.shape[2] // max(1, g.numel())), 2)
-
-
 def weight_gradient_errors(form: ProductForm, g: Tensor, loss_scale: float) -> dict[str, Tensor]:
     """Error of the second operand's gradient per format, before that gradient is itself rounded.
 
@@ -73,7 +68,7 @@ def _matrix_errors(form: MatrixForm, g: Tensor, loss_scale: float) -> Iterator[T
     for dtype in NEAREST_FORMATS.values():
         error_x = form.first.to(dtype) - form.first
         norms = []
-        for part in _some_columns(g):
+        for part in torch.split(g, max(1, _CHUNK * g.shape[2] // max(1, g.numel())), 2):
             low = _rounded(part, dtype, loss_scale).to(part.dtype)
             error = torch.bmm(error_x.mT, low)
             error.baddbmm_(form.first.mT, low.sub_(part))
@@ -141,13 +136,6 @@ def attention_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Attentio
     )
 
 
-class _Results(NamedTuple):
-    output: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 def _round_tf32(x: Tensor) -> Tensor:
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
@@ -168,8 +156,8 @@ def _sum_repeats(x: Tensor, repeats: int) -> Tensor:
 
 def _compute(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, g: Tensor, name: str
-) -> _Results:
-    """Attention and its gradients for some batch elements, rounded as a fused kernel of the format rounds."""
+) -> tuple[Tensor, ...]:
+    """Output and gradients of attention for some batch elements, rounded as in a fused kernel of the format."""
     rounded = _ROUND[name]
     delivered = _ROUND["FP32"] if name == "TF32" else rounded  # TF32 results are FP32 tensors
     q, k, v, g = (rounded(x) for x in (q, k, v, g))
@@ -191,7 +179,7 @@ def _compute(
     key, value = score_gradient.mT @ q * call.scale, kept.mT @ g
     if call.repeats > 1:
         key, value = (_sum_repeats(x, call.repeats) for x in (key, value))
-    return _Results(*(delivered(x) for x in (output, query, key, value)))
+    return tuple(delivered(x) for x in (output, query, key, value))
 
 
 def _bias(call: AttentionCall) -> Tensor | None:
@@ -246,8 +234,7 @@ def attention_errors(call: AttentionCall, grad: Tensor) -> dict[str, Tensor]:
 
 
 # A slice whose largest magnitude is below this many times the largest code uses the smallest normal FP32 scale.
-_SMALLEST_NORMAL = 2.0**-126
-_SMALLEST_UNIT = _SMALLEST_NORMAL * 512
+_SMALLEST_UNIT = 2.0**-126 * 512
 _LARGEST_EXPONENT = 127
 
 
@@ -265,7 +252,7 @@ class _Stack(NamedTuple):
     """A stack of kinds, as tensors that broadcast against a stack of tensors.
 
     ``slices`` has the granularity of each kind's scales (None without scale), ``largest`` the number that the largest
-    magnitude is scaled to, ``bits`` two to the minus mantissa bits, ``least`` and ``greatest`` the range of powers of
+    magnitude is scaled to, ``bits`` two to the minus mantissa bits, ``lower`` and ``upper`` the range of powers of
     two in which the step follows the number.
     """
 
@@ -273,8 +260,8 @@ class _Stack(NamedTuple):
     one: Tensor
     largest: Tensor
     bits: Tensor
-    least: Tensor
-    greatest: Tensor
+    lower: Tensor
+    upper: Tensor
 
 
 def _grid(format_name: str) -> tuple[float, float, float]:
@@ -282,9 +269,9 @@ def _grid(format_name: str) -> tuple[float, float, float]:
         return 1.0, 1.0, 1.0
     wide = format_name == WIDE_FP8
     bits = WIDE_FP8_MANTISSA_BITS if wide else number_format(format_name).mantissa_bits
-    least = WIDE_FP8_SMALLEST_EXPONENT if wide else smallest_exponent(format_name)
+    lower = WIDE_FP8_SMALLEST_EXPONENT if wide else smallest_exponent(format_name)
     # Steps that are subnormal themselves would be squared to zero anyway.
-    return 2.0**-bits, 2.0 ** max(least, bits - 126), 2.0**_LARGEST_EXPONENT
+    return 2.0**-bits, 2.0 ** max(lower, bits - 126), 2.0**_LARGEST_EXPONENT
 
 
 @functools.lru_cache(maxsize=64)
@@ -342,7 +329,7 @@ def rounding_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granulari
         units.clamp_(min=_SMALLEST_UNIT)
         values = (x / units).mul_(stack.largest)
     binade = torch.bitwise_and(values.view(torch.int32), _EXPONENT_BITS).view(torch.float32)
-    step = torch.clamp(binade, stack.least, stack.greatest).mul_(stack.bits)
+    step = torch.clamp(binade, stack.lower, stack.upper).mul_(stack.bits)
     del binade
     below = torch.remainder(values, step)  # from the grid point below, up to the step
     del values

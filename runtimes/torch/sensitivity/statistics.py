@@ -372,14 +372,14 @@ def collect_statistics(
         of weight gradients, rounding factors and alignments are ours.
     """
     check_model(model)
-    for name, value, least in (
+    for name, value, minimum in (
         ("sample_elements", sample_elements, 1),
         ("probes", probes, 0),
         ("adaptive_probes", adaptive_probes, 0),
         ("curvature_probes", curvature_probes, 0),
     ):
-        if value < least:
-            raise ModelError(f"{name} is {value}: at least {least} is needed")
+        if value < minimum:
+            raise ModelError(f"{name} is {value}: at least {minimum} is needed")
     check_loss_scale(loss_scale, "loss_scale")
     run = step or default_step
     total: ModelStatistics | None = None

@@ -287,6 +287,16 @@ def gain_of(sums: Sums) -> Gain:
     )
 
 
+def add_gains(a: Gain, b: Gain) -> Gain:
+    """The sum of two gains."""
+    return Gain(uniform=a.uniform + b.uniform, floating=a.floating + b.floating)
+
+
+def scale_gain(gain: Gain, factor: float) -> Gain:
+    """A gain times a factor."""
+    return Gain(uniform=gain.uniform * factor, floating=gain.floating * factor)
+
+
 def normalized_sum(plain: float, weighted_sum: float, weights: float, elements: int) -> float:
     """The weighted sum with weights scaled to mean 1; the plain sum where all weights are 0."""
     return weighted_sum * elements / weights if weights > 0 else plain
@@ -363,10 +373,10 @@ def merge_calls(
     shares = shares_of_mean(squares)
     for key, gain in gains.items():
         name, tensor, _ = key
-        gain = Gain(uniform=gain.uniform * shares[key], floating=gain.floating * shares[key])
+        gain = scale_gain(gain, shares[key])
         previous = together.setdefault(name, {}).get(tensor)
         if previous is not None:
-            gain = Gain(uniform=previous.uniform + gain.uniform, floating=previous.floating + gain.floating)
+            gain = add_gains(previous, gain)
         together[name][tensor] = gain
     # Independent sign changes move the mean too: by -P or P at an element.
     shift = noise.shift - sum(row[-1] for row in flips.values())

@@ -23,12 +23,14 @@ from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
     Probed,
     ProbeMemoryError,
     ProbeSums,
+    add_gains,
     adjustable_names,
     gain_of,
     has_kinks,
     merge_calls,
     normalized_sum,
     probe_whole,
+    scale_gain,
 )
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     NO_NOISE,
@@ -50,7 +52,7 @@ class NotDivisibleError(Exception):
 
 
 class PartLoss(NamedTuple):
-    """The loss of some samples, which share of the batch they are, and which ones."""
+    """The loss of some samples of a batch, their share of it, and their indices."""
 
     loss_of: LossOf
     share: float
@@ -88,18 +90,19 @@ def probe_parts(
     common = _common(a, b)
     averaged = _averages(a, b, share, whole)
     gains: dict[Key, Gain] = {}
-    for key, gain in {key: _mean(gain_of(sums), gain_of(b.sums[key])) for key, sums in a.sums.items()}.items():
+    for key, sums in a.sums.items():
+        gain = scale_gain(add_gains(gain_of(sums), gain_of(b.sums[key])), 0.5)
         backward = key[1].endswith("gradient")
         factor = 1.0 if averaged or backward else share**-2
-        elements, all_of_it = a.sums[key].elements, _elements(whole, key)
-        if elements == all_of_it and backward:
+        elements, whole_elements = sums.elements, _elements(whole, key)
+        if elements == whole_elements and backward:
             gains[key] = gain  # shared by all samples: the same in every part
-        elif elements == all_of_it:
-            gains[key] = _scaled(_sum(_scaled(gain, share), _scaled(common[key], 1 - share)), factor)
-        elif elements == round(all_of_it * share):
-            gains[key] = _scaled(gain, (1 / share if backward else share) * factor)
+        elif elements == whole_elements:
+            gains[key] = scale_gain(add_gains(scale_gain(gain, share), scale_gain(common[key], 1 - share)), factor)
+        elif elements == round(whole_elements * share):
+            gains[key] = scale_gain(gain, (1 / share if backward else share) * factor)
         else:
-            raise NotDivisibleError(f"{key[1]} of {key[0]!r} has {elements} of {all_of_it} elements in a part")
+            raise NotDivisibleError(f"{key[1]} of {key[0]!r} has {elements} of {whole_elements} elements in a part")
     factor = 1.0 if averaged else share**-2
     flips = {}
     for name, row in a.flips.items():
@@ -130,18 +133,6 @@ def _averages(a: ProbeSums, b: ProbeSums, share: float, whole: ModelStatistics) 
             if square_sum > 0 and squares > 0:
                 logs.append(math.log(squares / square_sum))
     return not logs or statistics.median(logs) > 0
-
-
-def _mean(a: Gain, b: Gain) -> Gain:
-    return _scaled(_sum(a, b), 0.5)
-
-
-def _sum(a: Gain, b: Gain) -> Gain:
-    return Gain(uniform=a.uniform + b.uniform, floating=a.floating + b.floating)
-
-
-def _scaled(gain: Gain, factor: float) -> Gain:
-    return Gain(uniform=gain.uniform * factor, floating=gain.floating * factor)
 
 
 def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Gain]:
@@ -228,13 +219,8 @@ class Prober:
         """
         if not probes:
             return Probed({}, {}, {})
-        probe = Probe(
-            operators=self._operators,
-            probes=probes,
-            seed=self._seed,
-            adaptive=adaptive is not None,
-            roots=adaptive,
-        )
+        plain = adaptive is None
+        probe = Probe(operators=self._operators, probes=probes, seed=self._seed, adaptive=not plain, roots=adaptive)
         if self._parts:
             try:
                 noise = self._noise(PASSES_OF_PARTS, shift=False)
@@ -244,7 +230,7 @@ class Prober:
             except (NotDivisibleError, QSyncError, RuntimeError, ValueError, TypeError, LookupError) as error:
                 _LOGGER.info("the batch is probed as a whole: %s", first_line(error)[:400])
             self._parts = []
-        return probe_whole(self._model, self._whole, probe, self._noise(PASSES, shift=adaptive is None))
+        return probe_whole(self._model, self._whole, probe, self._noise(PASSES, shift=plain))
 
     def curvatures(self, probes: int) -> dict[str, dict[str, Curvature]]:
         """Traces from random vectors, none with 0 probes; raises as `probe_curvatures`."""

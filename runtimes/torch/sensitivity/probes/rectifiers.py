@@ -214,7 +214,7 @@ class NoiseMeasurement(NamedTuple):
     """The result of noisy passes.
 
     Attributes:
-        arriving: Noise at each rectifier and max-pool; empty if the step has none.
+        input_noise: Noise at each rectifier and max-pool; empty if the step has none.
         shift: Squared norm by which the mean of the gradient moves; an estimate, so that it may be negative.
     """
 

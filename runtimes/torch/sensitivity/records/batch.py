@@ -53,22 +53,14 @@ _Numbers = list[tuple[tuple[str, ...], Tensor]]
 def finish_convolutions(calls: Sequence[ConvolutionRecord]) -> None:
     """Compute all numbers that depend on rounding, after the backward pass."""
     firsts = [(call, call.release_first()) for call in calls]
-    _run(
-        (some, _seconds([call for call, _ in some], [first for _, first in some]))
-        for some in _alike(firsts, _second_key, lambda call, _: _sampled(call) * len(SCALED_KINDS))
-    )
-    _run(
-        (few, _firsts([call for call, _ in few], [first for _, first in few]))
-        for few in _alike(firsts, _first_key, lambda _, first: first.part.numel() * len(SCALED_KINDS))
-    )
+    kinds = len(SCALED_KINDS)
+    _run(firsts, _seconds, _second_key, lambda call, _: call.form.sample_second(call.limit)[0].numel() * kinds)
+    _run(firsts, _firsts, _first_key, lambda _, first: first.part.numel() * kinds)
     samples = [(call, (first, call.weighted)) for call, first in firsts if call.weighted is not None]
-    for chosen in _alike(samples, _weighted_key, lambda _, sample: sample[1].part.numel() * len(_SHAPES)):
-        _add_numbers(chosen, _weighted(chosen[0][0], [sample for _, sample in chosen]))
-    rounded = [(call, call.gradient) for call in calls if call.gradient is not None]
-    _run(
-        (part, _gradients([call for call, _ in part], [gradient for _, gradient in part]))
-        for part in _alike(rounded, _gradient_key, lambda _, gradient: gradient.part.numel() * len(RESULT_KINDS))
-    )
+    for group in _alike(samples, _weighted_key, lambda _, sample: sample[1].part.numel() * len(_SHAPES)):
+        _add_numbers(group, _weighted(group[0][0], [sample for _, sample in group]))
+    gradients = [(call, call.gradient) for call in calls if call.gradient is not None]
+    _run(gradients, _gradients, _gradient_key, lambda _, gradient: gradient.part.numel() * len(RESULT_KINDS))
     _by_row(calls)
     for call in calls:
         call.clear()
@@ -77,9 +69,17 @@ def finish_convolutions(calls: Sequence[ConvolutionRecord]) -> None:
 _Steps = Generator[ErrorRequest, Tensor, _Numbers]
 
 
-def _run(groups: Iterable[tuple[Sequence[tuple[ConvolutionRecord, Any]], _Steps]]) -> None:
-    for calls, numbers in run_batched(groups, _TOGETHER):
-        _add_numbers(calls, numbers)
+def _run(
+    samples: Sequence[tuple[ConvolutionRecord, _Sample]],
+    steps: Callable[[Sequence[ConvolutionRecord], Sequence[_Sample]], _Steps],
+    key: Callable[[ConvolutionRecord, _Sample], Hashable],
+    size: Callable[[ConvolutionRecord, _Sample], int],
+) -> None:
+    """Run steps for groups of calls; several groups compute their errors together."""
+    groups = _alike(samples, key, size)
+    computations = ((group, steps([call for call, _ in group], [sample for _, sample in group])) for group in groups)
+    for group, numbers in run_batched(computations, _TOGETHER):
+        _add_numbers(group, numbers)
 
 
 def _alike(
@@ -118,11 +118,6 @@ def _norms(x: Tensor) -> Tensor:
 
 
 # -- operands --------------------------------------------------------------------------------------------------------
-
-
-def _sampled(call: ConvolutionRecord) -> int:
-    """Sample size of the weight."""
-    return call.form.sample_second(call.limit)[0].numel()
 
 
 def _second_key(call: ConvolutionRecord, first: FirstSample) -> Hashable:

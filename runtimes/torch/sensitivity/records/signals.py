@@ -182,8 +182,9 @@ def signals_on_host(signals: Mapping[str, list[SignalTensors]]) -> dict[str, tup
         for _, tensors in calls:
             numbers = {key: next(host) for key in tensors}
             spread = _growths(numbers)
+            (curvature,) = numbers.get("curvature", [0.0])
             squares = numbers["entering"][0] ** 2, numbers["leaving"][0] ** 2
-            rows.append((*squares, *numbers.get("curvature", [0.0]), sum(spread) / len(spread)))
+            rows.append((*squares, curvature, sum(spread) / len(spread)))
         results[name] = calls[0][0], rows
     return results
 

@@ -60,11 +60,16 @@ def alignments(
 
     ratios = {}
     for shape in SHAPES:
-        noise = {
-            name: squares[name] if shape == "floating" else _mean_error(name, f"INT8/{shape}", values, squares[name])
-            for name in ("first", "second")
-        }
-        first, second = (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
+        noise = squares
+        first = second = "xw/floating"
+        if shape != "floating":
+            kind, first, second = f"INT8/{shape}", f"xw/first/{shape}", f"xw/second/{shape}"
+            noise = {
+                name: _scaled(
+                    values.get(f"{name}.{kind}.{Rounding.STOCHASTIC}", 0.0), name, kind, values, squares[name]
+                )
+                for name in ("first", "second")
+            }
         ratios[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"])
         ratios[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
         ratios[f"first>second_gradient/{shape}"] = ratio(f"xg/{shape}", noise["first"], squares["output_gradient"])
@@ -84,11 +89,6 @@ def _keys(tensor: str, *, scaled: bool) -> tuple[tuple[str, tuple[str, ...]], ..
     """Kinds of rounding of a tensor, with the names of their errors."""
     kinds = dict.fromkeys((*(SCALED_KINDS if scaled else CAST_KINDS), *OUTPUT_GRADIENT_KINDS))
     return tuple((kind, tuple(f"{tensor}.{kind}.{rounding}" for rounding in Rounding)) for kind in kinds)
-
-
-def _mean_error(tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
-    """Mean squared error of a whole tensor under stochastic rounding."""
-    return _scaled(values.get(f"{tensor}.{kind}.{Rounding.STOCHASTIC}", 0.0), tensor, kind, values, mean_square)
 
 
 def _scaled(error: float, tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
@@ -123,7 +123,7 @@ def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Ten
         factors[kind] = RoundingFactor(**ratios)
     return TensorStatistics(
         elements=elements,
-        amax=max(values.get(f"{name}.greatest", 0.0), -values.get(f"{name}.least", 0.0)),
+        amax=values.get(f"{name}.greatest", 0.0),
         square_sum=square_sum,
         mean_square_amax=amaxes,
         rounding=factors,
