@@ -64,13 +64,14 @@ def statistics_of_batch(
         operators.append(calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls)))
     signals = {}
     for name, (elements, numbers) in signals_on_host(watched).items():
-        entering, leaving, curvature, spread = (sum(values) / len(numbers) for values in zip(*numbers, strict=True))
+        means = [sum(values) / len(numbers) for values in zip(*numbers, strict=True)]
+        input_squares, output_squares, curvature, spread = means
         signals[name] = Signal(
             elements=elements,
-            input_square_sum=entering,
-            output_square_sum=leaving,
+            input_square_sum=input_squares,
+            output_square_sum=output_squares,
             curvature=curvature,
-            noise_weight=spread * entering / leaving if leaving and spread != 1.0 else 1.0,
+            noise_weight=spread * input_squares / output_squares if output_squares and spread != 1.0 else 1.0,
         )
     return ModelStatistics(
         batches=1,
@@ -194,13 +195,13 @@ class _Collector:
 
     def _watch_signal(self, call: OperatorCall) -> Any:
         output = call.run()
-        entering = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
-        if entering is not None and _is_floating(output) and output.numel() > 0:
-            tensors = {"entering": self._norms.of(entering), "leaving": self._norms.of(output)}
-            if output.numel() == 1 and output.requires_grad and entering.numel() > 1:
-                tensors["curvature"] = loss_curvature(call, _full(entering))
+        first_input = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
+        if first_input is not None and _is_floating(output) and output.numel() > 0:
+            tensors = {"input": self._norms.of(first_input), "output": self._norms.of(output)}
+            if output.numel() == 1 and output.requires_grad and first_input.numel() > 1:
+                tensors["curvature"] = loss_curvature(call, _full(first_input))
             if call.op_type == "batch_norm":
-                tensors |= normalized(call, entering, output)
+                tensors |= normalized(call, first_input, output)
             self.signals.setdefault(call.traced_name, []).append((output.numel(), tensors))
         return output
 

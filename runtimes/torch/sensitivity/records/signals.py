@@ -155,9 +155,9 @@ def _same(value: Any, x: Tensor) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == x.shape
 
 
-def _whole(call: OperatorCall, entering: Tensor, x: Tensor) -> Tensor:
-    args = tuple(x if value is entering else value for value in call.args)
-    kwargs = {key: x if value is entering else value for key, value in call.kwargs.items()}
+def _whole(call: OperatorCall, original: Tensor, x: Tensor) -> Tensor:
+    args = tuple(x if value is original else value for value in call.args)
+    kwargs = {key: x if value is original else value for key, value in call.kwargs.items()}
     loss: Tensor = call.function(*args, **kwargs)
     return loss
 
@@ -165,7 +165,7 @@ def _whole(call: OperatorCall, entering: Tensor, x: Tensor) -> Tensor:
 _BATCH_NORM = inspect.signature(F.batch_norm)
 
 SignalTensors = tuple[int, dict[str, Tensor]]
-"""Of one call: elements of its result, and tensors by name: norms ``entering`` and ``leaving``, perhaps ``curvature``;
+"""Of one call: elements of its result, and tensors by name: norms ``input`` and ``output``, perhaps ``curvature``;
 of a normalization channel variances ``before`` and either ``after``, or its weight (``scale``), the variances that it
 divides by unless they are those before (``used``), and the number that it adds to these (``eps``)."""
 SignalNumbers = tuple[float, float, float, float]
@@ -183,7 +183,7 @@ def signals_on_host(signals: Mapping[str, list[SignalTensors]]) -> dict[str, tup
             numbers = {key: next(host) for key in tensors}
             spread = _growths(numbers)
             (curvature,) = numbers.get("curvature", [0.0])
-            squares = numbers["entering"][0] ** 2, numbers["leaving"][0] ** 2
+            squares = numbers["input"][0] ** 2, numbers["output"][0] ** 2
             rows.append((*squares, curvature, sum(spread) / len(spread)))
         results[name] = calls[0][0], rows
     return results
@@ -200,16 +200,16 @@ def _growths(numbers: Mapping[str, list[float]]) -> list[float]:
     return [after / variance if variance > 0.0 else 0.0 for variance, after in pairs]
 
 
-def normalized(call: OperatorCall, entering: Tensor, leaving: Tensor) -> dict[str, Tensor]:
+def normalized(call: OperatorCall, x: Tensor, output: Tensor) -> dict[str, Tensor]:
     """The tensors that give the growth of channel variances in a batch normalization, in few kernels."""
-    before = {"before": channel_variances(entering)}
+    before = {"before": channel_variances(x)}
     if call.function is not F.batch_norm:
-        return before | {"after": channel_variances(leaving)}
+        return before | {"after": channel_variances(output)}
     bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
     if arguments["weight"] is None:
-        return before | {"after": channel_variances(leaving)}
+        return before | {"after": channel_variances(output)}
     tensors = before | {
         "scale": arguments["weight"].detach(),
         "eps": torch.tensor([arguments["eps"]], dtype=torch.float64),

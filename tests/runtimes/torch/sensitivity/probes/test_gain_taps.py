@@ -1,4 +1,4 @@
-"""Flips of large rectifiers are estimated from some of their elements."""
+"""Sign changes of large rectifiers are estimated from some of their elements."""
 
 import pytest
 import torch
@@ -23,6 +23,6 @@ def test_a_sample_of_a_large_rectifier_stands_for_all(monkeypatch):
     monkeypatch.setattr(gain_taps, "_SIGN_SAMPLE", 1 << 17)
     some, sampled = _flips(distances, squares)
     assert some != whole
-    # The least of the ratios flips a thousandth of the elements.
+    # At the smallest ratios a thousandth of the elements changes its sign.
     assert some[2:] == pytest.approx(whole[2:], rel=0.05)
     assert sampled == rectified == {"relu": squares.numel()}

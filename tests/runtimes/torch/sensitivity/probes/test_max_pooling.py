@@ -33,7 +33,7 @@ def members(size, out, kernel, stride, padding, dilation):
         ((1, 2, 5), {"kernel_size": 1, "stride": 1}),
     ],
 )
-def test_contestants_are_the_two_largest_of_every_window(shape, given):
+def test_competing_elements_are_the_two_largest_of_every_window(shape, given):
     torch.manual_seed(0)
     x, dims = torch.randn(shape), 1 if len(shape) <= 3 else len(shape) - 2
     entering, window = pool_call(f"max_pool{dims}d", (x,), given)

@@ -23,10 +23,10 @@ def _twice(run, operands, *, seed=3):
     return output, gradients, torch.autograd.grad(projected, [*tensors, back])
 
 
-def _same(found, wanted):
+def _same(found, expected):
     output, gradients, derivatives = found
-    torch.testing.assert_close(output, wanted[0])
-    for ours, theirs in zip((*gradients, *derivatives), (*wanted[1], *wanted[2]), strict=True):
+    torch.testing.assert_close(output, expected[0])
+    for ours, theirs in zip((*gradients, *derivatives), (*expected[1], *expected[2]), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -72,7 +72,7 @@ def test_operands_that_are_not_trained_get_their_second_derivative_alone():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_what_waits_can_be_taken_where_nothing_comes_back_to_the_result():
+def test_deferred_derivatives_are_available_without_a_derivative_of_the_result():
     x, w = _operands((2, 5), (30, 5))
     derivatives = []
     for twice in (False, True):
@@ -99,8 +99,8 @@ def test_of_a_batch_normalization(shape):
         args = (x, *ours, weight, bias, True, 0.3, 1e-3)
         return batch_norm_twice(OperatorCall("norm", "batch_norm", "", F.batch_norm, args, {}))
 
-    wanted = _twice(lambda x, w, b: F.batch_norm(x, *stats, w, b, True, 0.3, 1e-3), (x, weight, bias))
-    _same(_twice(run, (x, weight, bias)), wanted)
+    expected = _twice(lambda x, w, b: F.batch_norm(x, *stats, w, b, True, 0.3, 1e-3), (x, weight, bias))
+    _same(_twice(run, (x, weight, bias)), expected)
     for mine, theirs in zip(ours, stats, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -112,8 +112,8 @@ def test_weights_of_a_normalization_that_are_computed_keep_their_derivative():
         args = (x, None, None, raw.exp(), bias * 2, True, 0.1, 1e-5)
         return batch_norm_twice(OperatorCall("norm", "batch_norm", "", F.batch_norm, args, {}))
 
-    wanted = _twice(lambda x, w, b: F.batch_norm(x, None, None, w.exp(), b * 2, True, 0.1, 1e-5), (x, raw, bias))
-    _same(_twice(run, (x, raw, bias)), wanted)
+    expected = _twice(lambda x, w, b: F.batch_norm(x, None, None, w.exp(), b * 2, True, 0.1, 1e-5), (x, raw, bias))
+    _same(_twice(run, (x, raw, bias)), expected)
 
 
 def test_evaluation_and_other_kinds_are_left_to_torch():
