@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics, full_precision
-from qsync_opt.runtimes.torch.sensitivity.probes import DerivativeSums, Seen, probe_gains
-from qsync_opt.runtimes.torch.sensitivity.records import LateMoments
+from qsync_opt.runtimes.torch.sensitivity.probes import DerivativeSums, NoiseMeasurement, probe_gains
+from qsync_opt.runtimes.torch.sensitivity.records import MomentQueue
 from qsync_opt.runtimes.torch.support import allocation_of
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +70,7 @@ def test_parts_of_a_batch_are_probed_on_a_card():
 
 def test_sums_of_many_tensors_are_those_of_each():
     torch.manual_seed(0)
-    sums, late, moments, given = DerivativeSums(None), LateMoments(), {}, {}
+    sums, late, moments, given = DerivativeSums(None), MomentQueue(), {}, {}
     for i, shape in enumerate([(5, 60), (900,), (32, 16, 20, 20), (3_000_000,), (7,)]):
         d, v = torch.randn(shape, device=CUDA), torch.randn(shape, device=CUDA) * 10.0**i
         given["operator", "first", i] = d, v
@@ -104,7 +104,7 @@ def test_probing_keeps_no_gradient_of_a_parameter():
 
     def probe() -> None:
         with full_precision():
-            probe_gains(model, lambda: model(x).square().mean(), probes=1, seen=Seen({}, 0.0))
+            probe_gains(model, lambda: model(x).square().mean(), probes=1, noise=NoiseMeasurement({}, 0.0))
 
     probe()  # workspaces
     _, allocation = allocation_of(probe, CUDA)

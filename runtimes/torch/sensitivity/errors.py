@@ -1,4 +1,4 @@
-"""The expected squared error of each element of a tensor under rounding to a format, computed without drawing.
+"""The expected squared error of each element of a tensor under rounding to a format, without random numbers.
 
 An element at position ``f`` between two grid points a step ``s`` apart errs by ``f * (1 - f) * s**2`` in expectation
 under stochastic rounding and by ``min(f, 1 - f)**2 * s**2`` under rounding to nearest. No distribution is assumed.
@@ -32,7 +32,7 @@ from qsync_opt.sensitivity import ProductSizes
 NEAREST_FORMATS = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Formats that operands and gradients are cast to, rounding to nearest."""
 _CHUNK = 1 << 22
-"""Elements of a gradient at most that are looked at together."""
+"""Elements of a gradient, at most, that are processed at a time."""
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -41,21 +41,16 @@ def _rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return (x * scale).to(dtype).to(x.dtype).mul_(1.0 / scale)
 
 
-def _some_columns(g: Tensor) -> Iterator[Tensor]:
-    """Columns of (P, N, M), some at a time."""
-    yield from torch.split(g, max(1, _CHUNK * g.shape[2] // max(1, g.numel())), 2)
-
-
 def weight_gradient_errors(form: ProductForm, g: Tensor, loss_scale: float) -> dict[str, Tensor]:
     """Error of the second operand's gradient per format, before that gradient is itself rounded.
 
     Args:
-        form: Of the product, with its operands in FP32.
-        g: Gradient of the result, as the form lays it out; what the result is multiplied by is left out.
-        loss_scale: By which gradients are multiplied while they are rounded.
+        form: The form of the product, with operands in FP32.
+        g: Gradient of the result, in the layout of the form, without the constant factor of the product.
+        loss_scale: Factor of gradients while they are rounded.
 
     Returns:
-        Format to the root of the squared error, on the device; not finite where a format cannot hold the operands.
+        Root of the squared error by format, on the device; not finite where a format cannot hold the operands.
 
     Source:
         Ours.
@@ -73,7 +68,7 @@ def _matrix_errors(form: MatrixForm, g: Tensor, loss_scale: float) -> Iterator[T
     for dtype in NEAREST_FORMATS.values():
         error_x = form.first.to(dtype) - form.first
         norms = []
-        for part in _some_columns(g):
+        for part in torch.split(g, max(1, _CHUNK * g.shape[2] // max(1, g.numel())), 2):
             low = _rounded(part, dtype, loss_scale).to(part.dtype)
             error = torch.bmm(error_x.mT, low)
             error.baddbmm_(form.first.mT, low.sub_(part))
@@ -83,10 +78,10 @@ def _matrix_errors(form: MatrixForm, g: Tensor, loss_scale: float) -> Iterator[T
 
 def _convolution_errors(form: ConvolutionForm, g: Tensor, loss_scale: float) -> Iterator[Tensor]:
     def weight(x: Tensor, g: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten.convolution_backward(
+        gradient: Tensor = torch.ops.aten.convolution_backward(
             g, x, form.second, None, *form.geometry, [False, True, False]
         )[1]
-        return found
+        return gradient
 
     for dtype in NEAREST_FORMATS.values():
         low = _rounded(g, dtype, loss_scale).to(g.dtype)
@@ -96,12 +91,12 @@ def _convolution_errors(form: ConvolutionForm, g: Tensor, loss_scale: float) -> 
 
 _MEASURED = ("BF16", "FP16", "TF32")
 _SCORES = 1 << 22
-"""Scores that are held at once, unless those of one batch element are more."""
+"""Scores computed at a time, at most, unless those of one batch element are more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """Arguments of one call, dropout left out: its mask is noise of the model's own."""
+    """Arguments of one call, without dropout."""
 
     query: Tensor
     key: Tensor
@@ -126,26 +121,19 @@ class AttentionCall:
 def attention_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall:
     """Normal form of a call of ``torch.nn.functional.scaled_dot_product_attention``."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key = given["query"], given["key"]
-    scale = given.get("scale")
-    grouped = bool(given.get("enable_gqa", False))
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key = arguments["query"], arguments["key"]
+    scale = arguments.get("scale")
+    grouped = bool(arguments.get("enable_gqa", False))
     return AttentionCall(
         query=query,
         key=key,
-        value=given["value"],
-        mask=given.get("attn_mask"),
-        is_causal=bool(given.get("is_causal", False)),
+        value=arguments["value"],
+        mask=arguments.get("attn_mask"),
+        is_causal=bool(arguments.get("is_causal", False)),
         scale=float(scale) if scale is not None else float(query.shape[-1]) ** -0.5,
         repeats=query.shape[-3] // key.shape[-3] if grouped else 1,
     )
-
-
-class _Results(NamedTuple):
-    output: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
 
 
 def _round_tf32(x: Tensor) -> Tensor:
@@ -168,8 +156,8 @@ def _sum_repeats(x: Tensor, repeats: int) -> Tensor:
 
 def _compute(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, g: Tensor, name: str
-) -> _Results:
-    """Attention and its gradients for some batch elements, rounded as a fused kernel of the format rounds."""
+) -> tuple[Tensor, ...]:
+    """Output and gradients of attention for some batch elements, rounded as in a fused kernel of the format."""
     rounded = _ROUND[name]
     delivered = _ROUND["FP32"] if name == "TF32" else rounded  # TF32 results are FP32 tensors
     q, k, v, g = (rounded(x) for x in (q, k, v, g))
@@ -177,25 +165,25 @@ def _compute(
     scores = (q @ k_H.mT) * call.scale
     if bias is not None:
         scores = scores + bias
-    # A row that may attend to nothing has no probabilities; torch delivers zeros for it.
+    # A row without keys has no probabilities; torch returns zeros for it.
     probabilities = torch.softmax(scores, -1)
     if bias is not None:
         probabilities = probabilities.masked_fill(torch.isneginf(bias).all(-1, keepdim=True), 0.0)
     kept = rounded(probabilities)
     output = kept @ v_H
     inner = g @ v_H.mT
-    # Fused kernels take the row sums from the result as they delivered it.
+    # Fused kernels compute the row sums from their rounded result.
     output = delivered(output)
     score_gradient = rounded(probabilities * (inner - (g * output).sum(-1, keepdim=True)))
     query = score_gradient @ k_H * call.scale
     key, value = score_gradient.mT @ q * call.scale, kept.mT @ g
     if call.repeats > 1:
         key, value = (_sum_repeats(x, call.repeats) for x in (key, value))
-    return _Results(*(delivered(x) for x in (output, query, key, value)))
+    return tuple(delivered(x) for x in (output, query, key, value))
 
 
 def _bias(call: AttentionCall) -> Tensor | None:
-    """What is added to the scores: the mask, or the causal mask, as FP32."""
+    """The mask, or the causal mask, as an FP32 term of the scores."""
     rows, keys = call.query.shape[-2], call.key.shape[-2]
     if call.is_causal:
         allowed = torch.ones(rows, keys, dtype=torch.bool, device=call.query.device).tril()
@@ -217,7 +205,7 @@ def attention_errors(call: AttentionCall, grad: Tensor) -> dict[str, Tensor]:
 
     Returns:
         For BF16, FP16 and TF32: a tensor of four sums, over output, query gradient, key gradient and value gradient,
-        FP64; infinite where an operand exceeds the format's range. The host waits for nothing.
+        FP64; infinite where an operand exceeds the format's range. Does not synchronize.
 
     Source:
         Ours.
@@ -246,42 +234,34 @@ def attention_errors(call: AttentionCall, grad: Tensor) -> dict[str, Tensor]:
 
 
 # A slice whose largest magnitude is below this many times the largest code uses the smallest normal FP32 scale.
-_SMALLEST_NORMAL = 2.0**-126
-_SMALLEST_UNIT = _SMALLEST_NORMAL * 512
+_SMALLEST_UNIT = 2.0**-126 * 512
 _LARGEST_EXPONENT = 127
 
 
 _Name = TypeVar("_Name")
-_Found = TypeVar("_Found")
-
-
-class ElementErrors(NamedTuple):
-    """Expected squared error of each element, of the tensor's shape and in its squared units."""
-
-    stochastic: Tensor
-    nearest: Tensor
+_Result = TypeVar("_Result")
 
 
 _STACKED_AT_ONCE = 4
 """Dimensions from which a card stacks tensors one by one."""
 _EXPONENT_BITS = 0x7F800000
-"""Of an FP32 number; what they leave of it is the largest power of two that is not above its magnitude."""
+"""Mask of an FP32 number that leaves the largest power of two not above its magnitude."""
 
 
 class _Stack(NamedTuple):
     """A stack of kinds, as tensors that broadcast against a stack of tensors.
 
-    ``slices`` says by which granularity each kind is scaled (None: by none), ``largest`` onto which number the largest
-    magnitude goes, ``bits`` two to the minus mantissa bits, ``least`` and ``greatest`` the powers of two between which
-    the step follows the number.
+    ``slices`` has the granularity of each kind's scales (None without scale), ``largest`` the number that the largest
+    magnitude is scaled to, ``bits`` two to the minus mantissa bits, ``lower`` and ``upper`` the range of powers of
+    two in which the step follows the number.
     """
 
     slices: tuple[Granularity | None, ...]
     one: Tensor
     largest: Tensor
     bits: Tensor
-    least: Tensor
-    greatest: Tensor
+    lower: Tensor
+    upper: Tensor
 
 
 def _grid(format_name: str) -> tuple[float, float, float]:
@@ -289,9 +269,9 @@ def _grid(format_name: str) -> tuple[float, float, float]:
         return 1.0, 1.0, 1.0
     wide = format_name == WIDE_FP8
     bits = WIDE_FP8_MANTISSA_BITS if wide else number_format(format_name).mantissa_bits
-    least = WIDE_FP8_SMALLEST_EXPONENT if wide else smallest_exponent(format_name)
+    lower = WIDE_FP8_SMALLEST_EXPONENT if wide else smallest_exponent(format_name)
     # Steps that are subnormal themselves would be squared to zero anyway.
-    return 2.0**-bits, 2.0 ** max(least, bits - 126), 2.0**_LARGEST_EXPONENT
+    return 2.0**-bits, 2.0 ** max(lower, bits - 126), 2.0**_LARGEST_EXPONENT
 
 
 @functools.lru_cache(maxsize=64)
@@ -310,25 +290,37 @@ def _stack(kinds: tuple[str, ...], dims: int, device: torch.device) -> _Stack:
 
 @functools.lru_cache(maxsize=64)
 def _places(slices: tuple[Granularity | None, ...], amaxes: tuple[Granularity, ...], device: torch.device) -> Tensor:
-    """Where each kind's unit stands behind 1 and the largest magnitudes in their order."""
+    """Index of each kind's unit among 1 and the largest magnitudes in their order."""
     return torch.tensor([0 if g is None else 1 + amaxes.index(g) for g in slices]).to(device)
 
 
 def _broadcast(dims: int, *tensors: Tensor) -> Tensor:
-    """Tensors of so many dimensions or fewer, stacked."""
-    if any(x.dim() == dims for x in tensors):  # without the shapes in Python
+    """A stack of tensors, broadcast to at least ``dims`` dimensions."""
+    if any(x.dim() == dims for x in tensors):  # faster than broadcasting shapes in Python
         return torch.stack(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
     shape = torch.broadcast_shapes((1,) * dims, *(x.shape for x in tensors))  # type: ignore[no-untyped-call]
     return torch.stack([x.expand(shape) for x in tensors])
 
 
-def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> Tensor:
-    """What ``stacked_errors`` has, as one tensor of shape (2, kinds, *shape of x): stochastic, then nearest."""
+def rounding_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> Tensor:
+    """Expected squared errors of several noise kinds, in few kernels.
+
+    Args:
+        x: FP32, any shape, finite.
+        kinds: Noise kinds (``BF16``, ``INT8/row``, ...).
+        amaxes: Largest magnitude per slice and granularity, for the kinds with scales; broadcasting against ``x``.
+
+    Returns:
+        Errors of shape (2, kinds, *shape of x), stochastic, then nearest, subnormal ranges included.
+
+    Source:
+        Ours.
+    """
     stack = _stack(kinds, x.dim(), x.device)
     units: Tensor | None = None
     values = x
     if any(stack.slices):
-        # What x is held in before the format's own largest number comes in: 1, or a largest magnitude.
+        # The unit of x before scaling to the largest number of the format: 1, or a largest magnitude.
         amax = [stack.one if g is None else amaxes[g] for g in stack.slices]
         if x.dim() < _STACKED_AT_ONCE:
             units = _broadcast(x.dim(), *amax)
@@ -337,59 +329,61 @@ def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity
         units.clamp_(min=_SMALLEST_UNIT)
         values = (x / units).mul_(stack.largest)
     binade = torch.bitwise_and(values.view(torch.int32), _EXPONENT_BITS).view(torch.float32)
-    step = torch.clamp(binade, stack.least, stack.greatest).mul_(stack.bits)
+    step = torch.clamp(binade, stack.lower, stack.upper).mul_(stack.bits)
     del binade
     below = torch.remainder(values, step)  # from the grid point below, up to the step
     del values
     above = step.sub_(below)
-    found = below.new_empty((2, *below.shape))
-    torch.mul(below, above, out=found[0])
-    torch.minimum(below, above, out=found[1]).square_()
-    return found if units is None else found.mul_(units.div_(stack.largest).square_())
+    errors = below.new_empty((2, *below.shape))
+    torch.mul(below, above, out=errors[0])
+    torch.minimum(below, above, out=errors[1]).square_()
+    return errors if units is None else errors.mul_(units.div_(stack.largest).square_())
 
 
-def joint_errors(every: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]) -> list[Tensor]:
-    """What ``paired_errors`` has of several tensors on one device, together."""
-    if len(every) == 1:
-        x, known = every[0]
-        return [paired_errors(x, kinds, known)]
-    sizes = [x.numel() for x, _ in every]
-    whole = torch.cat([x.reshape(-1) for x, _ in every])
-    amaxes = {granularity: torch.empty_like(whole) for granularity in every[0][1]}
+def joint_errors(
+    tensors: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]
+) -> list[Tensor]:
+    """`rounding_errors` of each of several tensors on one device, computed together."""
+    if len(tensors) == 1:
+        x, amaxes_of_x = tensors[0]
+        return [rounding_errors(x, kinds, amaxes_of_x)]
+    sizes = [x.numel() for x, _ in tensors]
+    whole = torch.cat([x.reshape(-1) for x, _ in tensors])
+    amaxes = {granularity: torch.empty_like(whole) for granularity in tensors[0][1]}
     for granularity, place in amaxes.items():
-        for (x, known), part in zip(every, torch.split(place, sizes), strict=True):
-            part.view(x.shape).copy_(known[granularity])
-    errors = torch.split(paired_errors(whole, kinds, amaxes), sizes, 2)
-    return [part.view(2, len(kinds), *x.shape) for part, (x, _) in zip(errors, every, strict=True)]
+        for (x, amaxes_of_x), part in zip(tensors, torch.split(place, sizes), strict=True):
+            part.view(x.shape).copy_(amaxes_of_x[granularity])
+    errors = torch.split(rounding_errors(whole, kinds, amaxes), sizes, 2)
+    return [part.view(2, len(kinds), *x.shape) for part, (x, _) in zip(errors, tensors, strict=True)]
 
 
-class Wanted(NamedTuple):
-    """Elements whose errors somebody waits for; what ``paired_errors`` takes."""
+class ErrorRequest(NamedTuple):
+    """Arguments of `rounding_errors` that a computation yields to `run_batched`."""
 
     x: Tensor
     kinds: tuple[str, ...]
     amaxes: Mapping[Granularity, Tensor]
 
 
-def answered(
-    groups: Iterable[tuple[_Name, Generator[Wanted, Tensor, _Found]]], limit: int
-) -> Iterator[tuple[_Name, _Found]]:
-    """Run computations each of which asks for errors once, those of several at once.
+def run_batched(
+    groups: Iterable[tuple[_Name, Generator[ErrorRequest, Tensor, _Result]]], limit: int
+) -> Iterator[tuple[_Name, _Result]]:
+    """Run computations that each request errors once, and compute the errors of several at once.
 
     Args:
-        groups: By some name; all ask for errors of the same kinds.
-        limit: Errors at most that are held together, unless one asks for more.
+        groups: Names and computations; all request errors of the same kinds.
+        limit: Errors at most that are computed together, unless one request is larger.
 
     Yields:
-        Name, and what the computation returned.
+        Name and result of each computation.
     """
-    waiting: list[tuple[_Name, Generator[Wanted, Tensor, _Found], Wanted]] = []
+    waiting: list[tuple[_Name, Generator[ErrorRequest, Tensor, _Result], ErrorRequest]] = []
 
-    def answer() -> Iterator[tuple[_Name, _Found]]:
-        every = waiting.copy()
+    def run_waiting() -> Iterator[tuple[_Name, _Result]]:
+        batch = waiting.copy()
         waiting.clear()
-        found = joint_errors([(wanted.x, wanted.amaxes) for *_, wanted in every], every[0][2].kinds)
-        for (name, steps, _), errors in zip(every, found, strict=True):
+        results = joint_errors([(request.x, request.amaxes) for *_, request in batch], batch[0][2].kinds)
+        for (name, steps, _), errors in zip(batch, results, strict=True):
             try:
                 steps.send(errors)
             except StopIteration as done:
@@ -397,43 +391,26 @@ def answered(
 
     errors = 0
     for name, steps in groups:
-        wanted = next(steps)
-        number = wanted.x.numel() * len(wanted.kinds)
-        if waiting and (errors + number > limit or wanted.x.device != waiting[0][2].x.device):
-            yield from answer()
+        request = next(steps)
+        number = request.x.numel() * len(request.kinds)
+        if waiting and (errors + number > limit or request.x.device != waiting[0][2].x.device):
+            yield from run_waiting()
             errors = 0
-        waiting.append((name, steps, wanted))
+        waiting.append((name, steps, request))
         errors += number
     if waiting:
-        yield from answer()
-
-
-def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:
-    """Errors of several noise kinds at once, in few kernels.
-
-    Args:
-        x: FP32, any shape, finite.
-        kinds: Noise kinds (``BF16``, ``INT8/row``, ...).
-        amaxes: Largest magnitude per slice and granularity, for the kinds with scales; broadcasting against ``x``.
-
-    Returns:
-        Errors of shape (kinds, *shape of x), subnormal ranges included.
-
-    Source:
-        Ours.
-    """
-    return ElementErrors(*paired_errors(x, kinds, amaxes))
+        yield from run_waiting()
 
 
 def fixed_point_errors(x: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
-    """Expected squared error of each element in INT8 under stochastic rounding, for several ways to scale.
+    """Expected squared error of each element in INT8 under stochastic rounding, for several scalings.
 
     Args:
         x: FP32, any shape, finite.
-        amaxes: Largest magnitude per slice, broadcasting against ``x``, one tensor for each way.
+        amaxes: Largest magnitude per slice, broadcasting against ``x``, one tensor for each scaling.
 
     Returns:
-        Shape (ways, *shape of x): what ``stacked_errors`` has for INT8, in half of the kernels.
+        Shape (scalings, *shape of x): the stochastic `rounding_errors` for INT8, in half of the kernels.
 
     Source:
         Ours.

@@ -1,11 +1,16 @@
-"""The two tensors that a torch call multiplies, and their form: from an intercepted call to a `ProductForm`."""
+"""The operands of intercepted calls, and the normal form of a product of two tensors.
+
+A bilinear operator f has the trilinear form T(a, b, c) = <f(a, b), c>, in which ``a`` and ``b`` have the shapes of the
+operands and ``c`` that of the result. Where one of the three is all ones, T is an inner product of two smaller tensors:
+the reductions of a form by contraction (``c`` is 1), by row (``b`` is 1) and by column (``a`` is 1).
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,54 +22,8 @@ from qsync_opt.sensitivity import ProductSizes
 
 
 def _split(x: Tensor, dim: int, parts: int) -> Tensor:
-    """One dimension as two: which part, and where in it."""
+    """The tensor with one dimension as two: the part, and the index in it."""
     return x.reshape(*x.shape[:dim], parts, -1, *x.shape[dim + 1 :])
-
-
-class ProductForm(Protocol):
-    """Reductions of tensors shaped like the operands and the result; see the module's text for T."""
-
-    @property
-    def first(self) -> Tensor:
-        """First operand in its normal form."""
-
-    @property
-    def second(self) -> Tensor:
-        """Second operand in its normal form."""
-
-    @property
-    def sizes(self) -> ProductSizes:
-        """Sizes of the products."""
-
-    def first_by_contraction(self, a: Tensor) -> Tensor:
-        """Vector A with T(a, b, 1) = <A(a), B(b)>."""
-
-    def second_by_contraction(self, b: Tensor) -> Tensor:
-        """Vector B with T(a, b, 1) = <A(a), B(b)>."""
-
-    def first_by_row(self, a: Tensor) -> Tensor:
-        """Vector R with T(a, 1, c) = <R(a), Q(c)>."""
-
-    def result_by_row(self, c: Tensor) -> Tensor:
-        """Vector Q with T(a, 1, c) = <R(a), Q(c)>."""
-
-    def second_by_column(self, b: Tensor) -> Tensor:
-        """Vector D with T(1, b, c) = <D(b), E(c)>."""
-
-    def result_by_column(self, c: Tensor) -> Tensor:
-        """Vector E with T(1, b, c) = <D(b), E(c)>."""
-
-    def result(self, z: Tensor) -> Tensor:
-        """A tensor shaped like the operator's result, in the layout that the reductions want."""
-
-    def sample_second(self, limit: int) -> tuple[Tensor, slice]:
-        """Evenly spaced rows (contraction indices) of the second operand with about ``limit`` elements, and which."""
-
-    def sampled_contraction(self, vector: Tensor, rows: slice) -> Tensor:
-        """The entries of ``first_by_contraction`` that belong to sampled rows of the second operand."""
-
-    def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
-        """Dimensions of ``first`` or ``second`` that share one scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +60,7 @@ class MatrixForm:
         return c.sum(1)
 
     def result(self, z: Tensor) -> Tensor:
-        """The result as (P, N, M)."""
+        """The operator's result as (P, N, M)."""
         return self.arrange(z)
 
     def sample(self, limit: int) -> tuple[Tensor, slice]:
@@ -109,10 +68,6 @@ class MatrixForm:
         step = max(1, min(self.first.shape[1], self.first.numel() // max(limit, 1)))
         rows = slice(None, None, step)
         return self.first[:, rows], rows
-
-    def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
-        """Entries (P, rows)."""
-        return vector[:, rows]
 
     def sample_second(self, limit: int) -> tuple[Tensor, slice]:
         """Every s-th row of a weight; of a batch of products all."""
@@ -122,17 +77,9 @@ class MatrixForm:
         rows = slice(None, None, step)
         return self.second[:, rows], rows
 
-    def sampled_contraction(self, vector: Tensor, rows: slice) -> Tensor:
-        """Entries (P, rows)."""
-        return vector[:, rows]
-
     def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
-        """Rows of ``first`` run along K, its channels along N; channels of ``second`` along K, its rows along M."""
-        if granularity is Granularity.TENSOR:
-            return (0, 1, 2)
-        along_first = {Granularity.ROW: (2,), Granularity.CHANNEL: (1,)}
-        along_second = {Granularity.ROW: (2,), Granularity.CHANNEL: (1,)}
-        return (along_first if operand == "first" else along_second)[granularity]
+        """Dimensions that share one scale: rows run along the last, channels along the one before it."""
+        return {Granularity.TENSOR: (0, 1, 2), Granularity.ROW: (2,), Granularity.CHANNEL: (1,)}[granularity]
 
 
 @functools.lru_cache(maxsize=64)
@@ -172,41 +119,40 @@ class ConvolutionForm:
         """Whether every result sees one position: then windows are slices, and nothing has to be convolved."""
         return self.second.shape[2:].numel() == 1 and not self._transposed and not any(self.geometry[1])
 
-    def _seen(self) -> tuple[slice, ...]:
-        """Of a pointwise convolution: which positions have a result."""
+    def _centers(self) -> tuple[slice, ...]:
+        """Input positions that have a result in a pointwise convolution."""
         return (slice(None), slice(None), *(slice(None, None, step) for step in self.geometry[0]))
 
-    def _adjoint(self, result: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-        """What each element of ``first`` (only its shape matters) is multiplied by, summed over its results."""
-        found: Tensor = torch.ops.aten.convolution_backward(
-            result, first, weight, None, *self.geometry, [True, False, False]
-        )[0]
-        return found
+    def _backward(self, result: Tensor, first: Tensor, weight: Tensor, *, operand: int) -> Tensor:
+        """Gradient with respect to one operand (0 or 1), of which only the shape matters."""
+        mask = [operand == 0, operand == 1, False]
+        backward = torch.ops.aten.convolution_backward
+        gradients: tuple[Tensor, ...] = backward(result, first, weight, None, *self.geometry, mask)
+        return gradients[operand]
 
     def _merge_groups(self, x: Tensor) -> Tensor:
         """Sums over the channels of each group: (B, C, ...) to (B, groups, ...)."""
         return _split(x, 1, self._groups).sum(2)
 
-    def _groups_of(self, b: Tensor, place: int) -> Tensor:
-        """A dimension, counted from the back, as two: which group, and where in it."""
-        place += b.dim()
-        return _split(b, place, self._groups)
+    def _split_groups(self, b: Tensor) -> Tensor:
+        """The first dimension of a weight, or of a stack of weights, as two: groups, and channels of a group."""
+        return _split(b, b.dim() - self.second.dim(), self._groups)
 
     def by_input_channel(self, b: Tensor) -> Tensor:
-        """Sums over the output channels of each group, one weight per input channel of a group and kernel position.
+        """Sums over the output channels of each group, for one weight or a stack of weights.
 
-        Dimensions may stand before those of the weight.
+        The counterpart of `first_by_contraction`: T(a, b, 1) = <``first_by_contraction(a)``, this of ``b``>.
         """
         dims = self.second.dim()
         if self._transposed:
             return b.sum(1 - dims, keepdim=True)
-        return self._groups_of(b, -dims).sum(-dims)
+        return self._split_groups(b).sum(-dims)
 
     def by_output_channel(self, b: Tensor) -> Tensor:
-        """Sums over the input channels of each group; dimensions may stand before those of the weight."""
+        """Sums over the input channels of each group, for one weight or a stack of weights."""
         dims = self.second.dim()
         if self._transposed:
-            return self._groups_of(b, -dims).sum(-dims)
+            return self._split_groups(b).sum(-dims)
         return b.sum(1 - dims, keepdim=True)
 
     def _contraction_shape(self) -> tuple[int, ...]:
@@ -217,26 +163,15 @@ class ConvolutionForm:
         """For each input channel and kernel position, the sum of the elements that this weight multiplies."""
         shape = self._contraction_shape()
         if self.pointwise:
-            return a[self._seen()].sum((0, *range(2, a.dim()))).view(shape)
+            return a[self._centers()].sum((0, *range(2, a.dim()))).view(shape)
         x = a.sum(0, keepdim=True)
         result = _ones((1, self._groups, *self.result_places), a.dtype, a.device)
-        return self._weights_reached(result, x, a.new_empty(shape))
-
-    def _weights_reached(self, result: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-        """What each element of a weight (only its shape matters) is multiplied by, summed over its results."""
-        found: Tensor = torch.ops.aten.convolution_backward(
-            result, first, weight, None, *self.geometry, [False, True, False]
-        )[1]
-        return found
-
-    def second_by_contraction(self, b: Tensor) -> Tensor:
-        """Sums over output channels, per input channel and kernel position."""
-        return self.by_input_channel(b)
+        return self._backward(result, x, a.new_empty(shape), operand=1)
 
     def first_by_row(self, a: Tensor) -> Tensor:
         """Sums over the window of each output position, per sample and group."""
         merged = self._merge_groups(a)
-        return merged[self._seen()] if self.pointwise else self._convolve(merged, self._ones(a))
+        return merged[self._centers()] if self.pointwise else self._convolve(merged, self._ones(a))
 
     def _ones(self, like: Tensor) -> Tensor:
         return _ones((self._groups, 1, *self.second.shape[2:]), like.dtype, like.device)
@@ -248,38 +183,34 @@ class ConvolutionForm:
         """
         shape = (q.shape[0], self._groups, *self.first.shape[2:])
         if not self.pointwise:
-            return self._adjoint(q, q.new_empty(shape), self._ones(q))
+            return self._backward(q, q.new_empty(shape), self._ones(q), operand=0)
         if q.shape == shape:
             return q
-        found = q.new_zeros(shape)
-        found[self._seen()] = q
-        return found
+        result = q.new_zeros(shape)
+        result[self._centers()] = q
+        return result
 
     def contraction_by_position(self, vector: Tensor) -> Tensor:
         """Sums over the weights that multiply each input element: (1, C, ...) of ``first``, the same for all samples.
 
-        The adjoint of ``first_by_contraction``: T(a, b, 1) = <a, this of ``second_by_contraction(b)``>. One place
+        The adjoint of ``first_by_contraction``: T(a, b, 1) = <a, this of ``by_input_channel(b)``>. One place
         stands for all where they are alike.
         """
         shape = self.first.shape[1:]
         if self.pointwise and all(step == 1 for step in self.geometry[0]):
             return vector.view(1, shape[0], *(1,) * (len(shape) - 1))
         result = _ones((1, self._groups, *self.result_places), vector.dtype, vector.device)
-        return self._adjoint(result, vector.new_empty((1, *shape)), vector)
+        return self._backward(result, vector.new_empty((1, *shape)), vector, operand=0)
 
     def result_by_row(self, c: Tensor) -> Tensor:
         """Sums over output channels, per sample, group and position."""
         return self._merge_groups(c)
 
-    def second_by_column(self, b: Tensor) -> Tensor:
-        """Sums over those weights that reach each output position from inside the input."""
-        return self.columns_by_position(self.by_output_channel(b))
-
-    def columns_by_position(self, found: Tensor) -> Tensor:
-        """The same from the weights' sums ``by_output_channel``."""
+    def columns_by_position(self, weights: Tensor) -> Tensor:
+        """Sums over those weights that reach each output position from inside the input, from ``by_output_channel``."""
         if self.pointwise:  # the same at every position
-            return found.reshape(1, -1, *(1,) * (found.dim() - 2))
-        return self._convolve(self.inside, found)
+            return weights.reshape(1, -1, *(1,) * (weights.dim() - 2))
+        return self._convolve(self.inside, weights)
 
     def columns_of_weight(self, c: Tensor) -> Tensor:
         """Sums over the results that a weight reaches: T(1, b, c) = <``by_output_channel(b)``, this of c>.
@@ -287,17 +218,13 @@ class ConvolutionForm:
         The adjoint of ``columns_by_position``, of sums over samples.
         """
         shape = self.second.shape
-        found = (self._groups, shape[1], *shape[2:]) if self._transposed else (shape[0], 1, *shape[2:])
+        reduced = (self._groups, shape[1], *shape[2:]) if self._transposed else (shape[0], 1, *shape[2:])
         if self.pointwise:
-            return c.sum((0, *range(2, c.dim()))).view(found)
-        return self._weights_reached(c.sum(0, keepdim=True), self.inside, c.new_empty(found))
-
-    def result_by_column(self, c: Tensor) -> Tensor:
-        """Sums over samples."""
-        return c.sum(0, keepdim=True)
+            return c.sum((0, *range(2, c.dim()))).view(reduced)
+        return self._backward(c.sum(0, keepdim=True), self.inside, c.new_empty(reduced), operand=1)
 
     def result(self, z: Tensor) -> Tensor:
-        """The result with its batch dimension."""
+        """The operator's result with a batch dimension."""
         return z if self.batched else z.unsqueeze(0)
 
     def sample_second(self, limit: int) -> tuple[Tensor, slice]:
@@ -307,10 +234,6 @@ class ConvolutionForm:
             step = max(1, min(self.second.shape[1] // 8, self.second.numel() // max(limit, 1)))
         rows = slice(None, None, step)
         return self.second[:, rows], rows
-
-    def sampled_contraction(self, vector: Tensor, rows: slice) -> Tensor:
-        """Entries of the sampled input channels."""
-        return vector[:, rows]
 
     def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
         """Rows of ``first`` are samples; channels of ``second`` are output channels, its rows input channels."""
@@ -322,6 +245,8 @@ class ConvolutionForm:
             kept = 1 - kept
         return tuple(d for d in dims if d != kept)
 
+
+ProductForm = MatrixForm | ConvolutionForm
 
 BILINEAR = PRODUCTS | CONVOLUTIONS | {"einsum"}
 ADJUSTABLE = BILINEAR | {"embedding", "scaled_dot_product_attention"}
@@ -340,7 +265,7 @@ _SLOTS: dict[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
 
 
 class Slot(NamedTuple):
-    """Where an operand stands in a call: position or keyword, and position in a list that stands there."""
+    """An operand, its position or keyword in a call, and its index in a list that stands there."""
 
     place: int | str
     tensor: Tensor
@@ -350,7 +275,7 @@ class Slot(NamedTuple):
 def operand_slots(
     name: str, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Slot, ...]:
-    """The operands of a call, first operand of the product first.
+    """The operands of a call in the order of the product.
 
     Raises:
         UnsupportedError: An einsum that is not a product of two tensors, or an operand that is missing.
@@ -379,7 +304,7 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, k
 def dense_lookup(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an embedding whose table gets a dense gradient: a sparse one cannot be differentiated again."""
+    """The arguments of an embedding that gives its table a dense gradient, which can be differentiated again."""
     place = 4 if function is torch.embedding else 6
     args = (*args[:place], False, *args[place + 1 :]) if len(args) > place else args
     return args, {key: value for key, value in kwargs.items() if key != "sparse"}
@@ -399,7 +324,7 @@ def _einsum_slots(name: str, args: tuple[Any, ...]) -> tuple[Slot, ...]:
 def replace_operands(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], slots: Sequence[Slot], tensors: Sequence[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with other tensors in the operands' places."""
+    """The arguments of a call with its operands replaced."""
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot, tensor in zip(slots, tensors, strict=True):
         if isinstance(slot.place, str):
@@ -483,7 +408,7 @@ def _convolution_form(call: ConvolutionCall, *, batched: bool, inside: Tensor) -
 
 
 def _letters(equation: str, first: Tensor, second: Tensor) -> tuple[str, str, str]:
-    """The subscripts of both operands and the result, with the ellipsis spelled out in capitals that nobody uses."""
+    """The subscripts of both operands and the result, with unused capitals in place of an ellipsis."""
     equation = equation.replace(" ", "")
     left, arrow, right = equation.partition("->")
     subscripts = left.split(",")

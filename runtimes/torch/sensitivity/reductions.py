@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -9,13 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.sensitivity.products import MatrixForm, ProductForm
+from qsync_opt.runtimes.torch.sensitivity.products import MatrixForm
 from qsync_opt.runtimes.torch.support import is_capturing
 
 _CHUNK = 1 << 19
-"""Elements of a large tensor that are looked at together where all of them are."""
+"""Elements of a large tensor that are reduced at a time."""
 _CHUNK_ON_CARD = 1 << 21
-"""The same where a kernel takes the host longer to launch than the card to run."""
+"""The same on a card, where a smaller kernel takes the host longer to launch than the card to run."""
 
 
 Place = tuple[torch.dtype, torch.device]
@@ -23,16 +24,23 @@ _Item = TypeVar("_Item")
 
 
 def by_place(items: Iterable[_Item], tensor_of: Callable[[_Item], Tensor]) -> dict[Place, list[_Item]]:
-    """What can be looked at in one kernel: items whose tensors have one type and lie on one device, in their order."""
-    found: dict[Place, list[_Item]] = {}
+    """Items grouped by type and device of their tensors, in their order: one kernel can process a group."""
+    groups: dict[Place, list[_Item]] = {}
     for item in items:
         x = tensor_of(item)
-        found.setdefault((x.dtype, x.device), []).append(item)
-    return found
+        groups.setdefault((x.dtype, x.device), []).append(item)
+    return groups
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Elements of each tensor, flat; one transfer per type and device."""
+    groups = by_place(tensors, lambda x: x)
+    host = {place: iter(torch.cat([x.reshape(-1) for x in some]).tolist()) for place, some in groups.items()}
+    return [list(itertools.islice(host[x.dtype, x.device], x.numel())) for x in tensors]
 
 
 def total(x: Tensor) -> Tensor:
-    """Sum in FP64; on a card in FP32, pairwise, as PyTorch would first make a copy of twice the size."""
+    """Sum in FP64; on a card in FP32, pairwise, as PyTorch would make an FP64 copy first."""
     return x.sum(dtype=_wide(x))
 
 
@@ -50,20 +58,20 @@ def summed(x: Tensor, dim: int) -> Tensor:
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape, stacked as vectors: with more dimensions a card takes one kernel for each of them."""
+    """A stack of tensors of one shape, copied as vectors: with more dimensions a card takes a kernel for each."""
     return torch.stack([x.reshape(-1) for x in tensors]).view(len(tensors), *tensors[0].shape)
 
 
 def norm(x: Tensor) -> Tensor:
-    """Root of the sum of squares, which may be squared on the host; large tensors a part at a time."""
+    """Euclidean norm; large tensors a part at a time."""
     if _on_card(x):
-        found: Tensor = torch.linalg.vector_norm(x)
-        return found
+        result: Tensor = torch.linalg.vector_norm(x)
+        return result
     return square_sum(x).sqrt()
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What ``norm`` has, of each; on a card in few kernels."""
+    """``norm`` of each tensor; on a card in few kernels."""
     return list(torch._foreach_norm(list(tensors))) if _on_card(tensors[0]) else [norm(x) for x in tensors]
 
 
@@ -73,13 +81,13 @@ def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def totals(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What ``total`` has, of each, where nothing is negative; on a card in few kernels."""
+    """``total`` of each tensor, none with negative elements; on a card in few kernels."""
     return list(torch._foreach_norm(list(tensors), 1)) if _on_card(tensors[0]) else [total(x) for x in tensors]
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares, large tensors a part at a time; on a card in one pass that sums pairwise."""
-    if x.is_cuda and x.dtype is torch.float32:
+    """Sum of squares; large tensors a part at a time, on a card in one pass that sums pairwise."""
+    if _on_card(x):
         norm: Tensor = torch.linalg.vector_norm(x)
         return norm.double().square()
     if x.numel() <= _CHUNK:
@@ -100,7 +108,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def strided(x: Tensor, limit: int) -> Tensor:
-    """About ``limit`` evenly spaced elements, at no distance that some dimension repeats at."""
+    """About ``limit`` evenly spaced elements, at a distance coprime to their number, so that no dimension aliases."""
     flat = x.reshape(-1)
     step = max(1, flat.numel() // limit)
     while math.gcd(step, flat.numel()) > 1 and step > 1:
@@ -108,26 +116,22 @@ def strided(x: Tensor, limit: int) -> Tensor:
     return flat[::step]
 
 
-def reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time.
-
-    Rows are rows of a matrix, (P, N, M), or samples of a convolution, (B, C, ...).
-    """
+def reduce_result(form: MatrixForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time."""
     chunk = _CHUNK_ON_CARD if _on_card(g) else _CHUNK
     if g.numel() <= chunk:
         values = function(g)
         return form.result_by_row(values), form.result_by_column(values)
-    dim = 1 if isinstance(form, MatrixForm) else 0
     rows, columns = [], []
-    for part in torch.split(g, max(1, chunk * g.shape[dim] // g.numel()), dim):
+    for part in torch.split(g, max(1, chunk * g.shape[1] // g.numel()), 1):
         values = function(part)
         rows.append(form.result_by_row(values))
         columns.append(form.result_by_column(values))
-    return torch.cat(rows, dim), torch.stack(columns).sum(0)
+    return torch.cat(rows, 1), torch.stack(columns).sum(0)
 
 
 def ratio(whole: Tensor, part: Tensor) -> Tensor:
-    """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
+    """The factor from a sum over a sample to that over all; 1 where the sample's sum is 0."""
     return (whole / part).nan_to_num_(1.0, 1.0)
 
 

@@ -15,15 +15,15 @@ from qsync_opt.runtimes.torch.support import capture_stream, is_capturing
 
 Labels = TypeVar("Labels")
 Computation = Callable[..., tuple[Labels, list[Tensor]]]
-"""From tensors to tensors; what else it returns depends on shapes alone."""
+"""From tensors to labels and tensors; the labels depend on shapes alone."""
 
 _LARGEST = 1 << 23
-"""Elements at most of what is copied into a graph; more keep the card busy enough without one."""
+"""Elements of the inputs, at most, of a graph; larger computations keep the card busy without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph(Generic[Labels]):
-    """A captured computation: where it reads, and what it writes, flat and by type."""
+    """A captured computation: its inputs, and its outputs, also joined by type."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
@@ -44,7 +44,7 @@ class _Graph(Generic[Labels]):
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: freeing what belongs to other graphs would spoil the capture."""
+    """No garbage collection: freeing tensors of other graphs would invalidate the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -55,7 +55,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Replays:
-    """Runs computations, those met for the second time on a card as graphs from then on."""
+    """Runs computations, on a card as CUDA graphs from the second run on."""
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _Graph[object] | None] = {}
@@ -65,22 +65,22 @@ class Replays:
         """Run a computation.
 
         Args:
-            key: Says, with shapes, strides and types of the inputs, which computation it is.
-            computation: Reads nothing of any tensor but its inputs, waits for nothing, and is not differentiated.
-            inputs: On one device.
+            key: Identifies the computation, with shapes, strides and types of the inputs.
+            computation: Reads no other tensors, does not synchronize, and is not differentiated.
+            inputs: Tensors on one device.
 
         Returns:
-            What the computation returns.
+            The result of the computation.
         """
         if not inputs[0].is_cuda or sum(x.numel() for x in inputs) > _LARGEST or is_capturing():
             return computation(*inputs)
-        known = (key, *((x.shape, x.stride(), x.dtype, x.device) for x in inputs))
-        if known not in self._graphs:
-            self._graphs[known] = None
+        signature = (key, *((x.shape, x.stride(), x.dtype, x.device) for x in inputs))
+        if signature not in self._graphs:
+            self._graphs[signature] = None
             return computation(*inputs)
-        graph = self._graphs[known]
+        graph = self._graphs[signature]
         if graph is None:
-            graph = self._graphs[known] = self._captured(computation, inputs)
+            graph = self._graphs[signature] = self._captured(computation, inputs)
         return graph.replay(inputs)  # type: ignore[return-value]
 
     def _captured(self, computation: Computation[Labels], inputs: Sequence[Tensor]) -> _Graph[Labels]:
@@ -93,7 +93,7 @@ class Replays:
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _no_collection():
-            # Not torch.cuda.graph, which collects garbage and empties the cache. Other threads may go on meanwhile.
+            # Not torch.cuda.graph, which collects garbage and empties the cache. Other threads may use the card.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 labels, outputs = computation(*places)

@@ -1,7 +1,7 @@
-"""Samples that look where most of a sum is: probability in proportion to size, and weights that undo it.
+"""Samples with probability in proportion to size, and the weights that make their sums unbiased.
 
-The gradient of a network that reads images sits on few of their positions: of the 2,000 to 8,000 that a convolution of
-ResNet-50 has in a batch, 11 to 160 hold most of it. Evenly spaced samples miss or catch them; these do neither.
+The gradient of a network that reads images is concentrated on few of their positions: of the 2,000 to 8,000 that a
+convolution of ResNet-50 has in a batch, 11 to 160 hold most of it. Evenly spaced samples have a high variance there.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 _UNITS = 1 << 40
-"""Shares are counted in whole numbers, whose running sums do not depend on the order that a card adds in."""
+"""Shares are integers, whose running sums do not depend on the order in which a card adds."""
 _TABLE = 1 << 15
-"""Positions of all images up to which a table says which image and where."""
+"""Positions of all images, at most, for a cached table of images and places."""
 _EVEN = 0.5
-"""Part of the sample that is spread evenly, so that what has no size is looked at too."""
+"""Part of the sample that is evenly spaced, so that elements of size 0 are sampled too."""
 
 
 def places_by_size(sizes: Tensor, total: Tensor, count: int) -> Tensor:
-    """Some places of a vector, the larger its elements the more likely.
+    """A sample of the indices of a vector, with probability in proportion to its elements.
 
     Args:
-        sizes: (N,), not negative.
-        total: Their sum.
-        count: How many places, with repetition where one is large enough for several.
+        sizes: The vector, (N,), not negative.
+        total: Sum of the sizes.
+        count: Sample size; large elements may be repeated.
 
     Returns:
-        Places (n,), ascending; all of them if ``count`` is at least N; any, where there is no size or none that is
-        finite. Waits for nothing.
+        Indices (n,), ascending; all of them if ``count`` is at least N; arbitrary ones if sizes are zero or not finite.
+        Does not synchronize.
 
     Source:
         Systematic sampling with probability proportional to size, W. G. Madow, Annals of Mathematical Statistics 20
@@ -43,18 +43,18 @@ def places_by_size(sizes: Tensor, total: Tensor, count: int) -> Tensor:
         return torch.arange(number, device=sizes.device)
     even = _constant(_EVEN * _UNITS / number, sizes.dtype, sizes.device)
     ends = torch.addcdiv(even, sizes, total, value=(1 - _EVEN) * _UNITS).cumsum(0, dtype=torch.int64)
-    # Without the last end no place is beyond the vector, whatever sizes are: what is not finite is named elsewhere.
+    # Without the last end no index exceeds the vector, even with sizes that are not finite.
     return torch.searchsorted(ends[:-1], _middles(count, sizes.device), right=True)
 
 
 def weights_by_size(sizes: Tensor, total: Tensor, number: int | Tensor, count: int) -> Tensor:
-    """With what weight each place counts: ``(weights * f[places]).sum()`` estimates ``f.sum()``.
+    """Weights of the indices from `places_by_size`: ``(weights * f[places]).sum()`` estimates ``f.sum()``.
 
     Args:
-        sizes: Those of the places that were found.
-        total: As above; broadcasting against ``sizes``.
-        number: How many places there are in all; as a tensor, it broadcasts and is more than ``count``.
-        count: How many were asked for.
+        sizes: Sizes of the sampled elements.
+        total: Sum of all sizes, broadcasting against ``sizes``.
+        number: Number of all elements; as a tensor, it broadcasts and is more than ``count``.
+        count: Requested sample size.
     """
     if not isinstance(number, Tensor) and count >= number:
         return torch.ones_like(sizes)
@@ -75,13 +75,13 @@ def _middles(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Some positions of images: which image, and where in it."""
+    """Some positions of images: the index of the image, and the index in it."""
 
     images: Tensor
     places: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """What stands there: (images, channels, ...) to (positions, channels); one image or place stands for all."""
+        """Elements there, (images, channels, ...) to (positions, channels); one image or place stands for all."""
         if x.shape[2:].numel() == 1 and x.shape[0] == 1:
             return x.view(1, -1).expand(self.places.numel(), -1)
         if x.shape[0] == 1:
@@ -94,57 +94,57 @@ def even_positions(x: Tensor, count: int) -> Positions:
     places = x.shape[2:].numel()
     total = x.shape[0] * places
     step = max(1, total // max(1, count))
-    while math.gcd(step, total) > 1 and step > 1:  # no distance that rows or images repeat at
+    while math.gcd(step, total) > 1 and step > 1:  # coprime, so that rows and images do not alias
         step += 1
     return _every(total, step, places, x.device)
 
 
 @functools.lru_cache(maxsize=64)
 def _every(total: int, step: int, places: int, device: torch.device) -> Positions:
-    found = torch.arange(0, total, step, device=device)
-    return Positions(found // places, found % places)
+    indices = torch.arange(0, total, step, device=device)
+    return Positions(indices // places, indices % places)
 
 
 class SizedPositions(NamedTuple):
-    """Positions by size: of ``number`` those that were ``asked`` for; ``found`` counts through all images."""
+    """Positions by size, ``requested`` of ``number``; ``indices`` count through all images."""
 
     positions: Positions
-    found: Tensor
+    indices: Tensor
     total: Tensor
     number: int
-    asked: int
+    requested: int
 
 
 def positions_by_size(sizes: Tensor, count: int) -> SizedPositions:
-    """``count`` positions of images, the larger ``sizes`` (images, groups, ...) there, the more likely."""
+    """A sample of positions of images, with probability in proportion to ``sizes`` (images, groups, ...)."""
     by_place = (sizes if sizes.shape[1] == 1 else sizes.sum(1)).reshape(-1)
     total, number, count = by_place.sum(), by_place.numel(), max(1, count)
-    found, places = places_by_size(by_place, total, count), sizes.shape[2:].numel()
+    indices, places = places_by_size(by_place, total, count), sizes.shape[2:].numel()
     if number <= _TABLE:
-        positions = Positions(*_images_and_places(number, places, sizes.device)[:, found].unbind())
+        positions = Positions(*_images_and_places(number, places, sizes.device)[:, indices].unbind())
     else:
-        positions = Positions(found // places, found % places)
-    return SizedPositions(positions, found, total, number, count)
+        positions = Positions(indices // places, indices % places)
+    return SizedPositions(positions, indices, total, number, count)
 
 
 @functools.lru_cache(maxsize=32)
 def _images_and_places(number: int, places: int, device: torch.device) -> Tensor:
-    """Which image, and where in it, (2, number)."""
+    """Images and places of all positions, (2, number)."""
     every = torch.arange(number, device=device)
     return torch.stack([every // places, every % places])
 
 
 class SizedRuns(NamedTuple):
-    """Short runs of a tensor's elements (n, length), of ``number`` those that were ``asked`` for.
+    """Short runs of a tensor's elements (n, length), ``requested`` of ``number``.
 
-    They were chosen by their squares, whose sum over all runs is ``total``: ``(weights * f(runs).sum(1)).sum()``
+    They are chosen by their squares, whose sum over all runs is ``total``: ``(weights * f(runs).sum(1)).sum()``
     estimates the sum of ``f`` over all elements.
     """
 
     runs: Tensor
     total: Tensor
     number: int
-    asked: int
+    requested: int
 
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -152,14 +152,14 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @functools.lru_cache(maxsize=64)
 def _even_runs(number: int, count: int, device: torch.device) -> Tensor:
-    """One of each ``count`` equal parts of so many runs, at a place that nothing in the tensor repeats at."""
+    """One of each ``count`` equal parts of the runs, at places of a low-discrepancy sequence."""
     numbers = torch.arange(count, dtype=torch.float64)
     places = (numbers + (numbers * _GOLDEN).frac()) * (number / count)
     return places.long().clamp(max=number - 1).to(device)
 
 
 def even_runs(x: Tensor, limit: int) -> Tensor:
-    """About ``limit`` elements of a tensor in short runs that are spread evenly, (n,); for the price of one kernel."""
+    """About ``limit`` elements of a tensor in short runs that are spread evenly, (n,), with one kernel."""
     runs = _runs(x)
     count = max(1, limit // runs.shape[1])
     if count >= runs.shape[0]:
@@ -174,10 +174,10 @@ def _runs(x: Tensor) -> Tensor:
 
 
 def runs_by_size(x: Tensor, limit: int) -> SizedRuns:
-    """About ``limit`` elements of a tensor in short runs, the larger their squares, the more likely."""
+    """About ``limit`` elements of a tensor in short runs, with probability in proportion to their squares."""
     runs = _runs(x)
     length = runs.shape[1]
-    # As norms: one pass without a copy of squares.
+    # Norms need one pass and no copy of the squares.
     sizes = torch.linalg.vector_norm(runs, dim=1).square_()
     total, count = sizes.sum(), max(1, limit // length)
     places = places_by_size(sizes, total, count)

@@ -1,4 +1,4 @@
-"""Random signs: tensors of +1 and -1 that a seed or a key draws again."""
+"""Reproducible random signs: tensors of +1 and -1 from a seed or a key."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _generators: dict[torch.device, torch.Generator] = {}
 
 
 def signs_like(x: Tensor, key: tuple[int, ...], count: int | None = None) -> Tensor:
-    """Signs of the type and device of a tensor, which depend on the key alone and can be drawn again.
+    """Signs of the type and device of a tensor that depend on the key alone.
 
     Args:
-        x: Whose shape they have, too,
-        key: Of them.
-        count: Unless there shall be so many in a row.
+        x: The tensor.
+        key: Determines the signs.
+        count: Length of the vector of signs; None for the shape of ``x``.
     """
     generator = _generators.get(x.device)
     if generator is None:
@@ -43,8 +43,8 @@ def signs_like(x: Tensor, key: tuple[int, ...], count: int | None = None) -> Ten
     for part in key:
         mixed = (mixed + part + 2) * _MULTIPLIER % (1 << 63)
     generator.manual_seed(mixed)
-    found = torch.empty(x.shape if count is None else (count,), dtype=x.dtype, device=x.device)
-    return torch.add(_minus_one(x.dtype, x.device), found.bernoulli_(0.5, generator=generator), alpha=2, out=found)
+    signs = torch.empty(x.shape if count is None else (count,), dtype=x.dtype, device=x.device)
+    return torch.add(_minus_one(x.dtype, x.device), signs.bernoulli_(0.5, generator=generator), alpha=2, out=signs)
 
 
 @functools.lru_cache(maxsize=16)

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from qsync_opt.errors import ModelError
 from qsync_opt.kernels.autograd import fp32_mode
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.errors import attention_call
+from qsync_opt.runtimes.torch.sensitivity.hooks import intercepted
 from qsync_opt.runtimes.torch.sensitivity.probes import MAX_POOLS, Probed, Prober
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.records import (
-    WHILE_ACTIVATIONS_ARE_KEPT,
+    CAST_BEFORE_BACKWARD,
     GradientScatter,
-    LateMoments,
+    MomentQueue,
     Norms,
     OperatorRecord,
     SignalTensors,
-    cast_waiting,
+    cast_pending,
     finish_batch,
     loss_curvature,
     measure_lookup,
@@ -55,21 +56,22 @@ def statistics_of_batch(
     batch: int,
     graph: OpGraph | None,
 ) -> ModelStatistics:
-    """Statistics of one batch: what operators and signals were seen to do."""
+    """Statistics of one batch from the records of its operators and the norms of its signals."""
     operators: list[OperatorStatistics] = []
     finished = iter(finish_batch([record for records in recorded.values() for record in records], batch))
     for records in recorded.values():
         calls = [next(finished) for _ in records]
         operators.append(calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls)))
     signals = {}
-    for name, (elements, seen) in signals_on_host(watched).items():
-        entering, leaving, curvature, spread = (sum(values) / len(seen) for values in zip(*seen, strict=True))
+    for name, (elements, numbers) in signals_on_host(watched).items():
+        means = [sum(values) / len(numbers) for values in zip(*numbers, strict=True)]
+        input_squares, output_squares, curvature, spread = means
         signals[name] = Signal(
             elements=elements,
-            input_square_sum=entering,
-            output_square_sum=leaving,
+            input_square_sum=input_squares,
+            output_square_sum=output_squares,
             curvature=curvature,
-            noise_weight=spread * entering / leaving if leaving and spread != 1.0 else 1.0,
+            noise_weight=spread * input_squares / output_squares if output_squares and spread != 1.0 else 1.0,
         )
     return ModelStatistics(
         batches=1,
@@ -80,11 +82,11 @@ def statistics_of_batch(
 
 
 def with_probes(
-    found: ModelStatistics, plain: Probed, adaptive: Probed, curvatures: Mapping[str, Mapping[str, Curvature]]
+    measured: ModelStatistics, plain: Probed, adaptive: Probed, curvatures: Mapping[str, Mapping[str, Curvature]]
 ) -> ModelStatistics:
-    """Statistics of one batch, and what probes found beside them."""
+    """Statistics of one batch with the results of its probes."""
     operators = []
-    for operator in found.operators:
+    for operator in measured.operators:
         probed: dict[str, Any] = {
             "gains": plain.gains.get(operator.name, {}),
             "adaptive_gains": adaptive.gains.get(operator.name, {}),
@@ -98,13 +100,13 @@ def with_probes(
             adaptive_flips=adaptive.flips.get(name, ()),
             noise_ratio=plain.noise.get(name) or adaptive.noise.get(name, 0.0),
         )
-        for name, signal in found.signals.items()
+        for name, signal in measured.signals.items()
     }
-    return dataclasses.replace(found, operators=tuple(operators), signals=signals, shift=plain.shift)
+    return dataclasses.replace(measured, operators=tuple(operators), signals=signals, shift=plain.shift)
 
 
 Step = Callable[[nn.Module, Any], Tensor]
-# Element-wise operators and means whose norms tell how noise is diluted; named as the capture names them.
+# Element-wise operators and means, whose norms show how noise is diluted.
 _SIGNAL_KINDS = (
     *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "masked_fill", "cat"),
     *("relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid"),
@@ -145,18 +147,18 @@ class _Collector:
     def __init__(
         self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays, loss_scale: float
     ) -> None:
-        self._wanted = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
+        self._operators = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[SignalTensors]] = {}
         self._norms = Norms()
-        self.late = LateMoments()
+        self.queue = MomentQueue()
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type not in ADJUSTABLE:
             return self._watch_signal(call)
-        if self._wanted is not None and call.name not in self._wanted:
+        if self._operators is not None and call.name not in self._operators:
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         kind = _KINDS.get(call.op_type, OperatorKind.PRODUCT)
@@ -168,7 +170,7 @@ class _Collector:
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
             replays=self._replays,
-            late=self.late,
+            queue=self.queue,
             loss_scale=self._loss_scale,
             differentiated=torch.is_grad_enabled(),
         )
@@ -180,7 +182,7 @@ class _Collector:
             _measure_operands(record, call, args, kwargs, taps)
         output = call.run(*args, **kwargs)
         with torch.no_grad():
-            record.plain("output", _full(output), self._norms.of(output))
+            record.add_tensor("output", _full(output), self._norms.of(output))
         if output.requires_grad:
             output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))
         self.records.setdefault(call.name, []).append(record)
@@ -193,14 +195,14 @@ class _Collector:
 
     def _watch_signal(self, call: OperatorCall) -> Any:
         output = call.run()
-        entering = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
-        if entering is not None and _is_floating(output) and output.numel() > 0:
-            seen = {"entering": self._norms.of(entering), "leaving": self._norms.of(output)}
-            if output.numel() == 1 and output.requires_grad and entering.numel() > 1:
-                seen["curvature"] = loss_curvature(call, _full(entering))
+        first_input = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
+        if first_input is not None and _is_floating(output) and output.numel() > 0:
+            tensors = {"input": self._norms.of(first_input), "output": self._norms.of(output)}
+            if output.numel() == 1 and output.requires_grad and first_input.numel() > 1:
+                tensors["curvature"] = loss_curvature(call, _full(first_input))
             if call.op_type == "batch_norm":
-                seen |= normalized(call, entering, output)
-            self.signals.setdefault(call.traced_name, []).append((output.numel(), seen))
+                tensors |= normalized(call, first_input, output)
+            self.signals.setdefault(call.traced_name, []).append((output.numel(), tensors))
         return output
 
 
@@ -214,7 +216,7 @@ def _full(x: Tensor) -> Tensor:
 
 
 def _tap(record: OperatorRecord, gradient: str, tensor: Tensor) -> Tensor:
-    """An alias of an operand whose gradient is what this operator alone contributes."""
+    """An alias of an operand whose gradient is the contribution of this operator alone."""
     if tensor.dtype not in (torch.float32, torch.float64):
         raise ModelError(
             f"operator {record.name!r} reads {str(tensor.dtype).removeprefix('torch.')}: statistics are collected in "
@@ -236,11 +238,11 @@ def _on_gradient(record: OperatorRecord, name: str, gradient: Tensor) -> None:
         if name == "output_gradient":
             record.output_gradient(_full(gradient))
         else:
-            record.plain(name, _full(gradient.to_dense() if gradient.is_sparse else gradient))
+            record.add_tensor(name, _full(gradient.to_dense() if gradient.is_sparse else gradient))
 
 
 class _Alias(torch.autograd.Function):
-    """The same tensor, whose gradient is handed on whatever its layout: that of a look-up's table may be sparse."""
+    """An alias that accepts any layout of gradient: that of a lookup's table may be sparse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -284,15 +286,6 @@ def _detached(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, collector: _Collector) -> Iterator[None]:
-    interception = Interception(model, collector, kinds=_SIGNAL_KINDS)
-    try:
-        yield
-    finally:
-        interception.remove()
-
-
-@contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """No autocast and no TF32 within the block."""
     with contextlib.ExitStack() as stack:
@@ -314,7 +307,7 @@ def check_model(model: nn.Module) -> None:
         raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
 
 
-def _check_seen(statistics: ModelStatistics, graph: OpGraph | None) -> None:
+def _check_complete(statistics: ModelStatistics, graph: OpGraph | None) -> None:
     if not statistics.operators:
         raise ModelError("no adjustable operator ran: does the step call the model that was passed?")
     if graph is None:
@@ -343,28 +336,27 @@ def collect_statistics(
 ) -> ModelStatistics:
     """Statistics of every adjustable operator over some batches, forward and backward in full precision.
 
-    The model is left as it was: parameters, buffers, gradients, mode and random state. Hooks see one tensor at a time;
-    no activation is kept longer than autograd keeps it. Two calls with the same model and batches give the same result.
+    The model is left as it was: parameters, buffers, gradients, mode and random state. No activation is kept longer
+    than autograd keeps it. Two calls with the same model and batches give the same result.
 
     Args:
         model: In the mode it is trained in, with FP32 parameters, not wrapped for data-parallel training.
         batches: What ``step`` takes, at least one; all of one shape.
         step: Function of model and batch that returns the loss; by default the model computes it itself.
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
-        probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
-            batch is then also differentiated twice, some of its samples at a time: two quarters of it, each about four
-            steps of so many samples, and four forward passes of all if there are rectifiers or max-pools. 2 to 8 are
-            enough.
-        adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
-        whole_batches: Probe all samples of each batch together: exacter, with several times the memory of a
-            training step, and with ``shift``, which ``plan_variance`` wants of models with rectifiers. Batches that
-            cannot be divided are probed so anyway.
-        curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
-            none. 8 to 64 are needed, each about as dear as a training step.
-        sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
-            they are evenly spaced. Norms and largest magnitudes always take all elements.
-        loss_scale: By which the loss is multiplied where gradients are FP16 (``torch.amp.GradScaler.get_scale()``, a
-            power of two): what underflows in FP16 is found at that scale. Nothing else depends on it.
+        probes: Random vectors per batch for the gains of the indicator ``kind="probed"``; 0 for none. Two quarters of
+            each batch are then differentiated twice, each at the cost of about four steps of as many samples, after
+            four forward passes of the whole batch if there are rectifiers or max-pools. 2 to 8 are enough.
+        adaptive_probes: Random vectors per batch for the gains of ``kind="progress"``, at the same cost.
+        whole_batches: Probe all samples of each batch together: more exact, with several times the memory of a
+            training step, and with ``shift``, which ``plan_variance`` needs for models with rectifiers. Batches that
+            cannot be divided are always probed so.
+        curvature_probes: Random vectors per batch for the traces of the indicator ``kind="hessian"``; 0 for none. 8 to
+            64 are needed, each at the cost of about a training step.
+        sample_elements: Approximate number of elements of an activation whose rounding errors are computed. Norms and
+            largest magnitudes always take all elements.
+        loss_scale: Factor of the loss where gradients are FP16 (``torch.amp.GradScaler.get_scale()``, a power of two),
+            for their underflow. Nothing else depends on it.
         progress: Called after each batch with the number of batches done.
 
     Returns:
@@ -381,14 +373,14 @@ def collect_statistics(
         of weight gradients, rounding factors and alignments are ours.
     """
     check_model(model)
-    for name, value, least in (
+    for name, value, minimum in (
         ("sample_elements", sample_elements, 1),
         ("probes", probes, 0),
         ("adaptive_probes", adaptive_probes, 0),
         ("curvature_probes", curvature_probes, 0),
     ):
-        if value < least:
-            raise ModelError(f"{name} is {value}: at least {least} is needed")
+        if value < minimum:
+            raise ModelError(f"{name} is {value}: at least {minimum} is needed")
     check_loss_scale(loss_scale, "loss_scale")
     run = step or default_step
     total: ModelStatistics | None = None
@@ -397,14 +389,14 @@ def collect_statistics(
     with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
         for number, batch in enumerate(batches):
             collector = _Collector(model, graph, sample_elements, replays, loss_scale)
-            with _watched(model, collector):
+            with intercepted(model, collector, _SIGNAL_KINDS):
                 loss = run(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
             if not loss.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
-            cast_waiting(itertools.chain.from_iterable(collector.records.values()), WHILE_ACTIVATIONS_ARE_KEPT)
+            cast_pending(itertools.chain.from_iterable(collector.records.values()), CAST_BEFORE_BACKWARD)
             with scatter.batch():
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss
@@ -412,27 +404,27 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
-            collector.late.flush()
+            collector.queue.flush()
             if isinstance(batches, Sized) and len(batches) == 1:
-                scatter.forget()  # one batch alone does not scatter
-            found = statistics_of_batch(collector.records, collector.signals, number, graph)
+                scatter.clear()  # one batch alone does not scatter
+            measured = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:
-                prober = Prober(model, run, batch, found, graph, number, divide=not whole_batches)
-                found = with_probes(
-                    found,
+                prober = Prober(model, run, batch, measured, graph, number, divide=not whole_batches)
+                measured = with_probes(
+                    measured,
                     prober.gains(probes),
                     prober.gains(adaptive_probes, adaptive=roots),
                     prober.curvatures(curvature_probes),
                 )
-            total = found if total is None else merge_statistics([total, found])
+            total = measured if total is None else merge_statistics([total, measured])
             if progress is not None:
                 progress(number + 1)
         noise = scatter.noise()
     if total is None:
         raise ModelError("no batches: at least one is needed to collect statistics")
     total = dataclasses.replace(total, gradient_noise=noise)
-    _check_seen(total, graph)
+    _check_complete(total, graph)
     if silent:
         names = ", ".join(repr(name) for name in silent)
         warnings.warn(

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober
     from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
         MAX_POOLS,
-        Arriving,
         Contest,
+        InputNoise,
         LastRectified,
-        Seen,
+        NoiseMeasurement,
         Window,
         contest,
         noisy_passes,
@@ -29,7 +29,24 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "MAX_POOLS", "Arriving", "Contest", "DerivativeSums", "GainTapper", "LastRectified", "ParameterGradients",
-    "Probed", "Prober", "Seen", "Window", "attention_twice", "batch_norm_twice", "contest", "noisy_passes",
-    "parts_of", "pool_call", "probe_curvatures", "probe_gains", "product_twice",
-]  # fmt: skip
+    "MAX_POOLS",
+    "Contest",
+    "DerivativeSums",
+    "GainTapper",
+    "InputNoise",
+    "LastRectified",
+    "NoiseMeasurement",
+    "ParameterGradients",
+    "Probed",
+    "Prober",
+    "Window",
+    "attention_twice",
+    "batch_norm_twice",
+    "contest",
+    "noisy_passes",
+    "parts_of",
+    "pool_call",
+    "probe_curvatures",
+    "probe_gains",
+    "product_twice",
+]

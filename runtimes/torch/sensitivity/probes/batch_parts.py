@@ -1,4 +1,4 @@
-"""Equal parts of a batch, for passes that would need too much memory over the whole of it."""
+"""Equal parts of a batch, for passes that would need too much memory for all of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 PARTS = 4
-"""Into so many parts a batch is divided: a step that is differentiated twice keeps several times as much."""
+"""Number of parts of a batch: a step that is differentiated twice needs several times the memory."""
 _NORMALIZED = 8
-"""Samples at least of a part where normalizations take means over samples: over few, they would be others."""
+"""Smallest part for a model that normalizes over samples: means over fewer would differ too much."""
 
 
 class Part(NamedTuple):
-    """Some samples of a batch, which share of it they are, and which ones."""
+    """Some samples of a batch, their share of it, and their indices."""
 
     batch: Any
     share: float
@@ -23,9 +23,9 @@ class Part(NamedTuple):
 
 
 def parts_of(model: nn.Module, batch: Any) -> tuple[Part, Part] | None:
-    """Two of the equal parts of a batch, samples taken in turn; None where it cannot be divided.
+    """Two of the equal parts of a batch, of interleaved samples; None if the batch cannot be divided.
 
-    Tensors of a batch hold samples along their first dimension, all as many.
+    Samples are the first dimension of all tensors of a batch, of one size.
     """
     leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
     sizes = {int(x.shape[0]) for x in leaves}

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model import OpGraph, Role
+from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
-from qsync_opt.runtimes.torch.sensitivity.probes.gradient import tapped, twice_differentiable
+from qsync_opt.runtimes.torch.sensitivity.probes.gradient import adjustable_names, tapped, twice_differentiable
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import shares_of_mean
 from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
@@ -30,18 +30,15 @@ from qsync_opt.sensitivity import OPERANDS, Curvature
 
 
 class _Tapper:
-    """Handler of an interception: keeps a node of the autograd graph for every operand and result.
+    """Handler of an interception: keeps a node of the autograd graph for every operand and result of the operators."""
 
-    ``wanted`` limits the operators (None: all adjustable ones).
-    """
-
-    def __init__(self, wanted: frozenset[str] | None) -> None:
-        self._wanted = wanted
+    def __init__(self, operators: frozenset[str] | None) -> None:
+        self._operators = operators
         self.taps: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, call: OperatorCall) -> Any:
-        """Run an operator on taps of its operands, and hand on a tap of its result."""
-        if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
+        """Run an operator on aliases of its operands, and return an alias of its result."""
+        if call.op_type not in ADJUSTABLE or (self._operators is not None and call.name not in self._operators):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         operands = []
@@ -80,13 +77,13 @@ def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed
             diagonal, squares = product * signs[i], tensors[i].detach().square()
             mean = squares.mean(dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
             sums = [diagonal.sum(dtype=torch.float64), (diagonal * squares).sum(dtype=torch.float64) / mean]
-            found, known = torch.stack(sums) / probes, totals[i]
-            totals[i] = found if known is None else known + found
+            estimate, total = torch.stack(sums) / probes, totals[i]
+            totals[i] = estimate if total is None else total + estimate
     return totals
 
 
 def _shares(taps: list[tuple[str, str, Tensor]]) -> list[float]:
-    """By what the curvature of a call counts: a call whose tensor is larger than the mean of all is noisier, too."""
+    """Weights of the calls of an operator: a call with a larger tensor is noisier."""
     calls: Counter[tuple[str, str]] = Counter()
     keys = []
     for name, tensor, _ in taps:
@@ -111,21 +108,20 @@ def probe_curvatures(
         graph: Limits the operators to its adjustable ones.
         probes: Random vectors. The noise of an estimate comes from the whole Hessian, so small blocks need more of
             them than gains do: 8 to 64.
-        seed: Of the random vectors.
+        seed: Seed of the random vectors.
 
     Returns:
         Operator to tensor (``first``, ``second``, ``third``, ``output``) to curvature, summed over repeated calls,
         each counted by its tensor's mean square over the mean of all calls.
 
     Raises:
-        ModelError: Some operation of the model has no second derivative, or memory was missing.
+        ModelError: Some operation of the model has no second derivative, or there is not enough memory.
 
     Source:
         Hutchinson's estimator, as HAWQ-V2 (Dong et al., NeurIPS 2020) uses it for weights; over activations ours.
     """
-    wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
-    tapper = _Tapper(wanted)
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    tapper = _Tapper(adjustable_names(graph))
+    traces_by_operator: dict[str, dict[str, tuple[float, float]]] = {}
     try:
         with twice_differentiable("curvature_probes"):
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
@@ -135,14 +131,14 @@ def probe_curvatures(
             if total is None:
                 continue
             uniform, floating = (share * value for value in total.tolist())
-            before = found.setdefault(name, {}).get(tensor, (0.0, 0.0))
-            found[name][tensor] = (before[0] + uniform, before[1] + floating)
+            before = traces_by_operator.setdefault(name, {}).get(tensor, (0.0, 0.0))
+            traces_by_operator[name][tensor] = (before[0] + uniform, before[1] + floating)
     finally:
         tapper.taps.clear()
-    values = [number for tensors in found.values() for pair in tensors.values() for number in pair]
+    values = [number for tensors in traces_by_operator.values() for pair in tensors.values() for number in pair]
     if not all(map(math.isfinite, values)):
         raise ModelError("the loss has curvatures that are not finite: lower the learning rate or collect elsewhere")
     return {
         name: {tensor: Curvature(uniform=pair[0], floating=pair[1]) for tensor, pair in tensors.items()}
-        for name, tensors in found.items()
+        for name, tensors in traces_by_operator.items()
     }

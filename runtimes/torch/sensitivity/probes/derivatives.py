@@ -1,12 +1,11 @@
 """Convolutions, linear layers and batch normalizations whose backward pass is differentiated again in few kernels.
 
-torch makes the second derivative of a batch normalization of 85 element-wise operations and sums, and that of a
-convolution of convolutions of other shapes than the step's, each of which a card's library first has to prepare for.
-Here both are made of the kernels of the step itself. What they compute is the same.
+PyTorch computes the second derivative of a batch normalization with 85 element-wise operations and sums, and that of a
+convolution with convolutions of new shapes, for which a card's library first has to choose algorithms. Here both use
+the kernels of the step itself, with the same results.
 
-A weight's derivative has two parts: from where the forward pass reads it, and from where the backward pass does. The
-second comes first, and torch would hold it for every weight until the first comes. What it is a product of is held
-instead where that is smaller, and both parts are made together.
+A weight's derivative has two parts, from its uses in the forward and in the backward pass. The second is known first,
+and PyTorch would hold it for every weight until the first is. Its factors are held instead where they are smaller.
 
 With ``s = <v, gx> + <p, gw> + <q, gb>`` for the gradients of a product ``x w + b`` that meets ``g``:
 ``ds/dg = v w + x p + q``, ``ds/dx = g p`` and ``ds/dw = g v``, each in the shape of what it is the derivative by.
@@ -27,19 +26,19 @@ from torch import Tensor
 from qsync_opt.kernels import CONVOLUTIONS, convolution_call
 from qsync_opt.runtimes.torch.interception import OperatorCall
 
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 @dataclass(frozen=True)
 class _AttentionForm:
-    """``mask`` tells what is seen (bool) or is added to the scores; None is all."""
+    """``mask`` selects the keys (bool) or is added to the scores; None selects all."""
 
     scale: float
     mask: Tensor | None
     causal: bool
 
     def probabilities(self, q: Tensor, k: Tensor, leading: torch.Size) -> Tensor:
-        """Of operands as batches of matrices; ``leading`` are the dimensions that the batch has in the call."""
+        """The probabilities for operands as batches of matrices; ``leading`` are the batch dimensions of the call."""
         if self.causal:
             hidden = torch.full((q.shape[1], k.shape[1]), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
             return torch.baddbmm(hidden, q, k.mT, alpha=self.scale).softmax(-1)
@@ -51,8 +50,8 @@ class _AttentionForm:
             whole.masked_fill_(~self.mask, float("-inf"))
         else:
             whole += self.mask
-        found: Tensor = torch.ops.aten._safe_softmax(scores, -1)  # rows that see nothing have zeros
-        return found
+        probabilities: Tensor = torch.ops.aten._safe_softmax(scores, -1)  # zeros in rows without keys
+        return probabilities
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
@@ -61,8 +60,8 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
 
 def _through_softmax(g: Tensor, p: Tensor) -> Tensor:
     """``p (g - sum(p g))`` by row."""
-    found: Tensor = torch.ops.aten._softmax_backward_data(g, p, -1, p.dtype)
-    return found
+    gradient: Tensor = torch.ops.aten._softmax_backward_data(g, p, -1, p.dtype)
+    return gradient
 
 
 class _Attention(torch.autograd.Function):
@@ -106,15 +105,15 @@ class _AttentionGradient(torch.autograd.Function):
         by_p = torch.bmm(g, v.mT)
         by_scores = _through_softmax(by_p, p)
         mean = torch.linalg.vecdot(p, by_p).unsqueeze(-1)
-        # U; the sums of rows do not reach the scores.
+        # The gradient of the probabilities; the softmax removes the sums of its rows.
         u = (by_p - mean).mul_(w).addcmul_(by_p, along, value=-1).baddbmm_(g, c.mT)
         del w, by_p
         u = _through_softmax(u, p).mul_(form.scale)
         by_scores *= form.scale
         by_q = torch.bmm(u, k).baddbmm_(by_scores, b)
         by_k = torch.bmm(u.mT, q).baddbmm_(by_scores.mT, a)
-        found = (x.view(shape) for x, shape in zip((by_g, by_q, by_k, by_v), shapes, strict=True))
-        return (*found, None)
+        gradients = (x.view(shape) for x, shape in zip((by_g, by_q, by_k, by_v), shapes, strict=True))
+        return (*gradients, None)
 
 
 def attention_twice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -125,33 +124,40 @@ def attention_twice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor 
         kwargs: Its keyword arguments.
 
     Returns:
-        (..., length of the query, width of the value), to be differentiated twice.
+        The result, (..., length of the query, width of the value), which can be differentiated twice.
 
     Source:
         Ours.
     """
-    given: dict[str, Any] = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    arguments: dict[str, Any] = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+    q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_mask")
     alike = q.dim() > 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.dtype is k.dtype is v.dtype
-    if not alike or given.get("dropout_p") or given.get("enable_gqa") or min(q.numel(), k.numel(), v.numel()) == 0:
+    if (
+        not alike
+        or arguments.get("dropout_p")
+        or arguments.get("enable_gqa")
+        or min(q.numel(), k.numel(), v.numel()) == 0
+    ):
         return None
     if isinstance(mask, Tensor):
         mask_fits = mask.dim() <= q.dim() and mask.dtype in (torch.bool, q.dtype) and not mask.requires_grad
-        if not mask_fits or given.get("is_causal"):
+        if not mask_fits or arguments.get("is_causal"):
             return None
-    scale = given.get("scale")
-    form = _AttentionForm(q.shape[-1] ** -0.5 if scale is None else float(scale), mask, bool(given.get("is_causal")))
-    found: Tensor = _Attention.apply(q, k, v, form)  # type: ignore[no-untyped-call]
-    return found
+    scale = arguments.get("scale")
+    form = _AttentionForm(
+        q.shape[-1] ** -0.5 if scale is None else float(scale), mask, bool(arguments.get("is_causal"))
+    )
+    output: Tensor = _Attention.apply(q, k, v, form)  # type: ignore[no-untyped-call]
+    return output
 
 
 _BATCH_NORM = inspect.signature(F.batch_norm)
 _LINEAR = inspect.signature(lambda input, weight, bias=None: None)
-_AXES = (True, True, True)
+_ALL = (True, True, True)
 
 
 class _Linear:
-    """``x w^T + b``; samples first, then any number of dimensions."""
+    """``x w^T + b``, with samples and any number of dimensions in front."""
 
     def run(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(x, w, b)
@@ -185,15 +191,15 @@ class _Convolution:
         return self._backward(g, x, w, [False, True, False])[1]
 
     def to_both(self, g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        found = self._backward(g, x, w, [True, True, False])
-        return found[0], found[1]
+        first, second, _ = self._backward(g, x, w, [True, True, False])
+        return first, second
 
     def to_bias(self, g: Tensor) -> Tensor:
         return g.sum((0, *range(2, g.dim())))
 
     def _backward(self, g: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(g, x, w, None, *self.geometry, mask)
-        return found
+        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(g, x, w, None, *self.geometry, mask)
+        return gradients
 
 
 _Form = _Linear | _Convolution
@@ -202,82 +208,82 @@ _Form = _Linear | _Convolution
 def _operand_gradients(
     form: _Form, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of the two operands that are needed; both together in one call."""
+    """The gradients of the operands that need one; of both in one call."""
     if needs[0] and needs[1]:
         return form.to_both(g, x, w)
     return form.to_first(g, x, w) if needs[0] else None, form.to_second(g, x, w) if needs[1] else None
 
 
 @dataclass(slots=True)
-class Delayed:
-    """Of one call, what the derivative by its weight will be a product of: ``g`` and ``v`` of each pass.
+class DeferredDerivative:
+    """Factors of the derivative with respect to a weight: ``g`` and ``v`` of each pass.
 
     Attributes:
-        form: Of the call.
-        wait: Whether that may be.
+        form: The operator.
+        defer: Whether the derivative may be deferred.
         trained: Which operands the first differentiation is to reach.
     """
 
     form: _Form
-    wait: bool
+    defer: bool
     trained: Sequence[bool]
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     weight: Tensor | None = None
 
-    def taken(self) -> Tensor | None:
-        """That derivative, which is no longer held; None if there is none."""
-        found: Tensor | None = None
+    def pop(self) -> Tensor | None:
+        """Compute the derivative, None without factors, and release its factors."""
+        derivative: Tensor | None = None
         for g, v in self.pairs:
             assert self.weight is not None
             part = self.form.to_second(g, v, self.weight)
-            found = part if found is None else found.add_(part)
+            derivative = part if derivative is None else derivative.add_(part)
         self.pairs.clear()
         self.weight = None
-        return found
+        return derivative
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, delayed: Delayed) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, pending: DeferredDerivative) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, w)
-        ctx.delayed, ctx.bias_ends = delayed, b is None or b.is_leaf
-        return delayed.form.run(x, w, b)
+        ctx.pending, ctx.bias_ends = pending, b is None or b.is_leaf
+        return pending.form.run(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
-        delayed: Delayed = ctx.delayed
+        pending: DeferredDerivative = ctx.pending
         needs = ctx.needs_input_grad
         if g is None:
-            return None, delayed.taken(), None, None
+            return None, pending.pop(), None, None
         x, w = ctx.saved_tensors
         if torch.is_grad_enabled():
-            first = (*(a and b for a, b in zip(needs, delayed.trained, strict=False)), needs[2])
-            return (*_ProductGradient.apply(g, x, w, delayed, first), None)  # type: ignore[no-untyped-call]
-        gx, gw = _operand_gradients(delayed.form, g, x, w, needs)
-        late = delayed.taken()
-        if late is not None:
-            gw = late if gw is None else gw.add_(late)
-        # Nobody asks how a bias that is a parameter matters.
-        return gx, gw, delayed.form.to_bias(g) if needs[2] and not ctx.bias_ends else None, None
+            first = (*(a and b for a, b in zip(needs, pending.trained, strict=False)), needs[2])
+            return (*_ProductGradient.apply(g, x, w, pending, first), None)  # type: ignore[no-untyped-call]
+        gx, gw = _operand_gradients(pending.form, g, x, w, needs)
+        deferred = pending.pop()
+        if deferred is not None:
+            gw = deferred if gw is None else gw.add_(deferred)
+        # The derivative with respect to a parameter that is a bias is not used.
+        return gx, gw, pending.form.to_bias(g) if needs[2] and not ctx.bias_ends else None, None
 
 
 class _ProductGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, g: Tensor, x: Tensor, w: Tensor, delayed: Delayed, needs: tuple[bool, ...]
+        ctx: Any, g: Tensor, x: Tensor, w: Tensor, pending: DeferredDerivative, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(g, x, w)
-        ctx.delayed, form = delayed, delayed.form
+        ctx.pending, form = pending, pending.form
         gx, gw = _operand_gradients(form, g, x, w, needs)
         return gx, gw, form.to_bias(g) if needs[2] else None
 
     @staticmethod
     def backward(ctx: Any, v: Tensor | None, p: Tensor | None, q: Tensor | None) -> tuple[Tensor | None, ...]:
         g, x, w = ctx.saved_tensors
-        delayed: Delayed = ctx.delayed
-        form, needs = delayed.form, ctx.needs_input_grad
+        pending: DeferredDerivative = ctx.pending
+        form, needs = pending.form, ctx.needs_input_grad
         by_g = by_x = by_w = None
         if needs[0]:
             if p is not None:
@@ -290,49 +296,49 @@ class _ProductGradient(torch.autograd.Function):
         if needs[1] and p is not None:
             by_x = form.to_first(g, x, p)
         if needs[2] and v is not None:
-            if delayed.wait and g.numel() + v.numel() < w.numel():
-                delayed.pairs.append((g, v))
-                delayed.weight = w
+            if pending.defer and g.numel() + v.numel() < w.numel():
+                pending.pairs.append((g, v))
+                pending.weight = w
             else:
                 by_w = form.to_second(g, v, w)
         return by_g, by_x, by_w, None, None
 
 
 def product_twice(
-    op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, wait: bool, trained: Sequence[bool]
-) -> tuple[Tensor, Delayed] | None:
+    op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, defer: bool, trained: Sequence[bool]
+) -> tuple[Tensor, DeferredDerivative] | None:
     """Run a linear layer or a convolution; None if the call is of another kind.
 
     Args:
         op_type: Kind of the operator.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        wait: Whether its weight's derivative may come late, or not before ``Delayed.taken`` is asked.
+        defer: Whether its weight's derivative may be deferred, until ``DeferredDerivative.pop``.
         trained: Which of its operands the first differentiation is to reach.
 
     Returns:
-        Its result, and what of the derivative by its weight may be waiting after a second differentiation.
+        Its result, and the derivative with respect to its weight that may be deferred in a second differentiation.
     """
     form: _Form
     restore: Callable[[Tensor], Tensor]
     if op_type == "linear":
-        given = _LINEAR.bind(*args, **kwargs).arguments
-        x, w, b = given["input"], given["weight"], given.get("bias")
+        arguments = _LINEAR.bind(*args, **kwargs).arguments
+        x, w, b = arguments["input"], arguments["weight"], arguments.get("bias")
         if w.dim() != 2 or x.dim() < 2:
             return None
-        form, restore = _Linear(), _same
+        form, restore = _Linear(), _identity
     elif op_type in CONVOLUTIONS:
         call = convolution_call(op_type, args, kwargs)
         x, w, b, restore = call.x, call.weight, call.bias, call.restore
         form = _Convolution(call.geometry)
     else:
         return None
-    delayed = Delayed(form, wait, trained)
-    output: Tensor = _Product.apply(x, w, b, delayed)  # type: ignore[no-untyped-call]
-    return restore(output), delayed
+    pending = DeferredDerivative(form, defer, trained)
+    output: Tensor = _Product.apply(x, w, b, pending)  # type: ignore[no-untyped-call]
+    return restore(output), pending
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -341,19 +347,19 @@ class _BatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Any, var: Any, momentum: float, eps: float
     ) -> Tensor:
-        found: tuple[Tensor, ...] = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
-        ctx.save_for_backward(x, weight, *found[1:])
+        results: tuple[Tensor, ...] = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+        ctx.save_for_backward(x, weight, *results[1:])
         ctx.eps, ctx.ends = eps, weight.is_leaf and bias.is_leaf
-        return found[0]
+        return results[0]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = _BatchNormGradient.apply(g, x, weight, mean, invstd, ctx.eps)  # type: ignore[no-untyped-call]
+            gradients = _BatchNormGradient.apply(g, x, weight, mean, invstd, ctx.eps)  # type: ignore[no-untyped-call]
         else:
-            found = _gradients(g, x, weight, mean, invstd, ctx.eps, (True, not ctx.ends, not ctx.ends))
-        return (*found, None, None, None, None)
+            gradients = _gradients(g, x, weight, mean, invstd, ctx.eps, (True, not ctx.ends, not ctx.ends))
+        return (*gradients, None, None, None, None)
 
 
 class _BatchNormGradient(torch.autograd.Function):
@@ -361,85 +367,84 @@ class _BatchNormGradient(torch.autograd.Function):
     def forward(
         ctx: Any, g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor, eps: float
     ) -> tuple[Tensor | None, ...]:
-        found = _gradients(g, x, weight, mean, invstd, eps, _AXES)
-        ctx.save_for_backward(g, x, weight, mean, invstd, found[1], found[2])
+        gradients = _gradients(g, x, weight, mean, invstd, eps, _ALL)
+        ctx.save_for_backward(g, x, weight, mean, invstd, gradients[1], gradients[2])
         ctx.eps = eps
-        return found
+        return gradients
 
     @staticmethod
     def backward(ctx: Any, v: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor | None, ...]:
         """Derivatives of ``<v, gx> + <p, gw> + <q, gb>``.
 
-        With P what takes the mean and the part along the normalized x from a tensor, r the inverse deviation:
+        P is the projection that removes the mean and the part along the normalized x, x_; r is the inverse deviation.
         ``gx = w r P g``, and P is symmetric, so that ``by g = w r P v + p x_ + q``. ``by x_ = p g - w r (e g + b v)/n``
-        for the sums e of v x_ and b of g x_, and r depends on x by ``-r^2 x_ / n``.
+        for the sums e of v x_ and b of g x_, and the derivative of r with respect to x is ``-r^2 x_ / n``.
         """
         g, x, weight, mean, invstd, along, total = ctx.saved_tensors
         n = x.numel() // x.shape[1]
         shape = (1, -1, *(1,) * (x.dim() - 2))
-        by_g, e, c = _gradients(v, x, weight, mean, invstd, ctx.eps, _AXES)
+        by_g, e, c = _gradients(v, x, weight, mean, invstd, ctx.eps, _ALL)
         assert by_g is not None
         assert e is not None
         assert c is not None
-        met = (v * g).sum((0, *range(2, x.dim())))
+        projected = (v * g).sum((0, *range(2, x.dim())))
         common = torch.addcmul(total * c, along, e)
-        met = met.sub_(common, alpha=1 / n)  # <v, P g> of each channel
+        projected = projected.sub_(common, alpha=1 / n)  # <v, P g> of each channel
         scale = weight * invstd
-        wanted = g * torch.addcmul(p, scale, e, value=-1 / n).view(shape)
-        wanted.addcmul_(v, (scale * along).view(shape), value=-1 / n)
-        by_x = _gradients(wanted, x, None, mean, invstd, ctx.eps, (True, False, False))[0]
+        through_x = g * torch.addcmul(p, scale, e, value=-1 / n).view(shape)
+        through_x.addcmul_(v, (scale * along).view(shape), value=-1 / n)
+        by_x = _gradients(through_x, x, None, mean, invstd, ctx.eps, (True, False, False))[0]
         assert by_x is not None
-        slope = (scale * met).mul_(invstd).mul_(invstd)
+        slope = (scale * projected).mul_(invstd).mul_(invstd)
         by_x.addcmul_(x, slope.view(shape), value=-1 / n).add_((slope * mean).view(shape), alpha=1 / n)
         tilt = p * invstd
         by_g.addcmul_(x, tilt.view(shape)).add_(torch.addcmul(q, tilt, mean, value=-1).view(shape))
-        by_weight = None if weight.is_leaf else met * invstd
+        by_weight = None if weight.is_leaf else projected * invstd
         return by_g, by_x, by_weight, None, None, None
 
 
 def _gradients(
     g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, mask: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    found: tuple[Tensor | None, ...] = torch.ops.aten.native_batch_norm_backward(
+    gradients: tuple[Tensor | None, ...] = torch.ops.aten.native_batch_norm_backward(
         g, x, weight, None, None, mean, invstd, True, eps, list(mask)
     )
-    return found
+    return gradients
 
 
 def batch_norm_twice(call: OperatorCall) -> Tensor | None:
-    """Run a batch normalization of a training step; None if the call is another one."""
+    """Run a batch normalization in training mode; None if the call is another one."""
     if call.function is not F.batch_norm:
         return None
     bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    x, weight, bias = given["input"], given["weight"], given["bias"]
-    plain = given["training"] and x.requires_grad and x.dim() > 1 and math.prod(x.shape) > x.shape[1]
+    arguments = bound.arguments
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    plain = arguments["training"] and x.requires_grad and x.dim() > 1 and math.prod(x.shape) > x.shape[1]
     if not plain or any(t is None or t.dtype is not x.dtype for t in (weight, bias)):
         return None
-    found: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, given["running_mean"], given["running_var"], given["momentum"], given["eps"]
+    output: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, arguments["running_mean"], arguments["running_var"], arguments["momentum"], arguments["eps"]
     )
-    return found
+    return output
 
 
 def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """The leaves of the autograd graph that gradients depend on.
 
-    Autograd would raise only if the derivative had to pass where a function can be differentiated once; taps before it
-    would silently get none.
+    Behind a function that can be differentiated only once, taps would silently get no derivative.
 
     Raises:
         RuntimeError: A gradient came through a function marked as differentiable once.
     """
     leaves = []
     nodes = [gradient.grad_fn for gradient in gradients if gradient is not None]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name() == "torch::autograd::Error":
             raise RuntimeError("a function is marked with once_differentiable")
         if (variable := getattr(node, "variable", None)) is not None:

@@ -6,15 +6,15 @@ gradient; the mean over u of its square is, element by element, the variance tha
 whole gradient. One double backward pass per u yields it for all tensors of all operators at once: through every
 nonlinearity, residual branch, normalization, shared weight and the loss itself, exact to first order.
 
-The derivative of a rectifier jumps where its input crosses zero, which no derivative sees, yet flips of rectifiers are
-what small noise mostly does in a network of them. The mask by which a rectifier multiplies its gradient is therefore a
-tensor of its own: the square of its J^T u, element by element, times the chance that normal noise of some size pushes
-that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Noise is spread over
-the elements as it was seen to arrive there (`noisy_passes`). Max-pooling is treated likewise: the share of a window's
-gradient that goes to the second largest element is a tensor of its own, which noise changes from 0 to 1.
+The derivative of a rectifier jumps where its input crosses zero, which no derivative shows, yet sign changes at
+rectifiers are the main effect of small noise. The mask by which a rectifier multiplies its gradient is therefore a
+tensor of its own: the square of its J^T u, element by element, times the probability that normal noise pushes that
+element over zero, is the variance that sign changes add (`Probed.flips`). The noise is distributed over the elements as
+`noisy_passes` measures it. Max-pooling is treated likewise: the share of a window's gradient that goes to the second
+largest element is a tensor of its own, which noise changes from 0 to 1.
 
-A step that is differentiated twice keeps three to seven times what a training step keeps. Where a batch can be divided,
-only some of its samples are therefore probed; see ``probe_parts``.
+A step that is differentiated twice needs three to seven times the memory of a training step. Where a batch can be
+divided, only some of its samples are therefore probed; see `probe_parts`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.runtimes.torch.interception import Handler, Interception, OperatorCall
+from qsync_opt.runtimes.torch.interception import Handler, OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks, intercepted
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, Seen, noisy_passes
-from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, nothing_like
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NO_NOISE, NoiseMeasurement, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean
 from qsync_opt.runtimes.torch.sensitivity.signs import signs_like
@@ -42,14 +43,17 @@ from qsync_opt.sensitivity import Gain
 
 LossOf = Callable[[], Tensor]
 _SMALL = 1 << 16
-"""Elements at most of a parameter whose random signs are kept."""
+"""Size at most of a parameter whose random signs are stored."""
 
 
 class Probed(NamedTuple):
-    """Gains per operator and tensor; per rectifier, what its flips add at the ratios of ``SIGN_CHANGE_RATIOS``.
+    """What the probes of a batch measure.
 
-    ``noise`` is the noise-to-signal ratio at the input of each rectifier when all products round operands to INT8, and
-    ``shift`` the squared norm by which the mean gradient moves then, beyond what independent flips move it.
+    Attributes:
+        gains: By operator and tensor.
+        flips: By rectifier, the variance that sign changes add at the noise ratios of ``SIGN_CHANGE_RATIOS``.
+        noise: Noise-to-signal ratio at the input of each rectifier when all products round operands to INT8.
+        shift: Squared norm by which the mean gradient then moves, beyond the effect of independent sign changes.
     """
 
     gains: dict[str, dict[str, Gain]]
@@ -60,10 +64,10 @@ class Probed(NamedTuple):
 
 @contextlib.contextmanager
 def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
-    """Within the block, the handler sees every operator, rectifier and max-pool of the model.
+    """Pass every operator, rectifier and max-pool of the model to the handler within the block.
 
     Raises:
-        ModelError: An operator runs where autograd is off: what noise does from there on cannot be followed.
+        ModelError: An operator runs where autograd is off, so that its noise cannot be followed.
     """
 
     def watched(call: OperatorCall) -> Any:
@@ -77,48 +81,46 @@ def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
             call.args, call.kwargs = dense_lookup(call.function, call.args, call.kwargs)
         return handler(call)
 
-    interception = Interception(model, watched, kinds=KINKED)
-    try:
+    with intercepted(model, watched, KINKED):
         yield
-    finally:
-        interception.remove()
 
 
 class ProbeMemoryError(ModelError):
-    """Memory was missing for a step that is differentiated twice."""
+    """There is not enough memory to differentiate a step twice."""
 
 
 @contextlib.contextmanager
 def twice_differentiable(option: str) -> Iterator[None]:
-    """Say what is missing when a step cannot be differentiated twice: memory, or a second derivative.
+    """Turn errors of differentiating twice within the block into errors that name the option.
 
     Raises:
-        ModelError: Some operation has no second derivative, or memory was missing.
+        ModelError: Some operation has no second derivative.
+        ProbeMemoryError: There is not enough memory.
     """
     try:
         yield
     except RuntimeError as error:
-        said = first_line(error)
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in said:
+        message = first_line(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in message:
             raise ProbeMemoryError(
-                f"there is not enough memory to differentiate the model twice, which probing needs ({said}): collect "
-                f"with smaller batches, or with {option}=0"
+                f"there is not enough memory to differentiate the model twice, which probing needs ({message}): "
+                f"collect with smaller batches, or with {option}=0"
             ) from error
         raise ModelError(
-            f"the model cannot be differentiated twice, which probing needs ({said}): collect with {option}=0"
+            f"the model cannot be differentiated twice, which probing needs ({message}): collect with {option}=0"
         ) from error
 
 
 class _Projection(torch.autograd.Function):
-    """Sum of a gradient times random signs, of which only the derivative is asked for: the signs, drawn there.
+    """Sum of a gradient times random signs, of which only the derivative is used: the signs, drawn when needed.
 
-    The sum itself is not made; 0 stands for it.
+    The sum itself is not computed; the result is 0.
     """
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor], weighted: bool) -> Tensor:
         ctx.signs, ctx.weighted = signs, weighted
-        return nothing_like(gradient.new_empty(()))
+        return expanded_zeros(gradient.new_empty(()))
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,7 +129,7 @@ class _Projection(torch.autograd.Function):
 
 
 class _Signs:
-    """Random signs for all parameters: of small ones drawn together and kept, of others drawn when they are needed."""
+    """Random signs for all parameters: stored for small ones, drawn when needed for the others."""
 
     def __init__(self, parameters: Sequence[Tensor], key: tuple[int, ...]) -> None:
         self._parameters, self._key = parameters, key
@@ -140,14 +142,14 @@ class _Signs:
                 self._kept[i] = part.view(parameters[i].shape)
 
     def of(self, index: int) -> Tensor:
-        """Of a parameter; not to be written into."""
-        known = self._kept.get(index)
-        return signs_like(self._parameters[index], (*self._key, index)) if known is None else known
+        """The signs of a parameter; not to be written into."""
+        kept = self._kept.get(index)
+        return signs_like(self._parameters[index], (*self._key, index)) if kept is None else kept
 
 
 @dataclass
 class _Projected:
-    """What hooks of the parameters leave of the gradient: its sum with random signs, one for each probe."""
+    """Projections of the gradient onto random signs, one for each probe, computed by hooks of the parameters."""
 
     signs: Sequence[_Signs]
     roots: Mapping[int, Tensor] | None
@@ -157,41 +159,37 @@ class _Projected:
     progress: list[Tensor] = field(default_factory=list)
     weights: dict[int, Tensor] = field(default_factory=dict)
 
-    def hook(self, index: int) -> Callable[[Tensor | None], Tensor | None]:
-        """Of one parameter."""
-
-        def hook(gradient: Tensor | None) -> Tensor | None:
-            if gradient is None:  # differentiated again, where nothing depends on the parameter any more
-                return None
-            if self.first and gradient.requires_grad:
-                self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
-            return nothing_like(gradient)  # nothing of a gradient's size is kept
-
-        return hook
+    def hook(self, index: int, gradient: Tensor | None) -> Tensor | None:
+        """Project the gradient of one parameter, and keep nothing of its size."""
+        if gradient is None:  # in the second differentiation, where nothing depends on the parameter
+            return None
+        if self.first and gradient.requires_grad:
+            self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
+        return expanded_zeros(gradient)
 
     def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
-        found: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
+        projection: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
             gradient, functools.partial(signs.of, index), self.adaptive
         )
-        return found * self._weight(index, gradient) if self.adaptive else found
+        return projection * self._weight(index, gradient) if self.adaptive else projection
 
     def _weight(self, index: int, gradient: Tensor) -> Tensor:
-        """By what a parameter's gradient is multiplied so that its variance is the progress of Adam that it costs.
+        """The factor of a parameter's gradient that makes its variance the share of Adam's progress that it costs.
 
-        The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
-        ``qsync_opt.sensitivity.scores``; 0 where all of a gradient is 0. The sum is left to the end.
+        Its square is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
+        `qsync_opt.sensitivity.scores`; 0 where a whole gradient is 0. `_per_progress` divides by the sum.
         """
-        given = None if self.roots is None else self.roots.get(index)
+        known_root = None if self.roots is None else self.roots.get(index)
         with torch.no_grad():
-            root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if given is None else given
+            root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if known_root is None else known_root
             self.progress.append(root * gradient.numel())
-            found = torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
-            self.weights[index] = found
-            return found
+            weight = torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
+            self.weights[index] = weight
+            return weight
 
 
-class Sliced(NamedTuple):
-    """What one probed loss shows: sums by operator, tensor and call, and by rectifier; and what rectifiers read."""
+class ProbeSums(NamedTuple):
+    """Of one probed loss: sums by operator, tensor and call, sums by rectifier, and elements that rectifiers read."""
 
     sums: dict[Key, Sums]
     flips: dict[str, list[float]]
@@ -203,54 +201,52 @@ class Probe:
     """How losses are probed.
 
     Attributes:
-        wanted: Limits the operators; None is all adjustable ones.
-        probes: Random vectors.
-        seed: Of these.
-        adaptive: See ``probe_gains``.
-        roots: Root mean squares of gradients by the parameter's number; by default those of the loss.
-        keep: From a tensor and its number of elements to whether some elements of its derivative are kept.
+        operators: Names of the operators to probe; None for all adjustable ones.
+        probes: Number of random vectors.
+        seed: Seed of the random vectors.
+        adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
+        roots: Root mean squares of the gradients by the number of the trained parameter; by default those of the loss.
+        keep: From a tensor and its number of elements to whether to keep a sample of its derivative.
     """
 
-    wanted: frozenset[str] | None
+    operators: frozenset[str] | None
     probes: int
     seed: int = 0
     adaptive: bool = False
     roots: Mapping[int, Tensor] | None = None
     keep: Callable[[Key, int], bool] | None = None
 
-    def of(self, model: nn.Module, loss_of: LossOf, seen: Seen) -> Sliced:
-        """Squared derivatives of one loss, and noise as it was seen to arrive at its rectifiers.
+    def run(self, model: nn.Module, loss_of: LossOf, noise: NoiseMeasurement) -> ProbeSums:
+        """Sums of squared derivatives of one loss, given the noise at its rectifiers.
 
         Raises:
-            ModelError: Some operation of the model has no second derivative, or memory was missing.
+            ModelError: Some operation of the model has no second derivative, or there is not enough memory.
         """
         copied: frozenset[str] = frozenset()
         while True:
-            tapper = GainTapper(self.wanted, seen.arriving, keep=self.keep, copied=copied)
+            tapper = GainTapper(self.operators, noise.input_noise, keep=self.keep, copied=copied)
             try:
                 with twice_differentiable("probes"):
                     progress = self._differentiate(model, loss_of, tapper)
                 if tapper.written <= copied:
-                    sums, flips = tapper.found(self.probes)
+                    sums, flips = tapper.results(self.probes)
                     if self.adaptive:
-                        _per_progress(
-                            sums, flips, float(torch.stack(progress).sum()) / self.probes if progress else 0.0
-                        )
-                    return Sliced(sums, flips, dict(tapper.rectified))
+                        total = float(torch.stack(progress).sum()) / self.probes if progress else 0.0
+                        _per_progress(sums, flips, total)
+                    return ProbeSums(sums, flips, dict(tapper.rectified))
                 copied |= tapper.written
             finally:
-                tapper.forget()
+                tapper.clear()
 
     def _differentiate(self, model: nn.Module, loss_of: LossOf, tapper: GainTapper) -> list[Tensor]:
-        """Let the tapper see derivatives; returns what each parameter adds to Adam's progress."""
+        """Pass derivatives to the tapper; returns the terms of Adam's progress, by parameter and probe."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         signs = [_Signs(parameters, (self.seed, probe)) for probe in range(self.probes)]
         projected = _Projected(signs, self.roots, self.adaptive)
-        handles = [p.register_hook(projected.hook(i)) for i, p in enumerate(parameters)]  # type: ignore[no-untyped-call]
-        try:
+        with gradient_hooks(parameters, projected.hook):
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
                 loss = loss_of()
-                # What can be differentiated only once is marked as such only if what arrives at it requires a gradient.
+                # Functions that are differentiable once say so only if their incoming gradient requires a gradient.
                 start = torch.ones_like(loss, requires_grad=True)
                 torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
             del loss
@@ -265,9 +261,6 @@ class Probe:
                 tapper.last = len(projections) == 1
                 torch.autograd.grad(projections.pop(), leaves, allow_unused=True, retain_graph=not tapper.last)
                 tapper.settle()
-        finally:
-            for handle in handles:
-                handle.remove()
         return projected.progress
 
 
@@ -277,32 +270,44 @@ def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], pr
             "every gradient of the batch is zero, so that there is no progress of which noise could cost a share: pass "
             "a batch and a loss that the model learns from, or collect with adaptive_probes=0"
         )
-    for known in sums.values():
-        known.plain, known.fixed, known.floating = (x / progress for x in (known.plain, known.fixed, known.floating))
-        known.scale /= progress
+    for tensor_sums in sums.values():
+        tensor_sums.plain, tensor_sums.fixed, tensor_sums.floating = (
+            x / progress for x in (tensor_sums.plain, tensor_sums.fixed, tensor_sums.floating)
+        )
+        tensor_sums.scale /= progress
     for row in flips.values():
         row[:] = [value / progress for value in row]
 
 
-def gain_of(found: Sums) -> Gain:
-    """Mean over an operator's tensor with two weights; weights that are all zero count as none."""
+def gain_of(sums: Sums) -> Gain:
+    """Gains from the sums over a tensor; weights that are all zero count as 1."""
     return Gain(
-        uniform=weighted(found.plain, found.fixed, found.fixed_weight, found.elements),
-        floating=weighted(found.plain, found.floating, found.values, found.elements),
+        uniform=normalized_sum(sums.plain, sums.fixed, sums.fixed_weight, sums.elements),
+        floating=normalized_sum(sums.plain, sums.floating, sums.values, sums.elements),
     )
 
 
-def weighted(plain: float, sums: float, weights: float, elements: int) -> float:
-    """A sum of so many elements by weights of mean 1."""
-    return sums * elements / weights if weights > 0 else plain
+def add_gains(a: Gain, b: Gain) -> Gain:
+    """The sum of two gains."""
+    return Gain(uniform=a.uniform + b.uniform, floating=a.floating + b.floating)
 
 
-def wanted_of(graph: OpGraph | None) -> frozenset[str] | None:
-    """The operators that gains are wanted of; None is all."""
+def scale_gain(gain: Gain, factor: float) -> Gain:
+    """A gain times a factor."""
+    return Gain(uniform=gain.uniform * factor, floating=gain.floating * factor)
+
+
+def normalized_sum(plain: float, weighted_sum: float, weights: float, elements: int) -> float:
+    """The weighted sum with weights scaled to mean 1; the plain sum where all weights are 0."""
+    return weighted_sum * elements / weights if weights > 0 else plain
+
+
+def adjustable_names(graph: OpGraph | None) -> frozenset[str] | None:
+    """Names of the graph's adjustable operators; None for all operators without a graph."""
     return None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
 
 
-def rectifies(graph: OpGraph | None) -> bool:
+def has_kinks(graph: OpGraph | None) -> bool:
     """Whether there may be rectifiers or max-pools."""
     return graph is None or any(operator.op_type in KINKED for operator in graph)
 
@@ -316,65 +321,68 @@ def probe_gains(
     seed: int = 0,
     adaptive: bool = False,
     roots: Mapping[int, Tensor] | None = None,
-    seen: Seen | None = None,
+    noise: NoiseMeasurement | None = None,
 ) -> Probed:
-    """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
+    """Gains of every tensor of every adjustable operator for one batch, and the variance from sign changes.
 
-    Needs the memory of a forward and backward pass that is differentiated again, several times that of a training
-    step; see ``probe_parts`` for less. Dropout draws anew in each pass.
+    Needs several times the memory of a training step; see `probe_parts` for less. Dropout draws anew in each pass.
 
     Args:
         model: The model.
         loss_of: Runs the model on the batch and returns the loss.
         graph: Limits the operators to its adjustable ones.
         probes: Random vectors; the relative error of a gain shrinks with their number and with the tensor's size.
-        seed: Of the random vectors.
-        adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
-        roots: Root mean squares of the gradients by the parameter's number, among those that are trained; by default
-            those of the loss.
-        seen: Noise at rectifiers; by default it is looked at now.
+        seed: Seed of the random vectors.
+        adaptive: As in `Probe`.
+        roots: As in `Probe`.
+        noise: Noise at rectifiers; by default it is measured now.
 
     Returns:
-        Operator to tensor to gain; rectifier to flips.
+        Gains by operator and tensor, and sums by rectifier.
 
     Raises:
-        ModelError: Some operation of the model has no second derivative, or memory was missing; an operator runs
+        ModelError: Some operation of the model has no second derivative; there is not enough memory; an operator runs
             without gradients; with ``adaptive``, every gradient is zero.
 
     Source:
         Ours; the estimator of a squared norm from random signs is Hutchinson's.
     """
-    wanted = wanted_of(graph)
-    if seen is None:
-        seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectifies(graph) else Seen({}, 0.0)
-    probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
-    found = probe.of(model, loss_of, seen)
-    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen, [found])
+    operators = adjustable_names(graph)
+    if noise is None:
+        noise = noisy_passes(model, loss_of, operators, shift=not adaptive) if has_kinks(graph) else NO_NOISE
+    probe = Probe(operators=operators, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
+    return probe_whole(model, loss_of, probe, noise)
 
 
-def put_together(
-    gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen, found: Sequence[Sliced]
+def probe_whole(model: nn.Module, loss_of: LossOf, probe: Probe, noise: NoiseMeasurement) -> Probed:
+    """What one probe of the loss of a whole batch measures; raises as `probe_gains`."""
+    sums = probe.run(model, loss_of, noise)
+    return merge_calls({key: gain_of(value) for key, value in sums.sums.items()}, sums.flips, noise, [sums])
+
+
+def merge_calls(
+    gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], noise: NoiseMeasurement, parts: Sequence[ProbeSums]
 ) -> Probed:
-    """Calls of one operator added up; flips have the mean that they move in the last place.
+    """Gains summed over the calls of each operator; ``flips`` end with the squared shift of the mean gradient.
 
-    Statistics know the mean over the calls of an operator. A call whose tensor is larger than that is noisier, too, so
-    its gain counts by the tensor's mean square over the mean of all calls.
+    Statistics hold means over the calls of an operator. A call with a larger tensor is noisier, so its gain counts by
+    the tensor's mean square over the mean of all calls.
     """
     together: dict[str, dict[str, Gain]] = {}
-    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in found) for key in gains}
+    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in parts) for key in gains}
     shares = shares_of_mean(squares)
     for key, gain in gains.items():
         name, tensor, _ = key
-        gain = Gain(uniform=gain.uniform * shares[key], floating=gain.floating * shares[key])
-        known = together.setdefault(name, {}).get(tensor)
-        if known is not None:
-            gain = Gain(uniform=known.uniform + gain.uniform, floating=known.floating + gain.floating)
+        gain = scale_gain(gain, shares[key])
+        previous = together.setdefault(name, {}).get(tensor)
+        if previous is not None:
+            gain = add_gains(previous, gain)
         together[name][tensor] = gain
-    # Flips that are independent move the mean too: by -P or P at an element.
-    shift = seen.shift - sum(row[-1] for row in flips.values())
+    # Independent sign changes move the mean too: by -P or P at an element.
+    shift = noise.shift - sum(row[-1] for row in flips.values())
     return Probed(
         together,
         {name: tuple(row[:-1]) for name, row in flips.items()},
-        {name: arriving.ratio for name, arriving in seen.arriving.items()},
+        {name: input_noise.ratio for name, input_noise in noise.input_noise.items()},
         max(0.0, shift),
     )

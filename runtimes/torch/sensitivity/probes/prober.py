@@ -1,7 +1,8 @@
-"""The probes of one batch: its step differentiated twice, over some of the samples where they are enough."""
+"""The probes of one batch: its step differentiated twice, over some of its samples where possible."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -21,29 +22,37 @@ from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
     Probe,
     Probed,
     ProbeMemoryError,
-    Sliced,
+    ProbeSums,
+    add_gains,
+    adjustable_names,
     gain_of,
-    probe_gains,
-    put_together,
-    rectifies,
-    wanted_of,
-    weighted,
+    has_kinks,
+    merge_calls,
+    normalized_sum,
+    probe_whole,
+    scale_gain,
 )
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import PASSES, Arriving, Seen, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
+    NO_NOISE,
+    PASSES,
+    InputNoise,
+    NoiseMeasurement,
+    noisy_passes,
+)
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import Kept, Key
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place
 from qsync_opt.sensitivity import Curvature, Gain, ModelStatistics
 
 PASSES_OF_PARTS = 3
-"""Noisy forward passes; of the whole batch, as the scale of its numbers is that of the largest of all samples."""
+"""Noisy forward passes, over the whole batch, as the scale of its numbers is that of the largest of all samples."""
 
 
 class NotDivisibleError(Exception):
-    """What one part shows says nothing about the batch."""
+    """The parts of a batch do not represent the whole."""
 
 
 class PartLoss(NamedTuple):
-    """The loss of some samples, which share of the batch they are, and which ones."""
+    """The loss of some samples of a batch, their share of it, and their indices."""
 
     loss_of: LossOf
     share: float
@@ -51,75 +60,58 @@ class PartLoss(NamedTuple):
 
 
 def probe_parts(
-    model: nn.Module,
-    parts: Sequence[PartLoss],
-    whole: ModelStatistics,
-    *,
-    graph: OpGraph | None,
-    seen: Seen,
-    probes: int,
-    seed: int = 0,
-    adaptive: bool = False,
-    roots: Mapping[int, torch.Tensor] | None = None,
+    model: nn.Module, parts: Sequence[PartLoss], whole: ModelStatistics, probe: Probe, noise: NoiseMeasurement
 ) -> Probed:
-    """What ``probe_gains`` finds for a batch, estimated from two parts of it of one size.
+    """The result of `probe_whole` for a batch, estimated from two parts of it of one size.
 
     Args:
         model: The model.
         parts: Two of them.
-        whole: What is known of the whole batch.
-        graph: As for ``probe_gains``, like all that follow.
-        seen: Noise at rectifiers in the whole batch.
-        probes: Of each part.
-        seed: The same for both.
-        adaptive: As there.
-        roots: Of the whole batch.
+        whole: Statistics of the whole batch.
+        probe: How each of the parts is probed.
+        noise: Noise at rectifiers in the whole batch.
 
     Raises:
         NotDivisibleError: Tensors are neither as large as in the batch nor smaller by the share of the part.
-        ModelError: As ``probe_gains``.
+        ModelError: As `probe_gains`.
 
     Source:
         Ours.
     """
-    wanted = wanted_of(graph)
 
     def shared(key: Key, elements: int) -> bool:
         return not key[1].endswith("gradient") and elements == _elements(whole, key)
 
-    probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots, keep=shared)
-    a, b = (probe.of(model, part.loss_of, _seen_by(part, seen)) for part in parts)
+    probe = dataclasses.replace(probe, keep=shared)
+    a, b = (probe.run(model, part.loss_of, noise.of_some(part.chosen, part.share)) for part in parts)
     share = parts[0].share
     if a.sums.keys() != b.sums.keys() or a.flips.keys() != b.flips.keys():
-        raise NotDivisibleError("the parts took different ways through the model")
+        raise NotDivisibleError("the parts took different paths through the model")
     common = _common(a, b)
     averaged = _averages(a, b, share, whole)
     gains: dict[Key, Gain] = {}
-    for key, gain in {key: _mean(gain_of(sums), gain_of(b.sums[key])) for key, sums in a.sums.items()}.items():
+    for key, sums in a.sums.items():
+        gain = scale_gain(add_gains(gain_of(sums), gain_of(b.sums[key])), 0.5)
         backward = key[1].endswith("gradient")
         factor = 1.0 if averaged or backward else share**-2
-        elements, all_of_it = a.sums[key].elements, _elements(whole, key)
-        if elements == all_of_it and backward:
-            gains[key] = gain  # of what samples share: by how much it changes with the parameters, whatever the part
-        elif elements == all_of_it:
-            gains[key] = _scaled(_sum(_scaled(gain, share), _scaled(common[key], 1 - share)), factor)
-        elif elements == round(all_of_it * share):
-            gains[key] = _scaled(gain, (1 / share if backward else share) * factor)
+        elements, whole_elements = sums.elements, _elements(whole, key)
+        if elements == whole_elements and backward:
+            gains[key] = gain  # shared by all samples: the same in every part
+        elif elements == whole_elements:
+            gains[key] = scale_gain(add_gains(scale_gain(gain, share), scale_gain(common[key], 1 - share)), factor)
+        elif elements == round(whole_elements * share):
+            gains[key] = scale_gain(gain, (1 / share if backward else share) * factor)
         else:
-            raise NotDivisibleError(f"{key[1]} of {key[0]!r} has {elements} of {all_of_it} elements in a part")
+            raise NotDivisibleError(f"{key[1]} of {key[0]!r} has {elements} of {whole_elements} elements in a part")
     factor = 1.0 if averaged else share**-2
     flips = {}
     for name, row in a.flips.items():
         signal = whole.signals.get(name)
-        # Of what samples share, one part is taken for all: too many rather than too few.
+        # What all samples share counts once, from one part: an upper bound.
         part = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
         flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
-    arriving = {name: Arriving(x.ratio, ()) for name, x in seen.arriving.items()}
-    return put_together(gains, flips, Seen(arriving, 0.0), [a, b])
-
-
-def _seen_by(part: PartLoss, seen: Seen) -> Seen:
-    return Seen({name: found.of_some(part.chosen, part.share) for name, found in seen.arriving.items()}, 0.0)
+    input_noise = {name: InputNoise(x.ratio, ()) for name, x in noise.input_noise.items()}
+    return merge_calls(gains, flips, NoiseMeasurement(input_noise, 0.0), [a, b])
 
 
 def _elements(whole: ModelStatistics, key: Key) -> int:
@@ -128,61 +120,49 @@ def _elements(whole: ModelStatistics, key: Key) -> int:
     return 0 if tensor is None else int(tensor.elements)
 
 
-def _averages(a: Sliced, b: Sliced, share: float, whole: ModelStatistics) -> bool:
+def _averages(a: ProbeSums, b: ProbeSums, share: float, whole: ModelStatistics) -> bool:
     """Whether the loss is a mean over samples rather than a sum.
 
-    A gradient's squares summed over samples are then larger in a part, by the inverse of its share; in a sum, smaller.
+    The sum of a gradient's squares over samples is then larger in a part than in the batch; for a sum it is smaller.
     """
     logs = []
     for key, sums in a.sums.items():
         if key[1] == "output_gradient" and sums.elements < _elements(whole, key):
-            known = whole[key[0]].output_gradient.square_sum
+            square_sum = whole[key[0]].output_gradient.square_sum
             squares = (sums.values + b.sums[key].values) / 2
-            if known > 0 and squares > 0:
-                logs.append(math.log(squares / known))
+            if square_sum > 0 and squares > 0:
+                logs.append(math.log(squares / square_sum))
     return not logs or statistics.median(logs) > 0
 
 
-def _mean(a: Gain, b: Gain) -> Gain:
-    return _scaled(_sum(a, b), 0.5)
-
-
-def _sum(a: Gain, b: Gain) -> Gain:
-    return Gain(uniform=a.uniform + b.uniform, floating=a.floating + b.floating)
-
-
-def _scaled(gain: Gain, factor: float) -> Gain:
-    return Gain(uniform=gain.uniform * factor, floating=gain.floating * factor)
-
-
-def _common(a: Sliced, b: Sliced) -> dict[Key, Gain]:
-    """By tensor that all samples share: products of what the two parts have, instead of squares."""
+def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Gain]:
+    """Gains of tensors that all samples share, from products of the two parts' derivatives instead of squares."""
     keys = [key for key, sums in a.sums.items() if sums.kept]
     ours, theirs = (_on_host([kept for key in keys for kept in part.sums[key].kept]) for part in (a, b))
     products = iter([_products(x, y) for x, y in zip(ours, theirs, strict=True)])
-    found = {}
+    gains = {}
     for key in keys:
         sums = a.sums[key]
         rows = [next(products) for _ in sums.kept]
         scale = sums.scale * sums.elements / sums.kept[0].derivative.numel() / len(rows)
         plain, fixed, floating = (scale * sum(column) for column in zip(*rows, strict=True))
-        uniform = weighted(plain, fixed, sums.fixed_weight, sums.elements)
-        floating = weighted(plain, floating, sums.values, sums.elements)
-        found[key] = Gain(uniform=max(0.0, uniform), floating=max(0.0, floating))
-    return found
+        uniform = normalized_sum(plain, fixed, sums.fixed_weight, sums.elements)
+        floating = normalized_sum(plain, floating, sums.values, sums.elements)
+        gains[key] = Gain(uniform=max(0.0, uniform), floating=max(0.0, floating))
+    return gains
 
 
 def _on_host(every: Sequence[Kept]) -> list[Kept]:
-    """What was kept, one transfer per kind and type instead of a few kernels for each."""
+    """The samples on the host; one transfer per field and type."""
     fields: list[list[torch.Tensor | None]] = []
     for tensors in zip(*every, strict=True):
-        given = [x for x in tensors if x is not None]
+        present = [x for x in tensors if x is not None]
         parts = {
             place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some]))
-            for place, some in by_place(given, lambda x: x).items()
+            for place, some in by_place(present, lambda x: x).items()
         }
         fields.append([None if x is None else next(parts[x.dtype, x.device]) for x in tensors])
-    return [Kept(*found) for found in zip(*fields, strict=True)]
+    return [Kept(*parts_of_one) for parts_of_one in zip(*fields, strict=True)]
 
 
 def _products(a: Kept, b: Kept) -> tuple[float, float, float]:
@@ -195,84 +175,74 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Prober:
-    """Probes one batch; what noise does at rectifiers is looked at once for all kinds of gains."""
+    """Probes one batch; the noise at rectifiers is measured once for all kinds of gains."""
 
     def __init__(
         self,
         model: nn.Module,
         run: Callable[[nn.Module, Any], Tensor],
         batch: Any,
-        found: ModelStatistics,
+        batch_statistics: ModelStatistics,
         graph: OpGraph | None,
         seed: int,
         *,
         divide: bool = True,
     ) -> None:
-        """Prepare.
+        """Divide the batch into parts, if it may be and can be.
 
         Args:
             model: The model.
             run: From the model and a batch to the loss.
-            batch: To be probed.
-            found: What operators do in it.
-            graph: Limits the operators.
-            seed: Of random vectors.
-            divide: Whether some samples may stand for all.
+            batch: The batch to probe.
+            batch_statistics: Statistics of the batch.
+            graph: Limits the operators to its adjustable ones.
+            seed: Seed of the random vectors.
+            divide: Whether some samples may represent all.
         """
         self._model, self._graph, self._seed = model, graph, seed
+        self._operators = adjustable_names(graph)
         self._whole = functools.partial(run, model, batch)
-        self._found = found
+        self._batch_statistics = batch_statistics
         parts = (parts_of(model, batch) if divide else None) or ()
         self._parts = [PartLoss(functools.partial(run, model, part.batch), part.share, part.chosen) for part in parts]
-        self._seen: dict[tuple[int, bool], Seen] = {}
+        self._noise_by_passes: dict[tuple[int, bool], NoiseMeasurement] = {}
 
     def gains(self, probes: int, *, adaptive: Mapping[int, Tensor] | None = None) -> Probed:
-        """Gains from so many random vectors.
+        """Gains from random vectors, none with 0 probes.
 
         Args:
-            probes: 0 for none.
-            adaptive: Root mean squares of the batch's gradients; then gains are those of ``adaptive`` probes.
+            probes: Number of random vectors.
+            adaptive: Root mean squares of the batch's gradients, for adaptive probes.
 
         Raises:
-            ModelError: As ``probe_gains``.
+            ModelError: As `probe_gains`.
         """
         if not probes:
             return Probed({}, {}, {})
-        shift = adaptive is None
-        given: dict[str, Any] = {
-            "graph": self._graph,
-            "probes": probes,
-            "seed": self._seed,
-            "adaptive": not shift,
-            "roots": adaptive,
-        }
+        plain = adaptive is None
+        probe = Probe(operators=self._operators, probes=probes, seed=self._seed, adaptive=not plain, roots=adaptive)
         if self._parts:
             try:
-                seen = self._noise(PASSES_OF_PARTS, shift=False)
-                return probe_parts(self._model, self._parts, self._found, seen=seen, **given)
+                noise = self._noise(PASSES_OF_PARTS, shift=False)
+                return probe_parts(self._model, self._parts, self._batch_statistics, probe, noise)
             except ProbeMemoryError:
-                raise  # all samples would need even more
-            except (NotDivisibleError, QSyncError, RuntimeError, ValueError, TypeError, LookupError) as refused:
-                _LOGGER.info("the batch is probed as a whole: %s", first_line(refused)[:400])
+                raise  # the whole batch would need even more
+            except (NotDivisibleError, QSyncError, RuntimeError, ValueError, TypeError, LookupError) as error:
+                _LOGGER.info("the batch is probed as a whole: %s", first_line(error)[:400])
             self._parts = []
-        return probe_gains(self._model, self._whole, seen=self._noise(PASSES, shift=shift), **given)
+        return probe_whole(self._model, self._whole, probe, self._noise(PASSES, shift=plain))
 
     def curvatures(self, probes: int) -> dict[str, dict[str, Curvature]]:
-        """Traces from so many random vectors, 0 for none.
-
-        Raises:
-            ModelError: As ``probe_curvatures``.
-        """
+        """Traces from random vectors, none with 0 probes; raises as `probe_curvatures`."""
         if not probes:
             return {}
         return probe_curvatures(self._model, self._whole, graph=self._graph, probes=probes, seed=self._seed)
 
-    def _noise(self, passes: int, *, shift: bool) -> Seen:
-        if not rectifies(self._graph):
-            return Seen({}, 0.0)
-        known = self._seen.get((passes, shift)) or self._seen.get((passes, True))
-        if known is None:
-            wanted = wanted_of(self._graph)
-            known = noisy_passes(self._model, self._whole, wanted, shift=shift, passes=passes)
-            self._seen[passes, shift] = known
-        return known
+    def _noise(self, passes: int, *, shift: bool) -> NoiseMeasurement:
+        if not has_kinks(self._graph):
+            return NO_NOISE
+        noise = self._noise_by_passes.get((passes, shift)) or self._noise_by_passes.get((passes, True))
+        if noise is None:
+            noise = noisy_passes(self._model, self._whole, self._operators, shift=shift, passes=passes)
+            self._noise_by_passes[passes, shift] = noise
+        return noise

@@ -1,16 +1,15 @@
 """The noise at the inputs of rectifiers and max-pools, and the shift of the mean gradient, measured by noisy passes.
 
-How often an element flips depends on the noise *there*: a batch normalization enlarges the channels of small variance,
-and their noise with them; an image with large activations is noisier than others; what a residual branch brings lands
-on its own channels. With one size of noise for a whole tensor, flips of ResNet-50 are a third too few. So the step is
-run once as it is and a few times with both operands of every product rounded to INT8, stochastically, and what differs
-at the input of each rectifier is kept: its mean square per image and channel, and altogether. Of a max-pool it is kept
-by how much noise changes the gap between the two largest elements of a window.
+How often an element changes its sign depends on the noise *there*: a batch normalization enlarges the channels of
+small variance, and their noise with them; an image with large activations is noisier than others; a residual branch has
+noisy channels of its own. With one noise level for a whole tensor, sign changes in ResNet-50 come out a third too few.
+So the step runs once as it is and a few times with both operands of every product rounded to INT8, stochastically; the
+result is the mean square of the difference at the input of each rectifier, per image and channel and in total. For a
+max-pool it is the change of the gap between the two largest elements of a window.
 
-The gradients of the noisy passes tell by how much the *mean* gradient moves: of two independent draws, the product of
-the two deviations is the squared norm of that shift in expectation. Noise of zero mean shifts it because the mean
-gradient is that of the loss which the noise smooths; what noise makes an element of ``z`` larger also opens its
-rectifier.
+The gradients of the noisy passes show by how much the *mean* gradient moves: the product of the deviations of two
+independent draws is in expectation the squared norm of that shift. Noise of zero mean shifts it because the mean
+gradient is that of the loss which the noise smooths.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from qsync_opt.kernels import CONVOLUTIONS, KernelOptions
 from qsync_opt.kernels.quantize import dequantize, quantize_int8
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
 from qsync_opt.runtimes.torch.sensitivity.products import BILINEAR, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import norms, square_sum, strided, totals
 
@@ -44,7 +44,7 @@ _SIGNATURE = inspect.signature(
 
 
 class Window(NamedTuple):
-    """How a pool was called: the arguments of torch's functions, one number per dimension."""
+    """The arguments of a pool, one number per dimension."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -54,13 +54,13 @@ class Window(NamedTuple):
 
 
 class Contest(NamedTuple):
-    """Both contestants of every window.
+    """The two largest elements of every window of a max-pool, which compete for its gradient.
 
     Attributes:
-        first: Index into the flattened spatial dimensions, (leading, windows), leading dimensions as one.
-        second: Likewise; the same as ``first`` where that is alone.
-        gap: By how much the first is larger, likewise; infinite where it is alone.
-        shape: Of the pool's result.
+        first: Index of the largest in the flattened spatial dimensions, (leading, windows), leading dimensions as one.
+        second: Index of the second largest; the same as ``first`` in a window of one element.
+        gap: Difference of the two; infinite in a window of one element.
+        shape: Shape of the pool's result.
     """
 
     first: Tensor
@@ -69,49 +69,49 @@ class Contest(NamedTuple):
     shape: tuple[int, ...]
 
     def gap_in(self, x: Tensor) -> Tensor:
-        """By how much the first is larger in another tensor of the same shape; may be negative."""
+        """Difference of the same two elements in another tensor of the same shape; may be negative."""
         rows = x.detach().reshape(len(self.first), -1)
         return rows.gather(1, self.first) - rows.gather(1, self.second)
 
 
 class LastRectified:
-    """What the last rectifier read, for a pool that reads what it handed on."""
+    """The input of the last rectifier, for a pool that reads its result."""
 
     def __init__(self) -> None:
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def keep(self, result: Tensor, z: Tensor) -> None:
-        """A rectifier has run; ``z`` must not be written into any more."""
+        """Store result and input of a rectifier; nothing may write into ``z`` any more."""
         self._pair = result, z.detach()
 
     def ranks(self, x: Tensor) -> Tensor:
-        """What a pool of ``x`` ranks its elements by."""
+        """The tensor by which a pool of ``x`` ranks its elements."""
         return self._pair[1] if self._pair is not None and self._pair[0] is x else x
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep no tensor."""
         self._pair = None
 
 
 def pool_call(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Window] | None:
     """Input and window of a call of one of ``MAX_POOLS``; None if it also asks for indices."""
-    given = _SIGNATURE.bind(*args, **kwargs)
-    given.apply_defaults()
-    named = given.arguments
-    if named["return_indices"]:
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    if arguments["return_indices"]:
         return None
     dims = int(op_type[-2])
-    stride = named["stride"]
+    stride = arguments["stride"]
     if stride is None or (isinstance(stride, Sequence) and not stride):
-        stride = named["kernel_size"]
+        stride = arguments["kernel_size"]
     window = Window(
-        kernel=_each(named["kernel_size"], dims),
+        kernel=_each(arguments["kernel_size"], dims),
         stride=_each(stride, dims),
-        padding=_each(named["padding"], dims),
-        dilation=_each(named["dilation"], dims),
-        ceil=bool(named["ceil_mode"]),
+        padding=_each(arguments["padding"], dims),
+        dilation=_each(arguments["dilation"], dims),
+        ceil=bool(arguments["ceil_mode"]),
     )
-    return named["input"], window
+    return arguments["input"], window
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
@@ -122,19 +122,14 @@ def _each(value: Any, dims: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def contest(x: Tensor, window: Window) -> Contest:
-    """The two largest elements of every window of ``x`` (leading, spatial); of equal ones torch's own choice is first.
-
-    Args:
-        x: With any number of leading dimensions.
-        window: Of the pool.
-    """
+    """The two largest elements of every window of ``x`` (leading, spatial); of equal ones torch's choice is first."""
     dims = len(window.kernel)
     spatial = x.shape[-dims:]
     lead, x = x.shape[:-dims], x.detach().reshape(-1, 1, *spatial)
-    found, first = _POOLS[f"max_pool{dims}d"](
+    largest, first = _POOLS[f"max_pool{dims}d"](
         x, list(window.kernel), list(window.stride), list(window.padding), list(window.dilation), window.ceil, True
     )
-    sizes = found.shape[-dims:]
+    sizes = largest.shape[-dims:]
     edges, reach = [], []
     for size, out, kernel, stride, padding, dilation in zip(spatial, sizes, *window[:4], strict=True):
         needed = (out - 1) * stride + dilation * (kernel - 1) + 1
@@ -143,7 +138,7 @@ def contest(x: Tensor, window: Window) -> Contest:
     flat = [edge for pair in reversed(edges) for edge in pair]
     padded = F.pad(x, flat, value=-math.inf)
     places = F.pad(torch.arange(math.prod(spatial), device=x.device).view(1, 1, *spatial), flat, value=-1)
-    rival, second = torch.full_like(found, -math.inf), first.clone()
+    rival, second = torch.full_like(largest, -math.inf), first.clone()
     for tap in itertools.product(*(range(kernel) for kernel in window.kernel)):
         slices = [
             slice(t * dilation, t * dilation + length, stride)
@@ -153,13 +148,13 @@ def contest(x: Tensor, window: Window) -> Contest:
         value, place = padded[picked], places[picked]
         better = (value > rival) & (place != first)
         rival, second = torch.where(better, value, rival), torch.where(better, place, second)
-    return Contest(first.flatten(1), second.flatten(1), (found - rival).flatten(1), (*lead, *sizes))
+    return Contest(first.flatten(1), second.flatten(1), (largest - rival).flatten(1), (*lead, *sizes))
 
 
 class SwitchedPool(torch.autograd.Function):
-    """A pool whose gradient goes to the second contestant by a share that can be differentiated by.
+    """A pool that passes a share of its gradient to the second largest element of each window.
 
-    The share has the shape of ``contest.gap`` and is 0; the result has that shape, too.
+    The share is 0, but the gradient depends on it. Share and result have the shape of ``Contest.gap``.
     """
 
     @staticmethod
@@ -171,11 +166,11 @@ class SwitchedPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """To both, by the share."""
+        """Divide the gradient by the share."""
         share, first, second = ctx.saved_tensors
-        found = grad.new_zeros((len(grad), ctx.elements))
+        gradient = grad.new_zeros((len(grad), ctx.elements))
         moved = grad * share
-        return found.scatter_add(1, first, grad - moved).scatter_add(1, second, moved), None, None, None
+        return gradient.scatter_add(1, first, grad - moved).scatter_add(1, second, moved), None, None, None
 
 
 RECTIFIERS = ("relu", "relu_")
@@ -187,24 +182,24 @@ PASSES = 6
 known to a fifth of the variance; with six to a twentieth."""
 
 _ELEMENTS = 1 << 14
-"""Elements at most of each parameter's gradient that tell by how much the mean gradient moves."""
+"""Sample size, at most, of each parameter's gradient in the estimate of the shift."""
 
 
-class Arriving(NamedTuple):
+class InputNoise(NamedTuple):
     """Noise at the input of a rectifier or max-pool.
 
     Attributes:
         ratio: Its energy over that of the signal, all calls together.
         spread: Mean square, per call, broadcasting against the input: per sample and channel where there are
-            positions, else per element, over the batch. Of a max-pool that of the gaps between contestants, per sample
+            positions, else per element, over the batch. Of a max-pool the mean square change of the gaps, per sample
             and channel, (..., 1).
     """
 
     ratio: float
     spread: tuple[Tensor, ...]
 
-    def of_some(self, chosen: range, share: float) -> Arriving:
-        """Of some samples that are such a share of those that were seen; where they are not told apart, their mean."""
+    def of_some(self, chosen: range, share: float) -> InputNoise:
+        """The noise of some samples, a share of the measured ones; the mean over samples where it is per element."""
         samples = round(len(chosen) / share)
 
         def some(spread: Tensor) -> Tensor:
@@ -212,46 +207,57 @@ class Arriving(NamedTuple):
                 return spread if spread.shape[0] == 1 else spread[chosen.start : chosen.stop : chosen.step]
             return spread.mean(0, keepdim=True)
 
-        return Arriving(self.ratio, tuple(some(spread) for spread in self.spread))
+        return InputNoise(self.ratio, tuple(some(spread) for spread in self.spread))
 
 
-class Seen(NamedTuple):
-    """What noisy passes showed.
+class NoiseMeasurement(NamedTuple):
+    """The result of noisy passes.
 
     Attributes:
-        arriving: Noise at each rectifier and max-pool; empty if the step has none.
+        input_noise: Noise at each rectifier and max-pool; empty if the step has none.
         shift: Squared norm by which the mean of the gradient moves; an estimate, so that it may be negative.
     """
 
-    arriving: Mapping[str, Arriving]
+    input_noise: Mapping[str, InputNoise]
     shift: float
 
+    def of_some(self, chosen: range, share: float) -> NoiseMeasurement:
+        """The noise of some samples; see `InputNoise.of_some`."""
+        return NoiseMeasurement({name: noise.of_some(chosen, share) for name, noise in self.input_noise.items()}, 0.0)
 
-class _Watch:
-    """Handler of an interception: rounds operands in all passes but the first, and compares what rectifiers read."""
 
-    def __init__(self, wanted: frozenset[str] | None, passes: int) -> None:
-        self._wanted, self._passes = wanted, passes
+NO_NOISE = NoiseMeasurement({}, 0.0)
+
+
+class _NoisyPasses:
+    """Handler of an interception: rounds operands in all passes but the first, and compares inputs of rectifiers."""
+
+    def __init__(self, operators: frozenset[str] | None, passes: int) -> None:
+        self._operators, self._passes = operators, passes
         self.draw = -1
-        self.exact: dict[str, list[Tensor]] = {}
-        self._contests: dict[str, list[Contest]] = {}
+        self.reference: dict[str, list[Tensor]] = {}
+        self._windows: dict[str, list[Contest]] = {}
         self._rectified = LastRectified()
         self.spread: dict[str, list[Tensor]] = {}
         self._gaps: dict[str, list[Tensor]] = {}
-        self._met: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
         self._seeds: dict[str, int] = {}
         self.recomputing: Callable[[], bool] = lambda: False
 
     def begin(self, draw: int) -> None:
-        """A new pass; -1 is the one without noise."""
-        self.draw, self._met = draw, {}
+        """Start a pass; -1 is the one without noise."""
+        self.draw, self._calls = draw, {}
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type in KINKED:
             if self.recomputing():  # by activation checkpointing: the same numbers again
                 return call.run()
             return self._pool(call) if call.op_type in MAX_POOLS else self._rectify(call)
-        if self.draw < 0 or call.op_type not in BILINEAR or not (self._wanted is None or call.name in self._wanted):
+        if (
+            self.draw < 0
+            or call.op_type not in BILINEAR
+            or not (self._operators is None or call.name in self._operators)
+        ):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         seed = self._seeds.setdefault(call.name, len(self._seeds))  # by name: a recomputation rounds alike
@@ -262,7 +268,7 @@ class _Watch:
             plain = slot.tensor.detach()
             values = dequantize(quantize_int8(plain, dims, options, stream), plain.dtype)
             if torch.is_grad_enabled():
-                values = _Through.apply(slot.tensor, values)  # type: ignore[no-untyped-call]
+                values = _StraightThrough.apply(slot.tensor, values)  # type: ignore[no-untyped-call]
             rounded.append(values)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, rounded)
         return call.run(*args, **kwargs)
@@ -276,58 +282,58 @@ class _Watch:
         return result
 
     def _pool(self, call: OperatorCall) -> Any:
-        given = pool_call(call.op_type, call.args, call.kwargs)
-        if given is not None:
-            x, window = given
+        pool = pool_call(call.op_type, call.args, call.kwargs)
+        if pool is not None:
+            x, window = pool
             ranked, name = self._rectified.ranks(x), call.traced_name
             if self.draw < 0:
-                self._contests.setdefault(name, []).append(contest(ranked, window))
-            number, known = self._met.get(name, 0), self._contests.get(name, [])
-            if number < len(known):
+                self._windows.setdefault(name, []).append(contest(ranked, window))
+            number, windows = self._calls.get(name, 0), self._windows.get(name, [])
+            if number < len(windows):
                 leading = x.shape[: -len(window.kernel)]
-                self._compare(name, x, lambda _: _of_gaps(known[number], ranked).view(*leading, 1))
+                self._compare(name, x, lambda _: _gap_spread(windows[number], ranked).view(*leading, 1))
         return call.run()
 
     @torch.no_grad()
     def _compare(self, name: str, z: Tensor, spread_of: Callable[[Tensor], Tensor]) -> None:
-        number = self._met.get(name, 0)
-        self._met[name] = number + 1
+        number = self._calls.get(name, 0)
+        self._calls[name] = number + 1
         if self.draw < 0:
-            self.exact.setdefault(name, []).append(z.clone())
+            self.reference.setdefault(name, []).append(z.clone())
             return
-        known = self.exact.get(name, [])
-        if number >= len(known) or known[number].shape != z.shape:
-            return  # the step took another way
-        squares = (z - known[number]).square_()
+        references = self.reference.get(name, [])
+        if number >= len(references) or references[number].shape != z.shape:
+            return  # the step took another path
+        squares = (z - references[number]).square_()
         spread = spread_of(squares)
         sums = [(self.spread, spread)]
         if spread_of is not _per_channel:  # whose mean is that of all
             sums.append((self._gaps, squares.mean()))
         for place, value in sums:
-            found = place.setdefault(name, [])
-            if number == len(found):
-                found.append(value)
+            sums_of_calls = place.setdefault(name, [])
+            if number == len(sums_of_calls):
+                sums_of_calls.append(value)
             else:
-                found[number] += value
+                sums_of_calls[number] += value
 
-    def forget(self) -> None:
-        """Keep no activation."""
-        self.exact.clear()
-        self._contests.clear()
-        self._rectified.forget()
+    def clear(self) -> None:
+        """Release all activations."""
+        self.reference.clear()
+        self._windows.clear()
+        self._rectified.clear()
 
-    def found(self) -> dict[str, Arriving]:
-        """What arrived, over all passes with noise; one transfer to the host."""
+    def results(self) -> dict[str, InputNoise]:
+        """Mean noise over all noisy passes, by rectifier and max-pool; one transfer to the host."""
         names = list(self.spread)
         if not names:
             return {}
         calls = [(name, number) for name in names for number in range(len(self.spread[name]))]
-        exact = [self.exact[name][number] for name, number in calls]
+        reference = [self.reference[name][number] for name, number in calls]
         noisy = [(self._gaps.get(name) or self.spread[name])[number] for name, number in calls]
         signal, noise = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-        host = torch.stack([x.double() for x in (*norms(exact), *totals(noisy))]).tolist()
+        host = torch.stack([x.double() for x in (*norms(reference), *totals(noisy))]).tolist()
         for (name, _), z, x, root, total in zip(
-            calls, exact, noisy, host[: len(calls)], host[len(calls) :], strict=True
+            calls, reference, noisy, host[: len(calls)], host[len(calls) :], strict=True
         ):
             signal[name] += root**2
             noise[name] += total / x.numel() * z.numel() / self._passes
@@ -335,7 +341,7 @@ class _Watch:
         spreads = [spread for name in names for spread in self.spread[name]]
         rest = iter(torch._foreach_div(spreads, float(self._passes)))
         return {
-            name: Arriving(ratios[name] if math.isfinite(ratios[name]) else 0.0, tuple(next(rest) for _ in spread))
+            name: InputNoise(ratios[name] if math.isfinite(ratios[name]) else 0.0, tuple(next(rest) for _ in spread))
             for name, spread in self.spread.items()
         }
 
@@ -344,10 +350,10 @@ def _per_channel(squares: Tensor) -> Tensor:
     return squares.mean(tuple(range(2, squares.dim())) if squares.dim() > 3 else 0, keepdim=True)
 
 
-def _of_gaps(known: Contest, ranked: Tensor) -> Tensor:
-    """Mean square, over the windows where something is at stake, of what changed."""
-    counted = known.gap.isfinite() & (known.gap > 0)
-    squares = torch.where(counted, (known.gap_in(ranked) - known.gap).square_(), 0.0)
+def _gap_spread(windows: Contest, ranked: Tensor) -> Tensor:
+    """Mean square change of the gaps, over windows whose two largest elements differ."""
+    counted = windows.gap.isfinite() & (windows.gap > 0)
+    squares = torch.where(counted, (windows.gap_in(ranked) - windows.gap).square_(), 0.0)
     return squares.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
 
 
@@ -358,7 +364,7 @@ def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
     return (0,) if tensor.dim() == 2 and op_type != "einsum" else None
 
 
-class _Shift:
+class _MeanShift:
     """Squared norm of the mean deviation of a gradient, from independent draws and some elements of each parameter."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -370,47 +376,40 @@ class _Shift:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the block gradients are looked at where autograd hands them over; nothing of their size is kept."""
+        """Sample gradients by hooks within the block; nothing of their size is kept."""
 
-        def hooked(index: int) -> Callable[[Tensor], Tensor]:
-            def hook(g: Tensor) -> Tensor:
-                some = strided(g, _ELEMENTS)
-                self._parts[index] = some * math.sqrt(g.numel() / some.numel())
-                return g.new_zeros(()).expand_as(g)
+        def hook(index: int, g: Tensor) -> Tensor:
+            some = strided(g, _ELEMENTS)
+            self._parts[index] = some * math.sqrt(g.numel() / some.numel())
+            return g.new_zeros(()).expand_as(g)
 
-            return hook
-
-        handles = [p.register_hook(hooked(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
-        try:
+        with gradient_hooks(self._parameters, hook):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def add(self) -> None:
-        """The pass is over: another draw, but for the first, which is the one without noise."""
+        """Finish a pass: the first is the one without noise."""
         if not self._parts:
             return
-        found = torch.cat([self._parts[i] for i in sorted(self._parts)])
+        gradient = torch.cat([self._parts[i] for i in sorted(self._parts)])
         self._parts.clear()
         if self._exact is None:
-            self._exact, self._sum = found, torch.zeros_like(found)
+            self._exact, self._sum = gradient, torch.zeros_like(gradient)
             return
         assert self._sum is not None
-        deviation = found.sub_(self._exact)
+        deviation = gradient.sub_(self._exact)
         self._sum += deviation
         self._squares.append(square_sum(deviation))
 
     def estimate(self) -> float:
-        """Mean over pairs of draws of the product of their deviations."""
+        """Mean product of the deviations over pairs of draws."""
         draws = len(self._squares)
         if self._sum is None or draws < 2:
             return 0.0
         return float((square_sum(self._sum) - torch.stack(self._squares).sum()) / (draws * (draws - 1)))
 
 
-class _Through(torch.autograd.Function):
-    """Values in place of others, whose gradient is that of those."""
+class _StraightThrough(torch.autograd.Function):
+    """Replaces values in the forward pass and passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
@@ -424,28 +423,28 @@ class _Through(torch.autograd.Function):
 def noisy_passes(
     model: nn.Module,
     loss_of: Callable[[], Tensor],
-    wanted: frozenset[str] | None = None,
+    operators: frozenset[str] | None = None,
     *,
     shift: bool = True,
     passes: int = PASSES,
-) -> Seen:
-    """What rounding operands of all products to INT8 does at a step's rectifiers and pools, and to the mean gradient.
+) -> NoiseMeasurement:
+    """The noise at a step's rectifiers and pools, and in the mean gradient, when all products round operands to INT8.
 
-    Takes one training step and some with rounding; what rectifiers read is kept meanwhile. Every pass draws the
-    same random numbers for the model's own use, and leaves the generators as they were.
+    Runs one training step and some with rounding, and keeps the inputs of rectifiers meanwhile. Every pass draws the
+    same random numbers for the model's own use, and restores the generators.
 
     Args:
         model: The model.
         loss_of: Runs the model on the batch and returns the loss.
-        wanted: Limits the operators that round; None is all.
-        shift: Without it the passes are forward passes, a third of the work.
-        passes: How many with rounding.
+        operators: Names of the operators that round; None for all.
+        shift: Whether to measure the shift; without it the passes are forward passes, a third of the work.
+        passes: Number of passes with rounding.
 
     Source:
         Ours.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    watch, shifted = _Watch(wanted, passes), _Shift(parameters)
+    watch, shifted = _NoisyPasses(operators, passes), _MeanShift(parameters)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     interception = Interception(model, watch, kinds=KINKED)
     watch.recomputing = lambda: interception.recomputing
@@ -454,14 +453,14 @@ def noisy_passes(
             watch.begin(draw)
             with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(shift):
                 loss = loss_of()
-            if not watch.exact:
-                return Seen({}, 0.0)
+            if not watch.reference:
+                return NO_NOISE
             if not shift:
                 continue
             with shifted.watching():
                 torch.autograd.grad(loss, parameters, allow_unused=True)
             shifted.add()
-        return Seen(watch.found(), shifted.estimate())
+        return NoiseMeasurement(watch.results(), shifted.estimate())
     finally:
         interception.remove()
-        watch.forget()  # whatever still refers to the handler keeps no activation
+        watch.clear()  # something may still refer to the handler

@@ -1,7 +1,7 @@
-"""Nodes of a twice differentiated step at which noise can arise, and what is kept of the derivative at each: sums.
+"""The tensors of a twice differentiated step at which noise can arise, and sums over the derivative at each.
 
-A derivative is reduced the moment it is known and not held, so that the pass needs no memory for all of them at once.
-Values that noise is shaped by are those that autograd keeps anyway.
+A derivative is reduced as soon as it is known, so that the pass needs no memory for all of them at once. The values
+that its elements are weighted by are those that autograd keeps anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import (
-    Delayed,
+    DeferredDerivative,
     attention_twice,
     batch_norm_twice,
     product_twice,
@@ -26,36 +26,35 @@ from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import (
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     MAX_POOLS,
     RECTIFIERS,
-    Arriving,
+    InputNoise,
     LastRectified,
     SwitchedPool,
     contest,
     pool_call,
 )
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, Slot, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norms, strided, summed, totals
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norms, on_host, strided, summed, totals
 from qsync_opt.sensitivity import GRADIENTS, OPERANDS, SIGN_CHANGE_RATIOS
 
-# Noise in the forward pass flips rectifiers; noise in gradients does not.
 _QUANTIZED = ("first", "second", "output_gradient")
 _TOGETHER = 1 << 22
-"""Elements that are looked at together."""
+"""Elements that are reduced at a time."""
 _SHARE = 1 / 8
-"""Part of all results of a step that may be looked at together, too: a step of larger tensors has memory for more."""
+"""Part of all results of a step that may be reduced at a time, if more: a step of larger tensors has more memory."""
 SAMPLE = 1 << 14
-"""Elements of a derivative that are kept, of tensors that all samples of a batch share."""
+"""Sample size of the derivative of a tensor that all samples of a batch share."""
 
 _LEAST = 1e-30
-"""Largest magnitude at least of what is looked at in INT8; 127 over anything far below is infinite."""
+"""Smallest largest magnitude in INT8; 127 over anything far below is infinite."""
 
 Key = tuple[str, str, int]
-"""Operator, tensor, and which call."""
+"""Operator, tensor, and number of the call."""
 Numbers = tuple[Key, tuple[str, ...], Tensor]
-"""Names and numbers of a key; of a name with a ``~`` the root of what is meant."""
+"""Names and numbers of a key; names with a ``~`` have the square root of the number."""
 
 
 class Kept(NamedTuple):
-    """Some evenly spaced elements: of a derivative, of the values there, and how fixed-point noise is there."""
+    """Evenly spaced elements of a derivative, the values there, and the weights of fixed-point noise there."""
 
     derivative: Tensor
     values: Tensor
@@ -64,14 +63,14 @@ class Kept(NamedTuple):
 
 @dataclass
 class Sums:
-    """Over the elements of a tensor of one call.
+    """Sums over the elements of a tensor of one call.
 
     Attributes:
-        plain: Squared derivatives.
-        fixed: These times the weight of fixed-point noise; ``fixed_weight`` are the weights alone.
-        floating: These times squared values; ``values`` are the squared values alone.
-        elements: How many.
-        kept: Some of them, of every probe; products of these count ``scale`` times.
+        plain: Of squared derivatives.
+        fixed: Of these times the weights of fixed-point noise; ``fixed_weight`` is the sum of the weights.
+        floating: Of these times squared values; ``values`` is the sum of the squared values.
+        elements: Number of elements.
+        kept: A sample of the elements for every probe; products of these count ``scale`` times.
     """
 
     plain: float = 0.0
@@ -91,7 +90,7 @@ class _Waiting(NamedTuple):
 
 
 class DerivativeSums:
-    """Reduces derivatives, and keeps some elements of those that it is told to."""
+    """Reduces derivatives, many at once, and keeps samples of some."""
 
     def __init__(self, keep: Callable[[Key, int], bool] | None) -> None:
         self._keep = keep
@@ -101,8 +100,8 @@ class DerivativeSums:
         self.numbers: list[Numbers] = []
         self.kept: dict[Key, list[Kept]] = {}
 
-    def note_result(self, elements: int) -> None:
-        """An operator of the step has a result of so many elements."""
+    def count_result(self, elements: int) -> None:
+        """Count the elements of a result of the step."""
         self._results += elements
 
     @property
@@ -110,16 +109,16 @@ class DerivativeSums:
         return max(_TOGETHER, int(self._results * _SHARE))
 
     def add(self, key: Key, derivative: Tensor, values: Tensor) -> None:
-        """A derivative, and the values of what it is by; neither may be written into any more."""
+        """Queue a derivative and the values at its tensor; nothing may write into either any more."""
         if self._elements + values.numel() > self._limit:
             self.flush()
         self._waiting.append(_Waiting(key, derivative, values))
         self._elements += values.numel()
 
     def flush(self) -> None:
-        """Reduce all that wait."""
+        """Reduce all queued derivatives."""
         alike = by_place(self._waiting, lambda waiting: waiting.values)
-        self.forget_waiting()
+        self.clear_waiting()
         while alike:
             _, some = alike.popitem()
             if len(some) == 1 and some[0].values.numel() > self._limit:
@@ -127,8 +126,8 @@ class DerivativeSums:
             else:
                 self._reduce(some)
 
-    def forget_waiting(self) -> None:
-        """Keep nothing that waits."""
+    def clear_waiting(self) -> None:
+        """Release all queued derivatives."""
         self._waiting.clear()
         self._elements = 0
 
@@ -136,7 +135,7 @@ class DerivativeSums:
         keys = [waiting.key for waiting in some]
         derivatives, values = [waiting.derivative for waiting in some], [waiting.values for waiting in some]
         products = torch._foreach_mul(derivatives, values)
-        self._give(keys, ("~plain", "~values", "~floating"), [*map(norms, (derivatives, values, products))])
+        self._add_numbers(keys, ("~plain", "~values", "~floating"), [*map(norms, (derivatives, values, products))])
         del products
         fixed: dict[Key, Tensor] = {}
         chosen = [i for i, key in enumerate(keys) if key[1] in _QUANTIZED]
@@ -146,41 +145,45 @@ class DerivativeSums:
             squares = torch._foreach_mul(weights, changes)
             torch._foreach_mul_(squares, changes)
             rounded = [keys[i] for i in chosen]
-            self._give(rounded, ("fixed", "fixed_weight"), [totals(squares), totals(weights)])
+            self._add_numbers(rounded, ("fixed", "fixed_weight"), [totals(squares), totals(weights)])
             fixed = dict(zip(rounded, weights, strict=True))
         for waiting in some:
             if self._keep is not None and self._keep(waiting.key, waiting.values.numel()):
-                self._take(waiting, fixed.get(waiting.key))
+                self._keep_sample(waiting, fixed.get(waiting.key))
 
     def _reduce_large(self, waiting: _Waiting) -> None:
-        """A part at a time."""
+        """Reduce one tensor a part at a time."""
         key, derivative, values = waiting
         step = _steps(largest([values])) if key[1] in _QUANTIZED else None
         for part, there in zip(*(torch.split(x.reshape(-1), self._limit) for x in (derivative, values)), strict=True):
-            self._give([key], ("~plain", "~values", "~floating"), [norms([x]) for x in (part, there, part * there)])
+            self._add_numbers(
+                [key], ("~plain", "~values", "~floating"), [norms([x]) for x in (part, there, part * there)]
+            )
             if step is not None:
                 weights = _fixed_point([there], step)
-                self._give([key], ("fixed", "fixed_weight"), [totals([part.square() * weights[0]]), totals(weights)])
+                self._add_numbers(
+                    [key], ("fixed", "fixed_weight"), [totals([part.square() * weights[0]]), totals(weights)]
+                )
         if self._keep is not None and self._keep(key, values.numel()):
             some = strided(values, SAMPLE)
-            self._take(waiting, None if step is None else _fixed_point([some], step)[0])
+            self._keep_sample(waiting, None if step is None else _fixed_point([some], step)[0])
 
-    def _take(self, waiting: _Waiting, fixed: Tensor | None) -> None:
+    def _keep_sample(self, waiting: _Waiting, fixed: Tensor | None) -> None:
         derivative, values = (strided(x, SAMPLE).clone() for x in (waiting.derivative, waiting.values))
         if fixed is not None:
             fixed = strided(fixed, SAMPLE).clone()
         self.kept.setdefault(waiting.key, []).append(Kept(derivative, values, fixed))
 
-    def _give(self, keys: Sequence[Key], names: tuple[str, ...], found: Sequence[Sequence[Tensor]]) -> None:
-        """Numbers by name and key."""
-        table = torch.stack([x.reshape(()) for row in found for x in row]).view(len(names), -1)
+    def _add_numbers(self, keys: Sequence[Key], names: tuple[str, ...], columns: Sequence[Sequence[Tensor]]) -> None:
+        """Record numbers of several keys; one column per name."""
+        table = torch.stack([x.reshape(()) for row in columns for x in row]).view(len(names), -1)
         self.numbers.extend((key, names, column) for key, column in zip(keys, table.unbind(1), strict=True))
 
 
 class ParameterGradients:
-    """Of derivatives by what an operator adds to the gradient of a parameter: they are random signs times one number.
+    """Sums over derivatives with respect to an operator's contribution to the gradient of a parameter.
 
-    So only the gradient's norm matters, and nothing of its size has to be kept until the derivative comes.
+    Such a derivative is random signs times one number, so only the gradient's norm is needed.
     """
 
     def __init__(self) -> None:
@@ -190,7 +193,7 @@ class ParameterGradients:
         self._norms: list[Tensor] = []
 
     def add(self, key: Key, parameter: Tensor, gradient: Tensor) -> None:
-        """Such a part of a parameter's gradient; nothing may write into it any more."""
+        """Queue a contribution to a parameter's gradient; nothing may write into it any more."""
         if self._elements + gradient.numel() > _TOGETHER:
             self._flush()
         self._waiting.append(gradient.detach())
@@ -200,38 +203,35 @@ class ParameterGradients:
     def _flush(self) -> None:
         if self._waiting:
             self._norms += norms(self._waiting)
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """Keep no gradient."""
+    def clear(self) -> None:
+        """Release all queued gradients."""
         self._waiting.clear()
         self._elements = 0
 
     def sums(self, weights: Mapping[int, Tensor]) -> dict[Key, Sums]:
-        """Sums by key; ``weights`` has the numbers by the parameter's id, 1 where there is none."""
+        """Sums by key; ``weights`` are the factors of the signs by the parameter's id, by default 1."""
         self._flush()
         if not self._norms:
             return {}
         host = torch.stack([x.double() for x in (*self._norms, *weights.values())]).tolist()
         numbers = dict(zip(weights, host[len(self._norms) :], strict=True))
-        found = {}
+        sums = {}
         for (key, parameter, elements), root in zip(self._seen, host, strict=False):
             square, values = numbers.get(parameter, 1.0) ** 2, root**2
-            found[key] = Sums(plain=square * elements, floating=square * values, values=values, elements=elements)
-        return found
+            sums[key] = Sums(plain=square * elements, floating=square * values, values=values, elements=elements)
+        return sums
 
 
 def _steps(amaxes: Iterable[Tensor]) -> list[Tensor]:
-    """Steps of INT8 per unit, by largest magnitudes."""
-    found = torch.stack(list(amaxes))
-    return list((127.0 / found.clamp(min=_LEAST)).unbind())
+    """INT8 steps per unit, from largest magnitudes."""
+    largest_values = torch.stack(list(amaxes))
+    return list((127.0 / largest_values.clamp(min=_LEAST)).unbind())
 
 
 def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
-    """How much elements err in INT8 with one scale for all, up to a factor.
-
-    Zeros and numbers on the grid do not err, and numbers below a step err in proportion.
-    """
+    """Variances of stochastic rounding to INT8 with one scale, in squared steps: 0 for numbers on the grid."""
     parts = [x * step for x, step in zip(values, steps, strict=True)]
     torch._foreach_frac_(parts)
     torch._foreach_abs_(parts)
@@ -240,13 +240,13 @@ def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tens
 
 
 MASK = "mask"
-_CHANCES = 1 << 20
-"""Elements of a large rectifier that are looked at, evenly spaced; each has several chances to flip."""
+_SIGN_SAMPLE = 1 << 20
+"""Sample size, at most, of a rectifier: each element costs several probabilities of a sign change."""
 
 
 @dataclass(slots=True)
-class _Held:
-    """Values at a node, and their version: what has been written since is known."""
+class _Snapshot:
+    """Values of a tensor, and their version, which tells whether they have been written into since."""
 
     values: Tensor | None
     version: int
@@ -254,7 +254,7 @@ class _Held:
 
 
 class _Rectifier(NamedTuple):
-    """Where a rectifier lets gradients pass, and how far from zero each element is, in half precision."""
+    """The mask of a rectifier, and the distance of each element from zero in units of its noise, in half precision."""
 
     tapper: GainTapper
     name: str
@@ -263,7 +263,7 @@ class _Rectifier(NamedTuple):
 
 
 class MaskedRectifier(torch.autograd.Function):
-    """A rectifier whose gradient is multiplied by a mask, by which it is differentiated, too."""
+    """A rectifier whose backward pass is differentiated with respect to its mask, too."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, where: _Rectifier) -> Tensor:
@@ -273,7 +273,7 @@ class MaskedRectifier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """By the mask alone."""
+        """Multiply by the mask."""
         return _MaskedGradient.apply(grad, ctx.where), None  # type: ignore[no-untyped-call]
 
 
@@ -288,7 +288,7 @@ class _MaskedGradient(torch.autograd.Function):
     def backward(ctx: Any, derivative: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         where = ctx.where
-        where.tapper.flipped(where.name, where.distance, (derivative * grad).square_())
+        where.tapper.add_sign_changes(where.name, where.distance, (derivative * grad).square_())
         return derivative * where.mask, None
 
 
@@ -296,38 +296,38 @@ class GainTapper:
     """Handler of an interception: watches every tensor that can be noisy in a step that is differentiated twice.
 
     Attributes:
-        first: Whether the first differentiation is not over yet.
-        last: Whether nothing is differentiated again after the present pass.
+        first: Whether the first differentiation is still running.
+        last: Whether the present pass is the last.
         rectified: Elements of the last call of each rectifier.
-        weights: By what the projection multiplies the gradient of a parameter, by the parameter's id; 1 otherwise.
-        written: Operators whose result was written into before it was looked at; they are to be given as ``copied``.
+        weights: Factor of the projection for the gradient of a parameter, by the parameter's id; by default 1.
+        written: Operators whose result was written into before its reduction; the next tapper needs them as ``copied``.
     """
 
     def __init__(
         self,
-        wanted: frozenset[str] | None,
-        arriving: Mapping[str, Arriving],
+        operators: frozenset[str] | None,
+        input_noise: Mapping[str, InputNoise],
         *,
         keep: Callable[[Key, int], bool] | None = None,
         copied: frozenset[str] = frozenset(),
     ) -> None:
-        """Nothing was seen yet.
+        """Prepare for one step.
 
         Args:
-            wanted: Limits the operators; None is all adjustable ones.
-            arriving: How noise is spread over what rectifiers read; evenly, where it does not say.
-            keep: From a tensor and its number of elements to whether some of its derivative's are kept.
-            copied: Operators whose result is copied for later.
+            operators: Names of the operators to watch; None for all adjustable ones.
+            input_noise: Noise at the inputs of rectifiers; by default it is in proportion to the mean square.
+            keep: From a tensor and its number of elements to whether to keep a sample of its derivative.
+            copied: Operators whose result is copied, as something writes into it.
         """
-        self._wanted, self._copied = wanted, copied
-        self._sizes = _sizes(arriving)
-        self._ratios = {name: found.ratio for name, found in arriving.items()}
-        self._outputs: dict[int, _Held] = {}
+        self._operators, self._copied = operators, copied
+        self._sizes = _sizes(input_noise)
+        self._ratios = {name: noise.ratio for name, noise in input_noise.items()}
+        self._outputs: dict[int, _Snapshot] = {}
         self._inverse: dict[str, Tensor] = {}
         self._rectified = LastRectified()
         self._sums = DerivativeSums(keep)
         self._gradients = ParameterGradients()
-        self._delayed: list[tuple[Delayed, _Held]] = []
+        self._pending: list[tuple[DeferredDerivative, _Snapshot]] = []
         self.weights: dict[int, Tensor] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._elements: dict[Key, int] = {}
@@ -346,26 +346,25 @@ class GainTapper:
         if call.op_type == "batch_norm":
             normalized = batch_norm_twice(call)
             return call.run() if normalized is None else normalized
-        if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
+        if call.op_type not in ADJUSTABLE or (self._operators is not None and call.name not in self._operators):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         lead = int(call.op_type == "embedding")
         operands, watched = [], []
         for operand, gradient, slot in zip(OPERANDS[lead:], GRADIENTS[lead:], slots, strict=False):
             x = slot.tensor
-            ends = x.is_leaf  # nothing before it is differentiated
             alias = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             trained = gradient if x.requires_grad else None
-            watched.append(self._watch(call.name, operand, trained, alias, x.detach(), leaf=x if ends else None))
+            watched.append(self._watch(call.name, operand, trained, alias, x.detach(), leaf=x if x.is_leaf else None))
             operands.append(alias)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
         output = self._run(call, args, kwargs, slots, watched)
         values = output.detach()
-        held = self._watch(
+        snapshot = self._watch(
             call.name, "output", "output_gradient", output, values.clone() if call.name in self._copied else values
         )
-        self._sums.note_result(output.numel())
-        self._outputs[output.data_ptr()] = held
+        self._sums.count_result(output.numel())
+        self._outputs[output.data_ptr()] = snapshot
         return output
 
     def _run(
@@ -374,54 +373,54 @@ class GainTapper:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         slots: Sequence[Slot],
-        watched: Sequence[_Held],
+        watched: Sequence[_Snapshot],
     ) -> Tensor:
         if call.op_type == "scaled_dot_product_attention":
             attended = attention_twice(args, kwargs)
             if attended is not None:
                 return attended
         trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
-        found = product_twice(call.op_type, args, kwargs, wait=slots[-1].tensor.is_leaf, trained=trained)
-        if found is None:
+        twice = product_twice(call.op_type, args, kwargs, defer=slots[-1].tensor.is_leaf, trained=trained)
+        if twice is None:
             plain: Tensor = call.run(*args, **kwargs)
             return plain
-        self._delayed.append((found[1], watched[1]))
-        return found[0]
+        self._pending.append((twice[1], watched[1]))
+        return twice[0]
 
     def _watch(
         self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, leaf: Tensor | None = None
-    ) -> _Held:
-        """Reduce the derivative at a node, and at its gradient, as they come; what ends there goes no further."""
-        held = self._hold(name, tensor, values)
+    ) -> _Snapshot:
+        """Reduce the derivatives at a node and at its gradient as they come; a leaf receives zeros."""
+        snapshot = self._snapshot(name, tensor, values)
 
         def hook(g: Tensor | None) -> Tensor | None:  # None: nothing depends on what is here
             if self.first and g is not None and gradient is not None:
-                if leaf is None or len(leaf._backward_hooks or ()) != 1:  # somebody else's hook may change it
+                if leaf is None or len(leaf._backward_hooks or ()) != 1:  # another hook may change it
                     return self._watch_gradient(name, gradient, g)
-                key = self._hold(name, gradient, g.detach()).key
+                key = self._snapshot(name, gradient, g.detach()).key
                 self._gradients.add(key, leaf, g)
                 return None
             if self.first:
                 return None
-            self._reduce(g, held)
-            return None if leaf is None or g is None else nothing_like(g)
+            self._reduce(g, snapshot)
+            return None if leaf is None or g is None else expanded_zeros(g)
 
         node.register_hook(hook)  # type: ignore[no-untyped-call]
-        return held
+        return snapshot
 
-    def _hold(self, name: str, tensor: str, values: Tensor) -> _Held:
+    def _snapshot(self, name: str, tensor: str, values: Tensor) -> _Snapshot:
         call = self._calls[name, tensor]
         self._calls[name, tensor] += 1
-        return _Held(values, values._version, (name, tensor, call))
+        return _Snapshot(values, values._version, (name, tensor, call))
 
     def _watch_gradient(self, name: str, tensor: str, g: Tensor) -> Tensor:
-        known = g.requires_grad
-        tap = g.view_as(g) if known else g.detach().requires_grad_()
-        held = self._hold(name, tensor, g.detach())
+        differentiable = g.requires_grad
+        tap = g.view_as(g) if differentiable else g.detach().requires_grad_()
+        snapshot = self._snapshot(name, tensor, g.detach())
 
         def hook(derivative: Tensor | None) -> Tensor | None:
-            self._reduce(derivative, held)
-            return None if known or derivative is None else nothing_like(derivative)
+            self._reduce(derivative, snapshot)
+            return None if differentiable or derivative is None else expanded_zeros(derivative)
 
         tap.register_hook(hook)  # type: ignore[no-untyped-call]
         return tap
@@ -439,83 +438,83 @@ class GainTapper:
         if not call.writes:
             self._rectified.keep(result, read)
             return result
-        held = self._outputs.get(z.data_ptr())
-        if held is not None and held.values is not None and held.values._version == held.version:
-            held.values = held.values.clone()
-            held.version = held.values._version
+        snapshot = self._outputs.get(z.data_ptr())
+        if snapshot is not None and snapshot.values is not None and snapshot.values._version == snapshot.version:
+            snapshot.values = snapshot.values.clone()
+            snapshot.version = snapshot.values._version
         result = z.copy_(result)
         self._rectified.keep(result, read)
         return result
 
     def _pool(self, call: OperatorCall) -> Any:
-        given = pool_call(call.op_type, call.args, call.kwargs)
-        if given is None or not given[0].requires_grad:
+        pool = pool_call(call.op_type, call.args, call.kwargs)
+        if pool is None or not pool[0].requires_grad:
             return call.run()
-        (x, window), name = given, call.traced_name
-        known = contest(self._rectified.ranks(x), window)
+        (x, window), name = pool, call.traced_name
+        windows = contest(self._rectified.ranks(x), window)
         sizes = self._sizes.get(name)
         with torch.no_grad():
             even = sizes is None or self._ratios[name] <= 0
             size = (2 * x.detach().square().mean()).sqrt() if even or not sizes else sizes.pop(0)
             if size.dim() > 0:
-                size = size.expand(*known.shape[: size.dim() - 1], 1).reshape(-1, 1)
-            distance = known.gap.div(size).nan_to_num_(math.inf, math.inf).half()
-        share = torch.zeros_like(known.gap).requires_grad_()
+                size = size.expand(*windows.shape[: size.dim() - 1], 1).reshape(-1, 1)
+            distance = windows.gap.div(size).nan_to_num_(math.inf, math.inf).half()
+        share = torch.zeros_like(windows.gap).requires_grad_()
 
         def hook(derivative: Tensor | None) -> Tensor | None:
             if derivative is None:
                 return None
-            self.flipped(name, distance, derivative.square())
-            return nothing_like(derivative)
+            self.add_sign_changes(name, distance, derivative.square())
+            return expanded_zeros(derivative)
 
         share.register_hook(hook)  # type: ignore[no-untyped-call]
         rows = x.reshape(len(share), -1)
-        pooled: Tensor = SwitchedPool.apply(rows, share, known.first, known.second)  # type: ignore[no-untyped-call]
-        return pooled.view(known.shape)
+        pooled: Tensor = SwitchedPool.apply(rows, share, windows.first, windows.second)  # type: ignore[no-untyped-call]
+        return pooled.view(windows.shape)
 
     # -- the second differentiation ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _reduce(self, derivative: Tensor | None, held: _Held) -> None:
-        values, key = held.values, held.key
+    def _reduce(self, derivative: Tensor | None, snapshot: _Snapshot) -> None:
+        values, key = snapshot.values, snapshot.key
         assert values is not None
         if derivative is None:
-            derivative = nothing_like(values)
-        if values._version != held.version:
+            derivative = expanded_zeros(values)
+        if values._version != snapshot.version:
             self.written.add(key[0])
             return
         if self.last:
-            held.values = None
+            snapshot.values = None
         self._elements[key] = values.numel()
         self._sums.add(key, derivative, values)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """A second differentiation is over: reduce what came late, or waits for more."""
-        for delayed, held in self._delayed:
-            late = delayed.taken()
-            if late is not None:
-                self._reduce(late, held)
+        """Finish a second differentiation: reduce deferred and queued derivatives."""
+        for pending, snapshot in self._pending:
+            deferred = pending.pop()
+            if deferred is not None:
+                self._reduce(deferred, snapshot)
         self._sums.flush()
 
     @torch.no_grad()
-    def flipped(self, name: str, distances: Tensor, squares: Tensor) -> None:
-        """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
+    def add_sign_changes(self, name: str, distances: Tensor, squares: Tensor) -> None:
+        """Add the variance of sign changes, from squared derivatives by a rectifier's mask or a max-pool's shares."""
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
         sizes = self._inverse_sizes(name, squares)
-        some = squares.numel() > _CHANCES
-        distance, part = (strided(x, _CHANCES) if some else x for x in (distances, squares))
-        # Twice the chance that a normal number is beyond the distance.
-        chance = (distance.reshape(1, -1) * sizes).erfc_()
-        chance[-1].square_()
-        found = summed(chance.mul_(part.reshape(1, -1)), 1)
+        some = squares.numel() > _SIGN_SAMPLE
+        distance, part = (strided(x, _SIGN_SAMPLE) if some else x for x in (distances, squares))
+        # Twice the probability that a normal number exceeds the distance.
+        probability = (distance.reshape(1, -1) * sizes).erfc_()
+        probability[-1].square_()
+        changes = summed(probability.mul_(part.reshape(1, -1)), 1)
         if some:
-            found *= squares.numel() / part.numel()
-        self._sums.numbers.append((key, tuple(str(i) for i in range(len(SIGN_CHANGE_RATIOS) + 1)), found))
+            changes *= squares.numel() / part.numel()
+        self._sums.numbers.append((key, tuple(str(i) for i in range(len(SIGN_CHANGE_RATIOS) + 1)), changes))
 
     def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
-        """Of noise at the ratios that flips are counted at, and the one that was seen, over root 2: (ratios, 1)."""
+        """Inverse noise levels over root 2 at the ratios of ``SIGN_CHANGE_RATIOS`` and at the measured one: (ratios, 1)."""
         if name not in self._inverse:
             names = dict.fromkeys((*self._ratios, name)) if not self._inverse else [name]
             rows = [[*SIGN_CHANGE_RATIOS, self._ratios.get(some, 0.0)] for some in names]
@@ -524,44 +523,40 @@ class GainTapper:
             self._inverse.update(zip(names, inverse, strict=True))
         return self._inverse[name]
 
-    def found(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
+    def results(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
         """Means over probes: by operator and tensor, and by rectifier; one transfer to the host per type."""
         sums: dict[Key, Sums] = {}
         flips: dict[str, list[float]] = {}
         numbers = self._sums.numbers
         if not numbers:
             return sums, flips
-        together: dict[torch.dtype, list[Tensor]] = {}
-        for *_, values in numbers:
-            together.setdefault(values.dtype, []).append(values)
-        host = {dtype: iter(torch.cat(some).tolist()) for dtype, some in together.items()}
-        for key, labels, values in numbers:
-            for label in labels:
-                value = next(host[values.dtype]) / (1.0 if label.startswith("~") else probes)
+        for (key, labels, _), values in zip(numbers, on_host([values for *_, values in numbers]), strict=True):
+            for label, number in zip(labels, values, strict=True):
+                value = number / (1.0 if label.startswith("~") else probes)
                 if key[1] == MASK:
                     row = flips.setdefault(key[0], [0.0] * len(labels))
                     row[int(label)] += value * (0.5 if int(label) < len(SIGN_CHANGE_RATIOS) else 0.25)
                     continue
-                known = sums.setdefault(key, Sums())
+                sums_of_key = sums.setdefault(key, Sums())
                 attribute = label.removeprefix("~")
                 added = value**2 / probes if label.startswith("~") else value
-                setattr(known, attribute, getattr(known, attribute) + added)
-        for key, known in sums.items():
-            known.elements, known.kept = self._elements[key], self._sums.kept.get(key, [])
+                setattr(sums_of_key, attribute, getattr(sums_of_key, attribute) + added)
+        for key, sums_of_key in sums.items():
+            sums_of_key.elements, sums_of_key.kept = self._elements[key], self._sums.kept.get(key, [])
         sums |= self._gradients.sums(self.weights)
         for name, row in flips.items():
             if not self._ratios.get(name, 0.0):
                 row[-1] = 0.0
         return sums, flips
 
-    def forget(self) -> None:
-        """Keep nothing; hooks keep the tapper alive from inside the autograd graph."""
+    def clear(self) -> None:
+        """Release all tensors: hooks in the autograd graph keep the tapper alive."""
         self._outputs.clear()
-        self._rectified.forget()
+        self._rectified.clear()
         self._sums = DerivativeSums(None)
-        self._gradients.forget()
+        self._gradients.clear()
         self.weights.clear()
-        self._delayed.clear()
+        self._pending.clear()
         self._sizes.clear()
 
 
@@ -570,14 +565,14 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def nothing_like(x: Tensor) -> Tensor:
-    """Zeros that take no memory."""
+def expanded_zeros(x: Tensor) -> Tensor:
+    """Zeros of a tensor's shape that take no memory."""
     return _zero(x.dtype, x.device).expand_as(x)
 
 
-def _sizes(arriving: Mapping[str, Arriving]) -> dict[str, list[Tensor]]:
-    """Of the noise at each rectifier and max-pool, for noise as strong as the signal; few kernels for all."""
-    calls = [(name, spread, found.ratio) for name, found in arriving.items() for spread in found.spread]
+def _sizes(input_noise: Mapping[str, InputNoise]) -> dict[str, list[Tensor]]:
+    """Noise levels at each rectifier and max-pool, per call, for noise as strong as the signal."""
+    calls = [(name, spread, noise.ratio) for name, noise in input_noise.items() for spread in noise.spread]
     if not calls:
         return {}
     sizes = torch._foreach_div([spread for _, spread, _ in calls], [ratio or 1.0 for *_, ratio in calls])
@@ -589,10 +584,10 @@ def _sizes(arriving: Mapping[str, Arriving]) -> dict[str, list[Tensor]]:
 
 
 def _distance(z: Tensor, size: Tensor | None) -> Tensor:
-    """Distance of every element from zero over the size of the noise there, for noise as strong as the signal.
+    """Distance of every element from zero in units of the noise there, for noise as strong as the signal.
 
-    Where no noise arrives, nothing flips however close it is. In half precision, whose numbers reach from a thousandth
-    of the least ratio's root to far beyond where anything flips.
+    Infinite without noise. Half precision reaches from a thousandth of the smallest ratio's root to far beyond any
+    distance with a noticeable probability.
     """
     if size is None or any(few not in (1, many) for few, many in zip(size.shape, z.shape, strict=True)):
         size = z.square().mean().sqrt()

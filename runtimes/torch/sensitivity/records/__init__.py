@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.runtimes.torch.sensitivity.records.batch import (
-        WHILE_ACTIVATIONS_ARE_KEPT,
-        cast_waiting,
-        finish_batch,
-    )
-    from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
+    from qsync_opt.runtimes.torch.sensitivity.records.batch import CAST_BEFORE_BACKWARD, cast_pending, finish_batch
+    from qsync_opt.runtimes.torch.sensitivity.records.moments import MomentQueue
     from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord, measure_lookup
     from qsync_opt.runtimes.torch.sensitivity.records.signals import (
         GradientScatter,
@@ -27,6 +23,16 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "WHILE_ACTIVATIONS_ARE_KEPT", "GradientScatter", "LateMoments", "Norms", "OperatorRecord", "SignalTensors",
-    "cast_waiting", "finish_batch", "loss_curvature", "measure_lookup", "normalized", "signals_on_host",
-]  # fmt: skip
+    "CAST_BEFORE_BACKWARD",
+    "GradientScatter",
+    "MomentQueue",
+    "Norms",
+    "OperatorRecord",
+    "SignalTensors",
+    "cast_pending",
+    "finish_batch",
+    "loss_curvature",
+    "measure_lookup",
+    "normalized",
+    "signals_on_host",
+]

@@ -1,9 +1,9 @@
 """The record of one call of a convolution until the end of its batch: samples, small vectors and a few numbers.
 
-Elements are looked at one by one at some positions of all images. Errors of the first operand that meet the gradient of
-the result, and the gradient's own, are taken at positions where the gradient is (see ``samples``). That happens when
-the gradient arrives, while the operand is still what autograd keeps for the weight's gradient; rounding itself is
-left to ``records.batch``, when no activation is kept any more, for many calls at once.
+Rounding errors are computed at some positions of all images. Those that contribute to gradients are sampled where the
+gradient is large, see `qsync_opt.runtimes.torch.sensitivity.samples`. This happens when the gradient arrives, while
+autograd still keeps the operand; rounding itself waits until no activation is kept, for many calls at once, see
+`qsync_opt.runtimes.torch.sensitivity.records.batch`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor
 
 from qsync_opt.numerics import Granularity
 from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm
-from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments, give_moments
+from qsync_opt.runtimes.torch.sensitivity.records.moments import MomentQueue, add_moments
 from qsync_opt.runtimes.torch.sensitivity.reductions import stacked, summed
 from qsync_opt.runtimes.torch.sensitivity.samples import Positions, SizedPositions, even_positions, positions_by_size
 
-_WHERE_THE_GRADIENT_IS = 1 / 4
-"""Part of a sample's size that is enough for one sum whose terms the positions are chosen by."""
+_WEIGHTED_PART = 1 / 4
+"""Part of the sample size that is enough for a sum whose terms determine the sampling."""
 
 
 @dataclass(frozen=True, slots=True)
-class TakenFirst:
-    """Of a first operand (B, C, ...): P evenly spaced positions, and sums over all of it.
+class FirstSample:
+    """A sample of a first operand (B, C, ...) at P evenly spaced positions, and sums over all of it.
 
     Attributes:
-        part: (P, C).
-        positions: Which positions.
+        part: The sample, (P, C).
+        positions: The positions.
         rows: Largest magnitudes of images, (B,).
-        channels: Those of channels, (C,).
-        contracted: Squares by contraction.
-        by_row: Squares by row, (B, groups, ...) of the result.
+        channels: Largest magnitudes of channels, (C,).
+        contracted: Squares reduced by contraction.
+        by_row: Squares reduced by row, (B, groups, ...) of the result.
     """
 
     part: Tensor
@@ -46,14 +46,14 @@ class TakenFirst:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenMet:
-    """Of a first operand, positions chosen by the gradient that they meet.
+class WeightedSample:
+    """A sample of a first operand at positions that are chosen by the gradient they are multiplied with.
 
     Attributes:
-        part: (P, C).
-        sampled: Which positions.
-        sizes: Squares of the gradient that each position meets, (B, groups, ...); times the one more than its image's
-            share in ``image_shares`` they are what positions were chosen by.
+        part: The sample, (P, C).
+        sampled: The positions.
+        sizes: Sums of the squared gradient that each position is multiplied with, (B, groups, ...). Positions are
+            chosen by these times one plus ``image_shares``.
     """
 
     part: Tensor
@@ -62,16 +62,16 @@ class TakenMet:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenGradient:
-    """Of the gradient of a result, positions chosen by it and by what it is multiplied with.
+class GradientSample:
+    """A sample of the gradient of a result at positions that are chosen by it and by its factors.
 
     Attributes:
-        part: (P, channels).
+        part: The sample, (P, channels).
         amax: Largest magnitude of the gradient, once it is known.
-        sampled: Which positions.
-        rows: Squares of the gradient by row, their roots, those times squares of the first operand by row, and these
-            squares themselves, (4, B, groups, ...).
-        shares: Positions were chosen by the first three of these times those, (3,).
+        sampled: The positions.
+        rows: Squares of the gradient by row, their roots, these roots times squares of the first operand by row, and
+            the latter squares, (4, B, groups, ...).
+        shares: Weights of the first three of these in the choice of positions, (3,).
     """
 
     part: Tensor
@@ -82,56 +82,53 @@ class TakenGradient:
 
 
 def image_shares(rows: Tensor) -> Tensor:
-    """Squares of images' largest magnitudes (..., B) over their mean.
-
-    With a scale per image, images err by their own largest magnitude; with one for all, alike.
-    """
+    """Squares of images' largest magnitudes (..., B) over their mean: relative errors with a scale per image."""
     squares = rows.square()
     return squares / squares.mean(-1, keepdim=True)
 
 
 @dataclass(slots=True, kw_only=True)
-class TakenConvolution:
-    """One call in the making.
+class ConvolutionRecord:
+    """The measurements of one call.
 
     Attributes:
-        form: Of the convolution; without its first operand once that is taken.
-        limit: About how many elements of the operands are looked at one by one.
-        found: Names and numbers, as the record of the call keeps them.
-        loss_scale: By which the gradient is multiplied while it is rounded.
-        late: Where largest magnitudes are found, if not at once.
+        form: The convolution; only the shape of its first operand remains after its release.
+        limit: Approximate sample size of the operands.
+        numbers: Names and numbers of the `OperatorRecord`.
+        loss_scale: Factor of the gradient while it is rounded.
+        queue: Computes largest magnitudes later; None for at once.
         by_row: Squares of the first operand and of the gradient by row.
         columns: Squares of the gradient summed over the results that each weight reaches, by output channel.
         contracted_second: Squares of the weight by contraction, once they are known.
-        by_column: Squares of the weight by output channel, likewise.
-        positions: How many of the first operand's positions were taken.
+        by_column: Squares of the weight by output channel, once they are known.
+        positions: Number of sampled positions of the first operand.
         gradient_elements: Elements of the result.
     """
 
     form: ConvolutionForm
     limit: int
-    found: list[tuple[tuple[str, ...], Tensor]]
+    numbers: list[tuple[tuple[str, ...], Tensor]]
     loss_scale: float
-    late: LateMoments | None = None
-    first: TakenFirst | None = None
+    queue: MomentQueue | None = None
+    first: FirstSample | None = None
     columns: Tensor | None = None
-    met: TakenMet | None = None
-    gradient: TakenGradient | None = None
+    weighted: WeightedSample | None = None
+    gradient: GradientSample | None = None
     by_row: tuple[Tensor, Tensor] | None = None
     contracted_second: Tensor | None = None
     by_column: Tensor | None = None
     positions: int = 0
     gradient_elements: int = 0
 
-    def take_first(self) -> TakenFirst:
-        """Look at the first operand, once."""
+    def sample_first(self) -> FirstSample:
+        """The sample of the first operand, drawn by the first call."""
         if self.first is not None:
             return self.first
         form, x = self.form, self.form.first
         squares = x.square()
         positions = even_positions(x, self.limit // x.shape[1])
         self.positions = positions.places.numel()
-        self.first = TakenFirst(
+        self.first = FirstSample(
             part=positions.of(x),
             positions=positions,
             rows=_largest(form, Granularity.ROW),
@@ -141,59 +138,59 @@ class TakenConvolution:
         )
         return self.first
 
-    def let_go(self) -> TakenFirst:
-        """Keep nothing of an activation's size; only the first operand's shape matters by now."""
-        first = self.take_first()
+    def release_first(self) -> FirstSample:
+        """Release the first operand, apart from its shape, after sampling it."""
+        first = self.sample_first()
         self.form = dataclasses.replace(self.form, first=first.rows[0].expand(self.form.first.shape))
         return first
 
-    def forget(self) -> None:
-        """Keep nothing that was taken."""
-        self.first = self.met = self.gradient = self.by_row = None
+    def clear(self) -> None:
+        """Release all samples and vectors."""
+        self.first = self.weighted = self.gradient = self.by_row = None
         self.columns = self.contracted_second = self.by_column = None
 
-    def meet_gradient(self, g: Tensor, *, where_it_is: bool, rounded: bool) -> None:
-        """Look at the gradient of the result, (B, channels, ...).
+    def add_gradient(self, g: Tensor, *, trained: bool, rounded: bool) -> None:
+        """Measure the gradient of the result.
 
         Args:
-            g: The gradient.
-            where_it_is: Whether the first operand's errors add to a weight gradient.
+            g: The gradient, (B, channels, ...).
+            trained: Whether the weight has a gradient, to which the first operand's errors add.
             rounded: Whether the gradient itself may be rounded to 8 bits.
         """
-        form, first = self.form, self.take_first()
+        form, first = self.form, self.sample_first()
         squares = g.square()
         row_g2 = form.result_by_row(squares)
         self.columns = form.columns_of_weight(squares)
         del squares
         self.by_row = first.by_row, row_g2
-        if where_it_is:
-            self.met = self._met(first, row_g2)
+        if trained:
+            self.weighted = self._sample_weighted(first, row_g2)
         if rounded:
-            self.gradient = self._gradient(first, g, row_g2)
+            self.gradient = self._sample_gradient(first, g, row_g2)
             self.gradient_elements = g.numel()
         self.first = dataclasses.replace(first, by_row=first.by_row.new_empty(0))
-        self.let_go()
+        self.release_first()
 
-    def _met(self, first: TakenFirst, row_g2: Tensor) -> TakenMet:
+    def _sample_weighted(self, first: FirstSample, row_g2: Tensor) -> WeightedSample:
         form, x = self.form, self.form.first
         sizes = form.rows_by_position(row_g2)
-        wanted = torch.addcmul(sizes, sizes, image_shares(first.rows).view(-1, *(1,) * (x.dim() - 1)))
-        sampled = positions_by_size(wanted, int(self.limit * _WHERE_THE_GRADIENT_IS) // x.shape[1])
-        return TakenMet(sampled.positions.of(x), sampled, sizes)
+        chosen_by = torch.addcmul(sizes, sizes, image_shares(first.rows).view(-1, *(1,) * (x.dim() - 1)))
+        sampled = positions_by_size(chosen_by, int(self.limit * _WEIGHTED_PART) // x.shape[1])
+        return WeightedSample(sampled.positions.of(x), sampled, sizes)
 
-    def _gradient(self, first: TakenFirst, g: Tensor, row_g2: Tensor) -> TakenGradient:
-        # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
+    def _sample_gradient(self, first: FirstSample, g: Tensor, row_g2: Tensor) -> GradientSample:
+        # Errors grow with the square in floating formats, in INT8 with its root where most elements are below a step.
         norm = row_g2.sqrt()
         every = stacked([row_g2, norm, norm * first.by_row, first.by_row])
         terms = every[:3].flatten(1)
         totals = summed(terms, 1)
-        self.found.append((("output_gradient.square_sum",), totals[:1]))
+        self.numbers.append((("output_gradient.square_sum",), totals[:1]))
         shares = totals.clamp(min=torch.finfo(g.dtype).tiny).reciprocal_().to(g.dtype)
         sizes = torch.mv(terms.T, shares).view(row_g2.shape)
         sampled = positions_by_size(sizes, 2 * self.limit // g.shape[1])
         amax: list[Tensor] = []
-        give_moments(self.late, g, lambda found, _: amax.append(found), root=False)
-        return TakenGradient(
+        add_moments(self.queue, g, lambda largest, _: amax.append(largest), root=False)
+        return GradientSample(
             part=sampled.positions.of(g),
             amax=amax,
             sampled=sampled,
@@ -203,5 +200,5 @@ class TakenConvolution:
 
 
 def _largest(form: ConvolutionForm, granularity: Granularity) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(form.first, float("inf"), form.slice_dims("first", granularity))
-    return found
+    amplitude: Tensor = torch.linalg.vector_norm(form.first, float("inf"), form.slice_dims("first", granularity))
+    return amplitude

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
-from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances, norm, square_sum
+from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
+from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances, norm, on_host, square_sum
 from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
 from qsync_opt.sensitivity import GradientNoise
 
@@ -27,7 +27,7 @@ def _square_sum(gradient: Tensor) -> Tensor:
 
 
 class GradientScatter:
-    """Within its block, gradients accumulate in ``.grad`` and the squared norm of each batch's is added up."""
+    """Sums up the squared gradient norms of the batches within its block, where gradients accumulate in ``.grad``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -36,22 +36,17 @@ class GradientScatter:
         self._last: dict[int, Tensor] = {}
 
     def __enter__(self) -> GradientScatter:
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.clear()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.clear()
 
-    def _add(self, gradient: Tensor) -> None:
-        self._count(_square_sum(gradient))
-
-    def _count(self, found: Tensor) -> None:
-        known = self._squares.get(found.device)
-        self._squares[found.device] = found if known is None else known + found
+    def _count(self, square: Tensor) -> None:
+        previous = self._squares.get(square.device)
+        self._squares[square.device] = square if previous is None else previous + square
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -59,23 +54,16 @@ class GradientScatter:
         if self._batches == 1:
             for parameter in self._parameters:
                 if parameter.grad is not None:
-                    self._add(parameter.grad)
+                    self._count(_square_sum(parameter.grad))
         watched = self._parameters if self._batches else []
         self._last.clear()
 
-        def hooked(index: int) -> Callable[[Tensor], None]:
-            def hook(gradient: Tensor) -> None:
-                self._last[index] = found = _square_sum(gradient)
-                self._count(found)
+        def hook(index: int, gradient: Tensor) -> None:
+            self._last[index] = square = _square_sum(gradient)
+            self._count(square)
 
-            return hook
-
-        handles = [p.register_hook(hooked(i)) for i, p in enumerate(watched)]  # type: ignore[no-untyped-call]
-        try:
+        with gradient_hooks(watched, hook):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         self._batches += 1
 
     def roots(self) -> dict[int, Tensor]:
@@ -85,25 +73,25 @@ class GradientScatter:
             squares = {i: _square_sum(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
         return {i: (square.double() / self._parameters[i].numel()).sqrt() for i, square in squares.items()}
 
-    def forget(self) -> None:
-        """Keep no gradient: nothing follows that it could be compared with."""
+    def clear(self) -> None:
+        """Release the gradients: no batch follows."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def noise(self) -> GradientNoise | None:
-        """What was found; None after fewer than two batches."""
+        """The noise of the gradient; None after fewer than two batches."""
         if self._batches < 2:
             return None
         squares = sum(value.item() for value in self._squares.values())
         whole = [_square_sum(p.grad) for p in self._parameters if p.grad is not None]
         of_sum = sum(value.item() for value in whole)
-        # Cancellation may leave a hair below zero where all batches are alike.
+        # Cancellation may leave a negative number where all batches are alike.
         variance = max(0.0, (squares - of_sum / self._batches) / (self._batches - 1))
         return GradientNoise(mean_square_norm=squares / self._batches, variance=variance)
 
 
 _CHUNK = 1 << 21
-"""Elements of a loss's input that are differentiated twice together, where its rows are independent."""
+"""Elements of a loss's input, at most, that are differentiated twice at a time if its rows are independent."""
 _CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
@@ -113,7 +101,7 @@ def loss_curvature(call: OperatorCall, x: Tensor) -> Tensor:
     The squared norm of the second derivative H is estimated with one vector of random signs from its own generator.
 
     Args:
-        call: Of the loss.
+        call: The call of the loss.
         x: Its first floating input, FP32, cut off from autograd.
 
     Returns:
@@ -122,9 +110,9 @@ def loss_curvature(call: OperatorCall, x: Tensor) -> Tensor:
     random = RandomSigns(0)
     totals = torch.zeros(2, dtype=torch.float64, device=x.device)
     for function, part in _parts(call, x):
-        found = _norms(function, part, random)
-        if found is not None:
-            totals += found
+        squares = _norms(function, part, random)
+        if squares is not None:
+            totals += squares
     mean_square = square_sum(x) / x.numel()
     return totals[0] * mean_square / totals[1].clamp(min=torch.finfo(torch.float64).tiny)
 
@@ -145,29 +133,31 @@ def _norms(function: Callable[[Tensor], Tensor], x: Tensor, random: RandomSigns)
 def _parts(call: OperatorCall, x: Tensor) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
     """The loss as a function of parts of its input.
 
-    A large cross-entropy is taken some rows at a time and summed instead of averaged: the factor between the two is the
-    same in H and in the gradient, so that it does not matter to their ratio.
+    A large cross-entropy is divided into rows and summed instead of averaged: the factor between the two cancels in the
+    ratio of H to the gradient.
     """
-    given = dict(zip(_CROSS_ENTROPY, call.args, strict=False)) | dict(call.kwargs)
-    target = given.get("target")
-    plain = call.function is F.cross_entropy and given.get("size_average") is None and given.get("reduce") is None
+    arguments = dict(zip(_CROSS_ENTROPY, call.args, strict=False)) | dict(call.kwargs)
+    target = arguments.get("target")
+    plain = (
+        call.function is F.cross_entropy and arguments.get("size_average") is None and arguments.get("reduce") is None
+    )
     if not plain or not isinstance(target, Tensor) or x.dim() != 2 or x.numel() <= _CHUNK or len(target) != len(x):
-        entering = next(value for value in (*call.args, *call.kwargs.values()) if _same(value, x))
-        yield functools.partial(_whole, call, entering), x
+        read = next(value for value in (*call.args, *call.kwargs.values()) if _same(value, x))
+        yield functools.partial(_whole, call, read), x
         return
     rows = max(1, _CHUNK // x.shape[1])
-    options = {key: given[key] for key in ("weight", "ignore_index", "label_smoothing") if key in given}
-    for some, wanted in zip(torch.split(x, rows), torch.split(target, rows), strict=True):
-        yield functools.partial(F.cross_entropy, target=wanted, reduction="sum", **options), some
+    options = {key: arguments[key] for key in ("weight", "ignore_index", "label_smoothing") if key in arguments}
+    for some, labels in zip(torch.split(x, rows), torch.split(target, rows), strict=True):
+        yield functools.partial(F.cross_entropy, target=labels, reduction="sum", **options), some
 
 
 def _same(value: Any, x: Tensor) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == x.shape
 
 
-def _whole(call: OperatorCall, entering: Tensor, x: Tensor) -> Tensor:
-    args = tuple(x if value is entering else value for value in call.args)
-    kwargs = {key: x if value is entering else value for key, value in call.kwargs.items()}
+def _whole(call: OperatorCall, original: Tensor, x: Tensor) -> Tensor:
+    args = tuple(x if value is original else value for value in call.args)
+    kwargs = {key: x if value is original else value for key, value in call.kwargs.items()}
     loss: Tensor = call.function(*args, **kwargs)
     return loss
 
@@ -175,37 +165,32 @@ def _whole(call: OperatorCall, entering: Tensor, x: Tensor) -> Tensor:
 _BATCH_NORM = inspect.signature(F.batch_norm)
 
 SignalTensors = tuple[int, dict[str, Tensor]]
-"""Of one call: elements of its result; norms ``entering`` and ``leaving``, perhaps ``curvature``, and of a
-normalization variances of channels ``before`` and either ``after`` or, instead, what it multiplies by (``scale``), the
-variances that it divides by unless they are those before (``used``), and what it adds to these (``eps``)."""
+"""Of one call: elements of its result, and tensors by name: norms ``input`` and ``output``, perhaps ``curvature``;
+of a normalization channel variances ``before`` and either ``after``, or its weight (``scale``), the variances that it
+divides by unless they are those before (``used``), and the number that it adds to these (``eps``)."""
 SignalNumbers = tuple[float, float, float, float]
-"""Sums of squares entering and leaving, curvature, and mean over channels by how much variance grows."""
+"""Sums of squares of input and output, curvature, and mean growth of the variance over channels."""
 
 
 def signals_on_host(signals: Mapping[str, list[SignalTensors]]) -> dict[str, tuple[int, list[SignalNumbers]]]:
-    """What was seen of signals, by name; one transfer per device."""
-    every = [values for calls in signals.values() for _, seen in calls for values in seen.values()]
-    places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for values in every:
-        places.setdefault((values.device, values.dtype), []).append(values)
-    host = {place: iter(torch.cat([x.reshape(-1) for x in some]).tolist()) for place, some in places.items()}
-    found: dict[str, tuple[int, list[SignalNumbers]]] = {}
+    """Numbers of all calls of every signal, with the elements of a result; one transfer per device and type."""
+    every = [values for calls in signals.values() for _, tensors in calls for values in tensors.values()]
+    host = iter(on_host(every))
+    results: dict[str, tuple[int, list[SignalNumbers]]] = {}
     for name, calls in signals.items():
         rows = []
-        for _, seen in calls:
-            numbers = {
-                key: list(itertools.islice(host[values.device, values.dtype], values.numel()))
-                for key, values in seen.items()
-            }
+        for _, tensors in calls:
+            numbers = {key: next(host) for key in tensors}
             spread = _growths(numbers)
-            squares = numbers["entering"][0] ** 2, numbers["leaving"][0] ** 2
-            rows.append((*squares, *numbers.get("curvature", [0.0]), sum(spread) / len(spread)))
-        found[name] = calls[0][0], rows
-    return found
+            (curvature,) = numbers.get("curvature", [0.0])
+            squares = numbers["input"][0] ** 2, numbers["output"][0] ** 2
+            rows.append((*squares, curvature, sum(spread) / len(spread)))
+        results[name] = calls[0][0], rows
+    return results
 
 
 def _growths(numbers: Mapping[str, list[float]]) -> list[float]:
-    """By how much the variance of each channel grows; 1 of what is no normalization."""
+    """Growth of the variance of each channel; 1 for other operators than normalizations."""
     before = numbers.get("before", [1.0])
     if "eps" in numbers:
         (eps,), used = numbers["eps"], numbers.get("used", before)
@@ -215,24 +200,27 @@ def _growths(numbers: Mapping[str, list[float]]) -> list[float]:
     return [after / variance if variance > 0.0 else 0.0 for variance, after in pairs]
 
 
-def normalized(call: OperatorCall, entering: Tensor, leaving: Tensor) -> dict[str, Tensor]:
-    """What tells by how much a batch normalization makes the variance of each channel grow, in few kernels."""
-    before = {"before": channel_variances(entering)}
+def normalized(call: OperatorCall, x: Tensor, output: Tensor) -> dict[str, Tensor]:
+    """The tensors that give the growth of channel variances in a batch normalization, in few kernels."""
+    before = {"before": channel_variances(x)}
     if call.function is not F.batch_norm:
-        return before | {"after": channel_variances(leaving)}
+        return before | {"after": channel_variances(output)}
     bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    if given["weight"] is None:
-        return before | {"after": channel_variances(leaving)}
-    found = before | {"scale": given["weight"].detach(), "eps": torch.tensor([given["eps"]], dtype=torch.float64)}
-    if not given["training"]:
-        found["used"] = given["running_var"].clone()
-    return found
+    arguments = bound.arguments
+    if arguments["weight"] is None:
+        return before | {"after": channel_variances(output)}
+    tensors = before | {
+        "scale": arguments["weight"].detach(),
+        "eps": torch.tensor([arguments["eps"]], dtype=torch.float64),
+    }
+    if not arguments["training"]:
+        tensors["used"] = arguments["running_var"].clone()
+    return tensors
 
 
 class Norms:
-    """Norms of tensors, each taken once: what leaves one operator enters the next."""
+    """Norms of tensors, each computed once, although a result of one operator is an input of the next."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
@@ -241,9 +229,9 @@ class Norms:
         """The norm of a tensor's present values."""
         if x.is_inference():
             return norm(x.detach().to(torch.float32))
-        known = self._known.get(id(x))
-        if known is not None and known[0]() is x and known[1] == x._version:
-            return known[2]
-        found = norm(x.detach().to(torch.float32))
-        self._known[id(x)] = weakref.ref(x), x._version, found
-        return found
+        entry = self._known.get(id(x))
+        if entry is not None and entry[0]() is x and entry[1] == x._version:
+            return entry[2]
+        value = norm(x.detach().to(torch.float32))
+        self._known[id(x)] = weakref.ref(x), x._version, value
+        return value

@@ -18,17 +18,17 @@ RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 """Rounding of the gradient of a result."""
 
 
-def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, float]:
-    """The values, all of them finite.
+def check_finite(operator: str, values: dict[str, float], batch: int) -> dict[str, float]:
+    """The values, if all are finite.
 
     Raises:
-        ModelError: One of them is not; the text names operator, tensor and batch.
+        ModelError: A value is not finite; the message names operator, tensor and batch.
     """
     if all(map(math.isfinite, values.values())):
         return values
     for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
         if value == float("inf") and key.startswith("measured."):
-            continue  # a format that cannot hold the operands
+            continue  # the format cannot hold the operands
         if not -float("inf") < value < float("inf"):
             tensor = key.partition(".")[0].replace("_", " ")
             raise ModelError(
@@ -41,13 +41,13 @@ def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, fl
 def alignments(
     sizes: ProductSizes, factor: float, tensors: dict[str, TensorStatistics], values: dict[str, float]
 ) -> dict[str, float]:
-    """Exact sums of noise times signal over what the mean-field formulas give, per path and shape.
+    """Exact sums of noise times signal over those of the mean-field formulas, per path and shape.
 
     Args:
-        sizes: Of the product.
-        factor: By which the result is multiplied.
+        sizes: Sizes of the product.
+        factor: Constant factor of the result.
         tensors: Statistics of the tensors by name.
-        values: What was found, by name.
+        values: Recorded numbers by name.
     """
     squares = {name: tensors[name].mean_square for name in ("first", "second", "output_gradient")}
     square_factor = factor**2
@@ -58,44 +58,44 @@ def alignments(
             scale *= mean
         return square_factor * values.get(key, 0.0) / scale if scale else 0.0
 
-    found = {}
+    ratios = {}
     for shape in SHAPES:
-        noise = {
-            name: squares[name] if shape == "floating" else _mean_error(name, f"INT8/{shape}", values, squares[name])
-            for name in ("first", "second")
-        }
-        first, second = (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
-        found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"])
-        found[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
-        found[f"first>second_gradient/{shape}"] = ratio(f"xg/{shape}", noise["first"], squares["output_gradient"])
-        found[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
+        noise = squares
+        first = second = "xw/floating"
+        if shape != "floating":
+            kind, first, second = f"INT8/{shape}", f"xw/first/{shape}", f"xw/second/{shape}"
+            noise = {
+                name: _scaled(
+                    values.get(f"{name}.{kind}.{Rounding.STOCHASTIC}", 0.0), name, kind, values, squares[name]
+                )
+                for name in ("first", "second")
+            }
+        ratios[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"])
+        ratios[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
+        ratios[f"first>second_gradient/{shape}"] = ratio(f"xg/{shape}", noise["first"], squares["output_gradient"])
+        ratios[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
     # Both ends of these paths are squares: the same sum, whichever of the two is noisy.
-    found["gradient>second_gradient/floating"] = found["first>second_gradient/floating"]
-    found["gradient>first_gradient/floating"] = found["second>first_gradient/floating"]
+    ratios["gradient>second_gradient/floating"] = ratios["first>second_gradient/floating"]
+    ratios["gradient>first_gradient/floating"] = ratios["second>first_gradient/floating"]
     if "xg/gradient" in values:
         error = values[f"output_gradient.{GRADIENT_KINDS['INT8']}.{Rounding.STOCHASTIC}"]
-        found["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
-        found["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
-    return found
+        ratios["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
+        ratios["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
+    return ratios
 
 
 @functools.cache
 def _keys(tensor: str, *, scaled: bool) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Kinds of rounding of a tensor, each with its errors' names by rounding."""
+    """Kinds of rounding of a tensor, with the names of their errors."""
     kinds = dict.fromkeys((*(SCALED_KINDS if scaled else CAST_KINDS), *OUTPUT_GRADIENT_KINDS))
     return tuple((kind, tuple(f"{tensor}.{kind}.{rounding}" for rounding in Rounding)) for kind in kinds)
 
 
-def _mean_error(tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
-    """Mean squared error of a whole tensor under stochastic rounding."""
-    return _scaled(values.get(f"{tensor}.{kind}.{Rounding.STOCHASTIC}", 0.0), tensor, kind, values, mean_square)
-
-
 def _scaled(error: float, tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
-    """Mean squared error of a whole tensor from that of a part: scaled by what the error grows with.
+    """Mean squared error of a whole tensor from that of a part.
 
-    Errors of floating formats grow with the square of the element, those of fixed-point with a scale per row with the
-    square of the row's largest magnitude.
+    Errors of floating formats grow with the square of the element, those of INT8 with a scale per row with the square
+    of the row's largest magnitude.
     """
     whole = part = 1.0
     if not kind.startswith("INT8"):
@@ -107,7 +107,7 @@ def _scaled(error: float, tensor: str, kind: str, values: dict[str, float], mean
 
 
 def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> TensorStatistics:
-    """Statistics of one tensor of so many elements from what was found, by name."""
+    """Statistics of one tensor from recorded numbers by name."""
     square_sum = values.get(f"{name}.square_sum", 0.0)
     mean_square = square_sum / elements
     amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
@@ -123,7 +123,7 @@ def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Ten
         factors[kind] = RoundingFactor(**ratios)
     return TensorStatistics(
         elements=elements,
-        amax=max(values.get(f"{name}.greatest", 0.0), -values.get(f"{name}.least", 0.0)),
+        amax=values.get(f"{name}.greatest", 0.0),
         square_sum=square_sum,
         mean_square_amax=amaxes,
         rounding=factors,
@@ -131,7 +131,7 @@ def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Ten
 
 
 def measured_errors(values: dict[str, float]) -> dict[str, MeasuredErrors]:
-    """Errors that were measured rather than derived, by format; not of formats that cannot hold the operands."""
+    """Measured errors by format, without formats that cannot hold the operands."""
     formats = dict.fromkeys(
         key.split(".")[1] for key, value in values.items() if key.startswith("measured.") and value < float("inf")
     )

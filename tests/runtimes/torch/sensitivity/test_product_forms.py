@@ -76,10 +76,15 @@ def dot(a, b):
     return float((a * b).sum())
 
 
+def second_by_contraction(form):
+    convolved = hasattr(form, "geometry")
+    return form.by_input_channel(form.second) if convolved else form.second_by_contraction(form.second)
+
+
 def test_contraction(case):
     run, form_of, x, w, _ = case
     form = form_of(x, w)
-    found = dot(form.first_by_contraction(form.first), form.second_by_contraction(form.second))
+    found = dot(form.first_by_contraction(form.first), second_by_contraction(form))
     assert found == pytest.approx(float(run(x, w).sum()), rel=1e-5)
 
 
@@ -93,7 +98,13 @@ def test_rows(case):
 def test_columns(case):
     run, form_of, x, w, c = case
     form = form_of(x, w)
-    found = dot(form.second_by_column(form.second), form.result_by_column(form.result(c)))
+    if hasattr(form, "geometry"):
+        weights = form.by_output_channel(form.second)
+        by_position = dot(form.columns_by_position(weights), form.result(c).sum(0, keepdim=True))
+        found = dot(weights, form.columns_of_weight(form.result(c)))
+        assert by_position == pytest.approx(found, rel=1e-5)
+    else:
+        found = dot(form.second_by_column(form.second), form.result_by_column(form.result(c)))
     assert found == pytest.approx(float((run(torch.ones_like(x), w) * c).sum()), rel=1e-5)
 
 
@@ -112,9 +123,9 @@ def test_sampled_rows_belong_to_the_sample(name):
     args, kwargs, function = call(torch.rand(first), torch.rand(second))
     form, c = product_of(op_type, function, args, kwargs).form, torch.rand_like(function(*args, **kwargs))
     part, rows = form.sample(1)
-    by_row = form.sampled_rows(form.first_by_row(form.first), rows)
+    by_row = form.first_by_row(form.first)[:, rows]
     torch.testing.assert_close(form.first_by_row(part), by_row)
-    assert form.sampled_rows(form.result_by_row(form.result(c)), rows).shape == by_row.shape
+    assert form.result_by_row(form.result(c))[:, rows].shape == by_row.shape
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("conv")])
@@ -126,7 +137,7 @@ def test_sums_at_positions_of_the_input_are_those_of_rows_and_contractions(name)
     c = torch.rand(form.first_by_row(form.first).shape)
     merged = form.first.unflatten(1, (form.sizes.products, -1)).sum(2)
     assert dot(merged, form.rows_by_position(c)) == pytest.approx(dot(form.first_by_row(form.first), c), rel=1e-5)
-    weights = form.second_by_contraction(form.second)
+    weights = form.by_input_channel(form.second)
     assert dot(form.first, form.contraction_by_position(weights)) == pytest.approx(
         dot(form.first_by_contraction(form.first), weights), rel=1e-5
     )

@@ -8,16 +8,13 @@ from torch import nn
 
 from qsync_opt.numerics import Granularity, formats_for, noise_kinds
 from qsync_opt.runtimes.torch.sensitivity import (
-    Wanted,
-    answered,
     attention_call,
     attention_errors,
     collect_statistics,
-    paired_errors,
+    errors,
     reductions,
-    stacked_errors,
 )
-from qsync_opt.runtimes.torch.sensitivity import errors as rounding_error
+from qsync_opt.runtimes.torch.sensitivity.errors import ErrorRequest, rounding_errors, run_batched
 from qsync_opt.sensitivity import NoiseOptions, variances
 
 KINDS = (*noise_kinds(scaled=True), "E5M2/tensor")
@@ -46,13 +43,13 @@ def _expected(x, kind, amax):
     return fraction * (1 - fraction) * step**2, min(fraction, 1 - fraction) ** 2 * step**2
 
 
-def test_stacked_errors_are_those_of_the_grids():
+def test_errors_are_those_of_the_grids():
     torch.manual_seed(0)
     x = torch.randn(2, 5, 7) * torch.logspace(-7, 2, 7)
     x[0, 0, 0] = 0.0
     dims = {Granularity.TENSOR: (0, 1, 2), Granularity.ROW: (2,), Granularity.CHANNEL: (1,)}
     amaxes = {granularity: x.abs().amax(along, keepdim=True) for granularity, along in dims.items()}
-    found = stacked_errors(x, KINDS, amaxes)
+    found = rounding_errors(x, KINDS, amaxes)
     for i, kind in enumerate(KINDS):
         amax = amaxes[Granularity(kind.partition("/")[2] or "tensor")].expand_as(x).double()
         expected = [_expected(v, kind, a) for v, a in zip(x.double().flatten().tolist(), amax.flatten(), strict=True)]
@@ -131,9 +128,12 @@ def test_attention_errors_count_that_row_sums_are_taken_from_rounded_results(com
 def test_errors_of_tensors_of_several_shapes_are_found_together(monkeypatch):
     torch.manual_seed(0)
     kinds, together = noise_kinds(scaled=True), []
-    monkeypatch.setattr(
-        rounding_error, "paired_errors", lambda x, *rest: together.append(x.numel()) or paired_errors(x, *rest)
-    )
+
+    def counted(x, *rest):
+        together.append(x.numel())
+        return rounding_errors(x, *rest)
+
+    monkeypatch.setattr(errors, "rounding_errors", counted)
     given = {}
     for name, shape in (("a", (2, 5, 7)), ("b", (3, 11, 4)), ("c", (1, 2, 3)), ("d", (40, 5, 5))):
         x = torch.randn(shape) * 10
@@ -141,10 +141,9 @@ def test_errors_of_tensors_of_several_shapes_are_found_together(monkeypatch):
         given[name] = x, {g: x.abs().amax(along, keepdim=True) for g, along in dims.items()}
 
     def steps(x, amaxes):
-        errors = yield Wanted(x, kinds, amaxes)
-        return errors
+        return (yield ErrorRequest(x, kinds, amaxes))
 
-    found = dict(answered(((name, steps(*pair)) for name, pair in given.items()), 300 * len(kinds)))
+    found = dict(run_batched(((name, steps(*pair)) for name, pair in given.items()), 300 * len(kinds)))
     assert together == [70 + 132 + 6, 1000]
     for name, (x, amaxes) in given.items():
-        torch.testing.assert_close(found[name], paired_errors(x, kinds, amaxes), rtol=0, atol=0)
+        torch.testing.assert_close(found[name], rounding_errors(x, kinds, amaxes), rtol=0, atol=0)

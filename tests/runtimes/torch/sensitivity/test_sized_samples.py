@@ -5,16 +5,15 @@ import torch
 from torch import nn
 
 from qsync_opt.numerics import Granularity, formats_for
-from qsync_opt.runtimes.torch.sensitivity import (
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.errors import fixed_point_errors, rounding_errors
+from qsync_opt.runtimes.torch.sensitivity.samples import (
     Positions,
-    collect_statistics,
     even_positions,
     even_runs,
-    fixed_point_errors,
     places_by_size,
     positions_by_size,
     runs_by_size,
-    stacked_errors,
     weights_by_size,
 )
 from qsync_opt.sensitivity import NoiseOptions, variances
@@ -38,7 +37,7 @@ def sample_by_size(sizes, count):
 
 
 def run_weights(found):
-    return weights_by_size(found.runs.square().sum(1), found.total, found.number, found.asked)
+    return weights_by_size(found.runs.square().sum(1), found.total, found.number, found.requested)
 
 
 def test_every_place_is_met_as_often_as_its_size_and_weight_say():
@@ -102,7 +101,7 @@ def test_runs_stand_for_the_tensor(layout, shape):
 def test_fixed_point_errors_are_those_of_the_stack():
     x = torch.randn(6, 5) * heavy(6, 1)
     amaxes = {Granularity.TENSOR: x.abs().amax().view(1, 1), Granularity.ROW: x.abs().amax(1, keepdim=True)}
-    expected = stacked_errors(x, ("INT8/tensor", "INT8/row"), amaxes).stochastic
+    expected = rounding_errors(x, ("INT8/tensor", "INT8/row"), amaxes)[0]
     found = fixed_point_errors(x, list(amaxes.values()))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6 * float(expected.max()))
 
@@ -180,6 +179,6 @@ def test_even_runs_stand_for_a_tensor_whose_channels_differ(layout):
     assert some.shape == (1 << 15,)
     assert torch.isin(some, x).all()
     kinds = ("BF16", "FP16")
-    whole, part = (stacked_errors(t.flatten(), kinds, {}).stochastic.mean(1) / t.square().mean() for t in (x, some))
+    whole, part = (rounding_errors(t.flatten(), kinds, {})[0].mean(1) / t.square().mean() for t in (x, some))
     torch.testing.assert_close(part, whole, rtol=0.03, atol=0)
     assert torch.equal(even_runs(x[:1, :2], 1 << 15).sort().values, x[:1, :2].flatten().sort().values)

@@ -16,7 +16,7 @@ def _numbers(sums):
     return found
 
 
-def _wanted(derivative, values):
+def _expected(derivative, values):
     d, v = derivative.double(), values.double()
     steps = (v * 127 / v.abs().max().clamp(min=1e-30)).frac().abs()
     fixed = steps - steps**2
@@ -33,23 +33,23 @@ def _wanted(derivative, values):
 def test_sums_do_not_depend_on_what_waits_together(monkeypatch, together):
     monkeypatch.setattr(derivative_sums, "_TOGETHER", together)
     torch.manual_seed(0)
-    sums, given = DerivativeSums(None), {}
+    sums, inputs = DerivativeSums(None), {}
     for i, (tensor, shape) in enumerate(
         [("first", (5, 60)), ("output", (900,)), ("second", (30, 50)), ("first", (7,))]
     ):
         key = (f"operator {i}", tensor, 0)
-        given[key] = torch.randn(shape), torch.randn(shape) * 10.0**i
-        sums.add(key, *given[key])
-    given["none", "first", 0] = torch.randn(4), torch.zeros(4)
-    sums.add(("none", "first", 0), *given["none", "first", 0])
+        inputs[key] = torch.randn(shape), torch.randn(shape) * 10.0**i
+        sums.add(key, *inputs[key])
+    inputs["none", "first", 0] = torch.randn(4), torch.zeros(4)
+    sums.add(("none", "first", 0), *inputs["none", "first", 0])
     sums.flush()
     found = _numbers(sums)
-    for key, (derivative, values) in given.items():
-        for name, wanted in _wanted(derivative, values).items():
+    for key, (derivative, values) in inputs.items():
+        for name, expected in _expected(derivative, values).items():
             if key[1] == "output" and name.startswith("fixed"):
                 assert (key, name) not in found  # a result is not quantized
             else:
-                assert found[key, name] == pytest.approx(float(wanted), rel=1e-4, abs=1e-12)
+                assert found[key, name] == pytest.approx(float(expected), rel=1e-4, abs=1e-12)
 
 
 def test_what_is_kept_are_the_same_elements_of_each():

@@ -1,4 +1,4 @@
-"""Flips of large rectifiers are estimated from some of their elements."""
+"""Sign changes of large rectifiers are estimated from some of their elements."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from qsync_opt.runtimes.torch.sensitivity.probes import taps as gain_taps
 
 def _flips(distances, squares):
     tapper = GainTapper(None, {})
-    tapper.flipped("relu", distances, squares)
-    _, flips = tapper.found(1)
+    tapper.add_sign_changes("relu", distances, squares)
+    _, flips = tapper.results(1)
     return flips["relu"][:-1], tapper.rectified
 
 
@@ -20,9 +20,9 @@ def test_a_sample_of_a_large_rectifier_stands_for_all(monkeypatch):
     squares = torch.randn(distances.shape, generator=generator).square_()
     squares[:, 0] *= 20  # a channel that counts for more
     whole, rectified = _flips(distances, squares)
-    monkeypatch.setattr(gain_taps, "_CHANCES", 1 << 17)
+    monkeypatch.setattr(gain_taps, "_SIGN_SAMPLE", 1 << 17)
     some, sampled = _flips(distances, squares)
     assert some != whole
-    # The least of the ratios flips a thousandth of the elements.
+    # At the smallest ratios a thousandth of the elements changes its sign.
     assert some[2:] == pytest.approx(whole[2:], rel=0.05)
     assert sampled == rectified == {"relu": squares.numel()}

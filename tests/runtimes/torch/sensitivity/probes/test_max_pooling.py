@@ -33,7 +33,7 @@ def members(size, out, kernel, stride, padding, dilation):
         ((1, 2, 5), {"kernel_size": 1, "stride": 1}),
     ],
 )
-def test_contestants_are_the_two_largest_of_every_window(shape, given):
+def test_competing_elements_are_the_two_largest_of_every_window(shape, given):
     torch.manual_seed(0)
     x, dims = torch.randn(shape), 1 if len(shape) <= 3 else len(shape) - 2
     entering, window = pool_call(f"max_pool{dims}d", (x,), given)
@@ -116,8 +116,8 @@ def test_noise_of_gaps_is_seen_per_image_and_channel():
     model, x = Pooled(nn.ReLU(), 0.0), torch.randn(8, 6, 12, 12)
     with torch.no_grad():
         model.a.weight[:24] *= 100.0
-    arriving = noisy_passes(model, lambda: model(x)).arriving["pool/max_pool2d"]
-    (spread,) = arriving.spread
+    input_noise = noisy_passes(model, lambda: model(x)).input_noise["pool/max_pool2d"]
+    (spread,) = input_noise.spread
     assert spread.shape == (8, 48, 1)
     by_channel = spread.view(8, 48).mean(0)
     assert by_channel[:24].min() > 100 * by_channel[24:].max()

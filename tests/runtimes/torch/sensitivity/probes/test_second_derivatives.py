@@ -23,10 +23,10 @@ def _twice(run, operands, *, seed=3):
     return output, gradients, torch.autograd.grad(projected, [*tensors, back])
 
 
-def _same(found, wanted):
+def _same(found, expected):
     output, gradients, derivatives = found
-    torch.testing.assert_close(output, wanted[0])
-    for ours, theirs in zip((*gradients, *derivatives), (*wanted[1], *wanted[2]), strict=True):
+    torch.testing.assert_close(output, expected[0])
+    for ours, theirs in zip((*gradients, *derivatives), (*expected[1], *expected[2]), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -35,11 +35,11 @@ def _operands(*shapes):
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_of_a_linear_layer(wait, bias):
+def test_of_a_linear_layer(defer, bias):
     operands = _operands((2, 3, 40), (30, 40), (30,))[: 2 + bias]
-    run = lambda *x: product_twice("linear", x, {}, wait=wait, trained=(True, True))[0]  # noqa: E731
+    run = lambda *x: product_twice("linear", x, {}, defer=defer, trained=(True, True))[0]  # noqa: E731
     _same(_twice(run, operands), _twice(F.linear, operands))
 
 
@@ -53,17 +53,17 @@ def test_of_a_linear_layer(wait, bias):
         ("conv_transpose2d", F.conv_transpose2d, ((2, 4, 5, 5), (4, 6, 3, 3), (6,)), {"stride": 2}),
     ],
 )
-@pytest.mark.parametrize("wait", [False, True])
-def test_of_a_convolution(op_type, function, shapes, options, wait):
+@pytest.mark.parametrize("defer", [False, True])
+def test_of_a_convolution(op_type, function, shapes, options, defer):
     operands = _operands(*shapes)
-    run = lambda *x: product_twice(op_type, x, options, wait=wait, trained=(True, True))[0]  # noqa: E731
+    run = lambda *x: product_twice(op_type, x, options, defer=defer, trained=(True, True))[0]  # noqa: E731
     _same(_twice(run, operands), _twice(lambda *x: function(*x, **options), operands))
 
 
 def test_operands_that_are_not_trained_get_their_second_derivative_alone():
     x, w = _operands((2, 5), (3, 5))
     found = []
-    for run in (F.linear, lambda *a: product_twice("linear", a, {}, wait=True, trained=(False, True))[0]):
+    for run in (F.linear, lambda *a: product_twice("linear", a, {}, defer=True, trained=(False, True))[0]):
         alias, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
         loss = run(alias, weight).tanh().sum()
         (gradient,) = torch.autograd.grad(loss, weight, torch.ones_like(loss, requires_grad=True), create_graph=True)
@@ -72,20 +72,20 @@ def test_operands_that_are_not_trained_get_their_second_derivative_alone():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_what_waits_can_be_taken_where_nothing_comes_back_to_the_result():
+def test_deferred_derivatives_are_available_without_a_derivative_of_the_result():
     x, w = _operands((2, 5), (30, 5))
     derivatives = []
     for twice in (False, True):
         alias, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-        output, delayed = product_twice("linear", (alias, weight), {}, wait=True, trained=(True, True))
+        output, pending = product_twice("linear", (alias, weight), {}, defer=True, trained=(True, True))
         if not twice:
             output = F.linear(alias, weight)
         loss = output.sum()  # linear: its second derivative by the result is none
         (gradient,) = torch.autograd.grad(loss, alias, torch.ones_like(loss, requires_grad=True), create_graph=True)
         (found,) = torch.autograd.grad(gradient.square().sum(), weight, allow_unused=True)
-        derivatives.append(found if found is not None else delayed.taken())
+        derivatives.append(found if found is not None else pending.pop())
     torch.testing.assert_close(*derivatives)
-    assert delayed.taken() is None
+    assert pending.pop() is None
 
 
 @pytest.mark.parametrize("shape", [(6, 5, 4, 3), (7, 5), (4, 5, 6)])
@@ -99,8 +99,8 @@ def test_of_a_batch_normalization(shape):
         args = (x, *ours, weight, bias, True, 0.3, 1e-3)
         return batch_norm_twice(OperatorCall("norm", "batch_norm", "", F.batch_norm, args, {}))
 
-    wanted = _twice(lambda x, w, b: F.batch_norm(x, *stats, w, b, True, 0.3, 1e-3), (x, weight, bias))
-    _same(_twice(run, (x, weight, bias)), wanted)
+    expected = _twice(lambda x, w, b: F.batch_norm(x, *stats, w, b, True, 0.3, 1e-3), (x, weight, bias))
+    _same(_twice(run, (x, weight, bias)), expected)
     for mine, theirs in zip(ours, stats, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -112,12 +112,12 @@ def test_weights_of_a_normalization_that_are_computed_keep_their_derivative():
         args = (x, None, None, raw.exp(), bias * 2, True, 0.1, 1e-5)
         return batch_norm_twice(OperatorCall("norm", "batch_norm", "", F.batch_norm, args, {}))
 
-    wanted = _twice(lambda x, w, b: F.batch_norm(x, None, None, w.exp(), b * 2, True, 0.1, 1e-5), (x, raw, bias))
-    _same(_twice(run, (x, raw, bias)), wanted)
+    expected = _twice(lambda x, w, b: F.batch_norm(x, None, None, w.exp(), b * 2, True, 0.1, 1e-5), (x, raw, bias))
+    _same(_twice(run, (x, raw, bias)), expected)
 
 
 def test_evaluation_and_other_kinds_are_left_to_torch():
     x = torch.randn(4, 3, requires_grad=True)
     args = (x, torch.zeros(3), torch.ones(3), torch.ones(3), torch.zeros(3), False)
     assert batch_norm_twice(OperatorCall("norm", "batch_norm", "", F.batch_norm, args, {})) is None
-    assert product_twice("matmul", (x, x.mT), {}, wait=True, trained=(True, True)) is None
+    assert product_twice("matmul", (x, x.mT), {}, defer=True, trained=(True, True)) is None

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
-from qsync_opt.runtimes.torch.sensitivity import channel_variances
 from qsync_opt.runtimes.torch.sensitivity.records import normalized, signals_on_host
+from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances
 
 
-def _growth(seen):
-    every = {"entering": torch.ones(1), "leaving": torch.ones(1), **seen}
+def _growth(tensors):
+    every = {"input": torch.ones(1), "output": torch.ones(1), **tensors}
     return signals_on_host({"norm": [(1, every)]})["norm"][1][0][3]
 
 
@@ -24,7 +24,7 @@ def test_growth_in_a_batch_normalization(training, weighted):
     args = (x, torch.rand(6), torch.rand(6) + 0.5, weight, bias, training, 0.0, 1e-3)
     call = OperatorCall("norm", "batch_norm", "", F.batch_norm, args, {})
     output = call.run()
-    wanted = _growth({"before": channel_variances(x), "after": channel_variances(output)})
-    found = normalized(call, x, output)
-    assert ("after" in found) is not weighted
-    assert _growth(found) == pytest.approx(wanted, rel=1e-4)
+    expected = _growth({"before": channel_variances(x), "after": channel_variances(output)})
+    tensors = normalized(call, x, output)
+    assert ("after" in tensors) is not weighted
+    assert _growth(tensors) == pytest.approx(expected, rel=1e-4)

@@ -11,7 +11,7 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.interception import intercept
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.sensitivity.probes import Arriving, Seen, noisy_passes, probe_gains
+from qsync_opt.runtimes.torch.sensitivity.probes import InputNoise, NoiseMeasurement, noisy_passes, probe_gains
 from qsync_opt.sensitivity import sensitivities, sign_change_variance
 
 DRAWS = 60
@@ -113,7 +113,7 @@ def test_noise_flips_and_shift_are_those_of_many_draws(example):
         flipped += float((gradient(model, batch, Rectified(masks), noise=False) - true).square().sum()) / DRAWS
     ratios = [float(v.sum() / z.square().sum()) for v, z in zip(arrived, exact.read, strict=True)]
     assert list(found.noise.values()) == pytest.approx(ratios, rel=0.1)
-    for (spread,), squared in zip((a.spread for a in seen.arriving.values()), arrived, strict=True):
+    for (spread,), squared in zip((a.spread for a in seen.input_noise.values()), arrived, strict=True):
         few, many = spread.mean((0, 2, 3)), squared.mean((0, 2, 3))
         assert (few / many).log().abs().max() < 0.5
     channels = arrived[0].mean((0, 2, 3))
@@ -181,16 +181,16 @@ def test_random_numbers_of_the_model_are_its_own():
     state = torch.get_rng_state()
     seen = noisy_passes(model, lambda: model(x).mean())
     assert torch.equal(torch.get_rng_state(), state)
-    assert 0 < seen.arriving["4/relu"].ratio < 0.01  # another draw of dropout would be as large as the signal
+    assert 0 < seen.input_noise["4/relu"].ratio < 0.01  # another draw of dropout would be as large as the signal
 
 
 def test_forward_passes_alone_see_the_same_noise(example):
     model, batch = example
     whole, forward = (noisy_passes(model, lambda: model(*batch), shift=shift) for shift in (True, False))
     assert (whole.shift != 0, forward.shift) == (True, 0.0)
-    assert forward.arriving.keys() == whole.arriving.keys()
-    for name, arriving in whole.arriving.items():
-        assert forward.arriving[name].ratio == pytest.approx(arriving.ratio)
+    assert forward.input_noise.keys() == whole.input_noise.keys()
+    for name, input_noise in whole.input_noise.items():
+        assert forward.input_noise[name].ratio == pytest.approx(input_noise.ratio)
 
 
 def test_models_without_rectifiers_are_run_once():
@@ -200,7 +200,7 @@ def test_models_without_rectifiers_are_run_once():
         passes.append(0)
         return model(torch.ones(4, 6)).mean()
 
-    assert noisy_passes(model, loss) == Seen({}, 0.0)
+    assert noisy_passes(model, loss) == NoiseMeasurement({}, 0.0)
     assert len(passes) == 1
 
 
@@ -222,8 +222,8 @@ def test_checkpointed_parts_round_alike_when_they_run_again():
         found.append(noisy_passes(model, lambda: model(x)))
     plain, again = found
     assert again.shift == pytest.approx(plain.shift, rel=1e-4)
-    assert {name: a.ratio for name, a in again.arriving.items()} == {
-        name: a.ratio for name, a in plain.arriving.items()
+    assert {name: a.ratio for name, a in again.input_noise.items()} == {
+        name: a.ratio for name, a in plain.input_noise.items()
     }
 
 
@@ -251,7 +251,7 @@ def test_rectifiers_that_write_into_their_input_bear_the_name_of_the_graph(recti
 
 def test_noise_of_some_samples_is_theirs_where_samples_are_told_apart():
     by_image, by_element, other = torch.rand(8, 3, 1, 1), torch.rand(1, 5), torch.rand(12, 2)
-    seen = Arriving(0.1, (by_image, by_element, other)).of_some(range(1, 9, 4), 2 / 8)
+    seen = InputNoise(0.1, (by_image, by_element, other)).of_some(range(1, 9, 4), 2 / 8)
     assert seen.ratio == 0.1
     torch.testing.assert_close(seen.spread[0], by_image[[1, 5]])
     torch.testing.assert_close(seen.spread[1], by_element)
