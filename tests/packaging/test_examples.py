@@ -60,6 +60,7 @@ def test_hugging_face_trainer():
     assert "resumed to the same weights: True" in out
 
 
+@pytest.mark.slow
 def test_hugging_face_accelerate():
     pytest.importorskip("accelerate")
     out = run("huggingface_accelerate.py")

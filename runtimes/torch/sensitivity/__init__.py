@@ -16,13 +16,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Replays",
-    "Step",
-    "attention_call",
-    "attention_errors",
-    "collect_statistics",
-    "full_precision",
-    "operand_slots",
-    "product_of",
-    "replace_operands",
-]
+    "Replays", "Step", "attention_call", "attention_errors", "collect_statistics", "full_precision",
+    "operand_slots", "product_of", "replace_operands",
+]  # fmt: skip

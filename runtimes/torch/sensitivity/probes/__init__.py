@@ -29,24 +29,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "MAX_POOLS",
-    "Contest",
-    "DerivativeSums",
-    "GainTapper",
-    "InputNoise",
-    "LastRectified",
-    "NoiseMeasurement",
-    "ParameterGradients",
-    "Probed",
-    "Prober",
-    "Window",
-    "attention_twice",
-    "batch_norm_twice",
-    "contest",
-    "noisy_passes",
-    "parts_of",
-    "pool_call",
-    "probe_curvatures",
-    "probe_gains",
-    "product_twice",
-]
+    "MAX_POOLS", "Contest", "DerivativeSums", "GainTapper", "InputNoise", "LastRectified", "NoiseMeasurement",
+    "ParameterGradients", "Probed", "Prober", "Window", "attention_twice", "batch_norm_twice", "contest",
+    "noisy_passes", "parts_of", "pool_call", "probe_curvatures", "probe_gains", "product_twice",
+]  # fmt: skip

@@ -514,7 +514,7 @@ class GainTapper:
         self._sums.numbers.append((key, tuple(str(i) for i in range(len(SIGN_CHANGE_RATIOS) + 1)), changes))
 
     def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
-        """Inverse noise levels over root 2 at the ratios of ``SIGN_CHANGE_RATIOS`` and at the measured one: (ratios, 1)."""
+        """Inverse noise levels over root 2 at ``SIGN_CHANGE_RATIOS`` and at the measured ratio: (ratios, 1)."""
         if name not in self._inverse:
             names = dict.fromkeys((*self._ratios, name)) if not self._inverse else [name]
             rows = [[*SIGN_CHANGE_RATIOS, self._ratios.get(some, 0.0)] for some in names]

@@ -23,16 +23,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CAST_BEFORE_BACKWARD",
-    "GradientScatter",
-    "MomentQueue",
-    "Norms",
-    "OperatorRecord",
-    "SignalTensors",
-    "cast_pending",
-    "finish_batch",
-    "loss_curvature",
-    "measure_lookup",
-    "normalized",
-    "signals_on_host",
-]
+    "CAST_BEFORE_BACKWARD", "GradientScatter", "MomentQueue", "Norms", "OperatorRecord", "SignalTensors",
+    "cast_pending", "finish_batch", "loss_curvature", "measure_lookup", "normalized", "signals_on_host",
+]  # fmt: skip

@@ -26,6 +26,7 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_layers_that_are_compiled_one_by_one():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
     apply(model, {f"{i}/linear": "INT8" if i % 2 else "BF16" for i in range(LAYERS)})
@@ -60,6 +61,7 @@ def test_any_batch_size_is_one_graph():
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_any_batch_size_with_several_layers_in_8_bits():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
     apply(model, {"0/linear": "INT8", "2/linear": "INT8"})

@@ -310,6 +310,7 @@ def test_two_types_record_their_own_steps_with_ddp_around(tmp_path, run_workers)
     assert all(text.startswith("training steps recorded") for text in first["measured"].values())
 
 
+@pytest.mark.slow
 def test_workers_train_for_a_few_steps_with_the_best_candidates_before_one_is_taken(tmp_path, run_workers):
     first, second = run_workers("planning_worker.py", "steps timed", tmp_path)
     assert first["digest"] == second["digest"]
@@ -322,6 +323,7 @@ def test_workers_train_for_a_few_steps_with_the_best_candidates_before_one_is_ta
     assert sum(count >= 4 for count in turns) >= 2  # so many rounds at least
 
 
+@pytest.mark.slow
 def test_local_batches_are_sized_by_whole_steps_that_were_tried(tmp_path, run_workers):
     first, second = run_workers("planning_worker.py", "sized", tmp_path)
     assert first["digest"] == second["digest"]

@@ -122,6 +122,7 @@ class Deep(nn.Module):
         return F.cross_entropy(self.head(self.layers(x)), labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [nn.GELU, nn.ReLU])
 @pytest.mark.parametrize("option", ["probes", "adaptive_probes"])
 def test_probes_take_no_more_memory_than_a_training_step(activation, option):
