@@ -16,11 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 CHECK = """
-import importlib, pathlib, sys
+import importlib, pkgutil, sys
 import qsync_opt
 assert "site-packages" in qsync_opt.__file__, qsync_opt.__file__
-for name in ("formulations", "formulations.solvers", "report", "runtimes", "kernels"):
-    importlib.import_module("qsync_opt." + name)
+doors = [module.name for module in pkgutil.walk_packages(qsync_opt.__path__, "qsync_opt.") if module.ispkg]
+assert len(doors) > 30, doors
+for name in doors:
+    importlib.import_module(name)
 assert "torch" not in sys.modules and "ortools" not in sys.modules
 problem = qsync_opt.load_problem(sys.argv[1])
 print("imported", qsync_opt.__version__, "and read a problem with", len(problem.operators), "operators")
