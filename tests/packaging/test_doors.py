@@ -92,9 +92,9 @@ def _tested(path):
 
 
 def _is_own(path, target):
-    """Whether a file is one of the own tests of the package that holds ``target``."""
+    """Whether a file is one of the own tests of the package that holds ``target``, of a parent or a part of it."""
     tested, package = _tested(path), _package(target)
-    return tested is not None and f"{package}.".startswith(f"{tested}.")
+    return tested is not None and (f"{package}.".startswith(f"{tested}.") or f"{tested}.".startswith(f"{package}."))
 
 
 def test_nobody_imports_past_a_door():
