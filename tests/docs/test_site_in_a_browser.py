@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(300)]
 PAGES = ("index", "tutorial", "background/problem", "how-to/infeasible", "results", "command-line", "limits")
-REFERENCE = ("reference/index", "reference/qsync_opt.planner")
+REFERENCE = ("reference/index", "reference/qsync_opt.training.planner")
 ROWS = 3
 """Rows of a table that are checked: the others are made alike, and the page of results has a thousand."""
 SHORTEN = f"document.querySelectorAll('tbody tr:nth-child(n+{ROWS + 1})').forEach(row => row.remove())"
