@@ -99,6 +99,7 @@ def test_groups_are_named_after_the_kind():
         expect(False, "words")
 
 
+@pytest.mark.slow
 def test_the_example_package_installs_and_conforms(tmp_path):
     """Installed without its dependencies into a folder of its own; its check runs in a fresh interpreter."""
     pytest.importorskip("ortools")

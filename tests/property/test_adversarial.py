@@ -304,6 +304,7 @@ for method in ("greedy", "exact"):
 """
 
 
+@pytest.mark.slow
 def test_the_same_plan_in_every_process(tmp_path):
     path = tmp_path / "problem.json"
     network([[i - 1, i - 3] if i > 2 else [] for i in range(80)], random.Random(9), devices=2).save(path)

@@ -18,6 +18,7 @@ from qsync_opt.runtimes.torch.demo import (
 from qsync_opt.training import evaluate, load_plan, load_problem
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # beside other tests and compilers
 def test_a_small_demo_runs_from_end_to_end(tmp_path):
     sizes = GptConfig(context=32, width=32, heads=2, layers=1)

@@ -43,6 +43,7 @@ def test_layers_that_are_compiled_one_by_one():
     assert ((results[2].double() - exact).norm() / exact.norm()).item() < 0.1
 
 
+@pytest.mark.slow
 def test_every_new_plan_is_compiled_again():
     model = nn.Linear(8, 8)
     compiled = torch.compile(apply(model, {"linear": "INT8"}), backend="aot_eager")
