@@ -400,9 +400,9 @@ def interception_of(model: nn.Module) -> Interception | None:
 
 
 @contextlib.contextmanager
-def intercept(model: nn.Module, handler: Handler) -> Iterator[Interception]:
-    """Intercept a model's operators inside a ``with`` block."""
-    interception = Interception(model, handler)
+def intercept(model: nn.Module, handler: Handler, kinds: tuple[str, ...] = ()) -> Iterator[Interception]:
+    """Intercept a model's operators, and those of further ``kinds``, inside a ``with`` block."""
+    interception = Interception(model, handler, kinds=kinds)
     try:
         yield interception
     finally:

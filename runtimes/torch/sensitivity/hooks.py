@@ -1,4 +1,4 @@
-"""Interceptions and gradient hooks that last for a block."""
+"""Gradient hooks that last for a block."""
 
 from __future__ import annotations
 
@@ -6,19 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
-from torch import Tensor, nn
-
-from qsync_opt.runtimes.torch.interception import Handler, Interception
-
-
-@contextlib.contextmanager
-def intercepted(model: nn.Module, handler: Handler, kinds: tuple[str, ...]) -> Iterator[Interception]:
-    """Pass the operators of a model, and those of further kinds, to a handler within the block."""
-    interception = Interception(model, handler, kinds=kinds)
-    try:
-        yield interception
-    finally:
-        interception.remove()
+from torch import Tensor
 
 
 @contextlib.contextmanager

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from qsync_opt.errors import ModelError
 from qsync_opt.kernels.autograd import fp32_mode
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.runtimes.torch.interception import OperatorCall
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity.errors import attention_call
-from qsync_opt.runtimes.torch.sensitivity.hooks import intercepted
 from qsync_opt.runtimes.torch.sensitivity.probes import MAX_POOLS, Probed, Prober
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.records import (
@@ -389,7 +388,7 @@ def collect_statistics(
     with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
         for number, batch in enumerate(batches):
             collector = _Collector(model, graph, sample_elements, replays, loss_scale)
-            with intercepted(model, collector, _SIGNAL_KINDS):
+            with intercept(model, collector, _SIGNAL_KINDS):
                 loss = run(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -31,8 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.runtimes.torch.interception import Handler, OperatorCall
-from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks, intercepted
+from qsync_opt.runtimes.torch.interception import Handler, OperatorCall, intercept
+from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NO_NOISE, NoiseMeasurement, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
@@ -81,7 +81,7 @@ def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
             call.args, call.kwargs = dense_lookup(call.function, call.args, call.kwargs)
         return handler(call)
 
-    with intercepted(model, watched, KINKED):
+    with intercept(model, watched, KINKED):
         yield
 
 
