@@ -23,7 +23,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 
@@ -34,8 +34,9 @@ from qsync_opt.io import (
     SIZE_BYTES,
     TIME_S,
     Fields,
-    check_integer,
-    check_name,
+    Json,
+    Name,
+    check_fields,
     freeze,
     near_match,
     parse_quantity,
@@ -76,30 +77,21 @@ class DeviceType:
         hardware: GPU model whose data sheet costs are estimated from; None: the type's name.
     """
 
-    name: str
-    count: int
-    memory_limit_bytes: int
+    name: Name
+    count: Annotated[int, Json(minimum=1)]
+    memory_limit_bytes: Annotated[int, Json(minimum=1)]
     precisions: tuple[str, ...]
     role: DeviceRole = DeviceRole.PLANNED
     profile: Path | None = None
-    hardware: str | None = None
+    hardware: Name | None = None
 
     def __post_init__(self) -> None:
-        check_name(self.name, "cluster: device name")
         what = f"device type {self.name!r}"
-        check_integer(self.count, f"{what}: count", minimum=1)
-        check_integer(self.memory_limit_bytes, f"{what}: memory limit in bytes", minimum=1)
-        try:
-            object.__setattr__(self, "role", DeviceRole(self.role))
-        except ValueError:
-            raise ProblemError(f"{what}: role is {self.role!r}, but allowed are {', '.join(DeviceRole)}") from None
-        if self.hardware is not None:
-            check_name(self.hardware, f"{what}: hardware")
-        object.__setattr__(self, "precisions", tuple(self.precisions))
+        check_fields(self, what)
         for precision in self.precisions:
             if precision not in FORMATS:
                 raise ProblemError(
-                    f"{what}: unknown precision {precision!r}{near_match(str(precision), FORMATS)}; allowed are "
+                    f"{what}: unknown precision {precision!r}{near_match(precision, FORMATS)}; allowed are "
                     f"{', '.join(FORMATS)}"
                 )
         if len(set(self.precisions)) != len(self.precisions) or not self.precisions:
@@ -117,13 +109,13 @@ class Cluster:
     ``links`` maps pairs of device types (sender, receiver) to their link; see `link`.
     """
 
-    name: str
+    name: Name
     devices: tuple[DeviceType, ...]
     network: Network
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_name(self.name, "cluster name")
+        check_fields(self, "cluster")
         object.__setattr__(self, "devices", tuple(self.devices))
         names = [device.name for device in self.devices]
         if twice := next((name for name in names if names.count(name) > 1), None):
@@ -194,32 +186,6 @@ class Cluster:
             neighbors += zip(names, names[1:] + names[:1], strict=True)
         return ring_allreduce_ns(itertools.starmap(self.link, neighbors), num_bytes, self.num_workers)
 
-    @classmethod
-    def from_mapping(cls, data: Any, where: str = "cluster", folder: Path | None = None) -> Self:
-        """Build a cluster from parsed YAML.
-
-        Args:
-            data: The top-level mapping.
-            where: Names the file in errors.
-            folder: Relative profile paths start here; None: the working directory.
-
-        Raises:
-            ProblemError: Missing, unknown or unusable entry.
-        """
-        reader = Fields(data, where)
-        network = Fields(reader.take("network"), f"{where}: network")
-        cluster = cls(
-            name=reader.text("name"),
-            devices=tuple(
-                _read_device(item, f"{where}: devices[{position}]", folder)
-                for position, item in enumerate(reader.sequence("devices"))
-            ),
-            network=_read_link(Network, network),
-            links=_read_links(reader) if "links" in reader else {},
-        )
-        reader.finish()
-        return cluster
-
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster file; profile paths in it are relative to the file.
@@ -244,10 +210,22 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
         content = "nothing" if data is None else repr(data)[:40]
         needed = "a mapping is needed; give name, devices and network"
         raise ProblemError(f"{where}: the file holds {content}, but {needed}")
-    return Cluster.from_mapping(data, where, Path(path).parent)
+    reader = Fields(data, where)
+    network = _read_link(Network, Fields(reader.take("network"), f"{where}: network"))
+    cluster = Cluster(
+        name=reader.text("name"),
+        devices=tuple(
+            _read_device(item, f"{where}: devices[{position}]", Path(path).parent)
+            for position, item in enumerate(reader.sequence("devices"))
+        ),
+        network=network,
+        links=_read_links(reader) if "links" in reader else {},
+    )
+    reader.finish()
+    return cluster
 
 
-def _read_device(item: Any, where: str, folder: Path | None) -> DeviceType:
+def _read_device(item: Any, where: str, folder: Path) -> DeviceType:
     reader = Fields(item, where)
     name = reader.text("name")
     where = reader.where = f"{where} {name!r}"
@@ -261,8 +239,8 @@ def _read_device(item: Any, where: str, folder: Path | None) -> DeviceType:
         count=reader.integer("count", minimum=1),
         role=reader.take_or("role", DeviceRole.PLANNED),
         memory_limit_bytes=int(parse_quantity(reader.take("memory"), SIZE_BYTES, f"{where}: memory")),
-        precisions=reader.texts("precisions"),
-        profile=None if profile is None else (folder or Path()) / profile,
+        precisions=tuple(reader.sequence("precisions")),
+        profile=None if profile is None else folder / profile,
         hardware=reader.take_or("hardware", None),
     )
     reader.finish()
@@ -308,15 +286,11 @@ def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Itera
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
+            line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise ProblemError(
-                    f"{where}: a key is no plain text (line {key.start_mark.line + 1}); keys must be names"
-                )
-            _refuse_repeated_keys(key, where, seen_values)
+                raise ProblemError(f"{where}: a key is no plain text (line {line}); keys must be names")
             if key.value in seen:
-                raise ProblemError(
-                    f"{where}: the key {key.value!r} is repeated in one mapping (line {key.start_mark.line + 1}); "
-                    "keep one"
-                )
+                raise ProblemError(f"{where}: the key {key.value!r} is repeated in one mapping (line {line}); keep one")
             seen.add(key.value)
-            _refuse_repeated_keys(value, where, seen_values)
+            for child in (key, value):
+                _refuse_repeated_keys(child, where, seen_values)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import check_integer, check_name, check_number
+from qsync_opt.io import Name, check_fields, check_integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +21,13 @@ class Link:
 
     latency_s: float
     bandwidth_bytes_per_s: float
-    source: str
+    source: Name
 
     def __post_init__(self) -> None:
         what = type(self).__name__.lower()
-        check_number(self.latency_s, f"{what}: latency in seconds")
-        check_number(self.bandwidth_bytes_per_s, f"{what}: bandwidth in bytes per second")
+        check_fields(self, what)
         if self.bandwidth_bytes_per_s == 0:
             raise ProblemError(f"{what}: bandwidth is 0 bytes per second, but it must be above zero")
-        check_name(self.source, f"{what}: source")
 
     def message_s(self, num_bytes: float) -> float:
         """Time of one message in seconds: latency plus bytes over bandwidth."""

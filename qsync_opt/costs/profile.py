@@ -15,8 +15,8 @@ from typing import Annotated, Any, Self
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     Json,
+    Name,
     check_fields,
-    check_integer,
     check_name,
     check_number,
     decode,
@@ -131,8 +131,6 @@ class MeasuredCost:
 
     def __post_init__(self) -> None:
         check_fields(self, "operator cost")
-        for position in self.saves_inputs:
-            check_integer(position, "operator cost: position in saves_inputs")
 
 
 PROFILE_FORMAT = "qsync-profile/1"
@@ -143,21 +141,17 @@ DEVICE_KINDS = ("cpu", "cuda")
 class DeviceIdentity:
     """Device and software of a measurement; equal identities may share measurements."""
 
-    name: str
+    name: Name
     kind: str
     threads: Annotated[int, Json(minimum=1)]
-    versions: Annotated[Mapping[str, str], Json(checked=False)]
+    versions: Mapping[Name, Name]
 
     def __post_init__(self) -> None:
-        check_name(self.name, "device name")
+        check_fields(self, f"device {self.name!r}")
         if self.kind not in DEVICE_KINDS:
             raise ProblemError(
                 f"device {self.name!r}: kind is {self.kind!r}, but allowed are {', '.join(DEVICE_KINDS)}"
             )
-        check_integer(self.threads, f"device {self.name!r}: threads", minimum=1)
-        for library, version in self.versions.items():
-            check_name(library, f"device {self.name!r}: library")
-            check_name(version, f"device {self.name!r}: version of {library}")
         freeze(self, "versions")
 
 
@@ -165,14 +159,13 @@ class DeviceIdentity:
 class OptimizerCost:
     """One optimizer step over all parameters, the clearing of gradients, optimizer state and temporary memory."""
 
-    name: str
+    name: Name
     step_ns: int
     zero_grad_ns: int
     state_bytes: int
     workspace_bytes: int
 
     def __post_init__(self) -> None:
-        check_name(self.name, "optimizer name")
         check_fields(self, f"optimizer {self.name!r}")
 
 
@@ -180,7 +173,7 @@ class OptimizerCost:
 class IterationCheck:
     """One uniform plan: measured as a whole, summed over operators and casts, and predicted with the overhead."""
 
-    precision: str
+    precision: Name
     forward_ns: int
     backward_ns: int
     summed_forward_ns: int
@@ -189,7 +182,6 @@ class IterationCheck:
     predicted_backward_ns: int
 
     def __post_init__(self) -> None:
-        check_name(self.precision, "whole iteration: precision")
         check_fields(self, f"whole iteration in {self.precision}")
 
 
@@ -237,8 +229,8 @@ class DeviceProfile:
     """
 
     device: DeviceIdentity
-    model: str
-    fingerprint: str
+    model: Name
+    fingerprint: Name
     options: Mapping[str, str | int | float | bool]
     formats: Mapping[str, PrecisionFormats]
     optimizer: OptimizerCost
@@ -246,11 +238,10 @@ class DeviceProfile:
     casts: Mapping[str, CostFit]
     gradient_sums: Mapping[str, CostFit]
     measurements: Mapping[str, Mapping[str, MeasuredCost]]
-    operators: Annotated[Mapping[str, str], Json(checked=False)]
+    operators: Mapping[Name, Name]
 
     def __post_init__(self) -> None:
-        check_name(self.model, "profile: model")
-        check_name(self.fingerprint, "profile: fingerprint")
+        check_fields(self, "profile")
         for name, value in self.options.items():
             check_name(name, "profile: option")
             is_plain = value is None or isinstance(value, str | int | float)
@@ -262,8 +253,6 @@ class DeviceProfile:
             for name in (precision, borders.output, borders.gradient_input, borders.gradient_output):
                 _check_format(name, f"profile: formats of {precision!r}")
         for name, key in self.operators.items():
-            check_name(name, "profile: operator")
-            check_name(key, f"profile: measurement of operator {name!r}")
             if key not in self.measurements:
                 raise ProblemError(f"profile: operator {name!r} refers to measurement {key!r}, which is not there")
         for key, costs in self.measurements.items():

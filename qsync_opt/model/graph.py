@@ -96,10 +96,10 @@ class ParameterSpec:
 
 def _read_parameter(data: Any, where: str) -> ParameterSpec:
     fields = Fields(data, where, error=ModelError)
-    spec = TensorSpec(shape=fields.integers("shape"), dtype=fields.text("dtype"))
-    parameter = ParameterSpec(name=fields.text("name"), spec=spec)
+    name = fields.text("name")
+    shape_and_type = {key: fields.take(key) for key in ("shape", "dtype")}
     fields.finish()
-    return parameter
+    return ParameterSpec(name=name, spec=decode(TensorSpec, shape_and_type, where, error=ModelError))
 
 
 def _write_parameter(parameter: ParameterSpec) -> dict[str, Any]:

@@ -47,8 +47,9 @@ if TYPE_CHECKING:
         Problem,
         ProblemDevice,
         ProblemOperator,
+        load_problem,
+        problem_from_json,
     )
-    from qsync_opt.training.problem_file import load_problem, problem_from_json
     from qsync_opt.training.propagation import follow_inputs, precisions_by_rank, propagate
     from qsync_opt.training.replanning import Change, Replanning, replan
     from qsync_opt.training.solution import Answer, Solution, SolveOptions
