@@ -92,7 +92,25 @@ def solve(
         reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
         answer = replace(answer, reason=reason)
     _check_ties(answer, tied, name)
-    return _checked(problem, answer, name)
+    plan = None if answer.devices is None else Plan(problem=problem.name, devices=answer.devices)
+    evaluation = None if plan is None else evaluate(problem, plan)
+    if evaluation is not None:
+        check_claim(answer, evaluation, name)
+    solution = Solution(
+        termination=answer.termination,
+        plan=plan,
+        evaluation=evaluation,
+        bound=answer.bound,
+        method=name,
+        solver=answer.solver,
+        build_seconds=answer.build_seconds,
+        solve_seconds=answer.solve_seconds,
+        reason=answer.reason,
+    )
+    if plan is None:
+        return solution
+    estimates = carried_estimates(problem.extras)
+    return replace(solution, plan=replace(plan, solution=solution.provenance(), extras=estimates))
 
 
 def _formulation(method: Any) -> Any:
@@ -126,51 +144,12 @@ def _check_ties(answer: Answer, tied: Sequence[Sequence[str]], method: str) -> N
     """Operators that were to share a precision must share it on every device type."""
     for device, plan in (answer.devices or {}).items():
         for group in tied:
-            found = {plan[name] for name in group}
-            if len(found) > 1:
+            precisions = {plan[name] for name in group}
+            if len(precisions) > 1:
                 raise SolverError(
                     f"{method} gave the tied operators {', '.join(map(repr, group))} of device {device!r} different "
-                    f"precisions: {', '.join(sorted(found))}"
+                    f"precisions: {', '.join(sorted(precisions))}"
                 )
-
-
-def _checked(problem: Problem, answer: Answer, method: str) -> Solution:
-    """Evaluate the plan of an answer and compare it with what was claimed."""
-    plan: Plan | None = None
-    evaluation: Evaluation | None = None
-    if answer.devices is not None:
-        plan = Plan(problem=problem.name, devices=answer.devices)
-        evaluation = evaluate(problem, plan)
-        check_claim(answer, evaluation, method)
-    solution = Solution(
-        termination=answer.termination,
-        plan=plan,
-        evaluation=evaluation,
-        bound=answer.bound,
-        method=method,
-        solver=answer.solver,
-        build_seconds=answer.build_seconds,
-        solve_seconds=answer.solve_seconds,
-        reason=answer.reason,
-    )
-    if plan is None:
-        return solution
-    return Solution(
-        termination=solution.termination,
-        plan=Plan(
-            problem=plan.problem,
-            devices=plan.devices,
-            solution=solution.provenance(),
-            extras=carried_estimates(problem.extras),
-        ),
-        evaluation=evaluation,
-        bound=solution.bound,
-        method=method,
-        solver=solution.solver,
-        build_seconds=solution.build_seconds,
-        solve_seconds=solution.solve_seconds,
-        reason=solution.reason,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,12 +215,11 @@ def fastest(
         raise UnsupportedError(f"seeking the fastest plan, only method 'exact' uses a solver, not {method!r}")
     choice = solver if solver is not None else default_solver()
     engine = None if choice is None else create(Kind.SOLVER, choice)
-    found = system("training").search("fastest")(
-        problem, method, engine, deadline, budget=sensitivity_budget, tied=tied
-    )
-    if found is None:
+    search = system("training").search("fastest")
+    answer = search(problem, method, engine, deadline, budget=sensitivity_budget, tied=tied)
+    if answer is None:
         return None
-    plan = Plan(problem=problem.name, devices=found.devices)
+    plan = Plan(problem=problem.name, devices=answer.devices)
     evaluation = evaluate(problem, plan)
     over = [device.name for device in evaluation.devices.values() if device.memory_kib > device.memory_limit_kib]
     if over:
@@ -251,8 +229,8 @@ def fastest(
     return FastestPlan(
         plan=plan,
         evaluation=evaluation,
-        bound_ns=found.bound_ns,
-        proved=found.proved,
-        method=found.method,
+        bound_ns=answer.bound_ns,
+        proved=answer.proved,
+        method=answer.method,
         solve_seconds=time.monotonic() - started,
     )

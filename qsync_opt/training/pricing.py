@@ -18,7 +18,7 @@ from qsync_opt.cluster import DeviceRole, DeviceType
 from qsync_opt.costs import DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
-from qsync_opt.numerics import number_format
+from qsync_opt.numerics import closest_precision, number_format
 
 GETITEM = "getitem"
 """Kind of the operators that take one result of an operator with several."""
@@ -62,9 +62,9 @@ def device_tables(graph: OpGraph, profile: DeviceProfile, device: DeviceType) ->
         if role is Role.DEPENDENT:
             allowed = [precision for precision in costs if precision in delivered]
         elif role is Role.FIXED:
-            allowed = [_at_least(costs, "FP32")]
+            allowed = [closest_precision(costs, "FP32")]
         elif device.role is DeviceRole.FIXED:
-            allowed = [_at_least(costs, device.precisions[0])]
+            allowed = [closest_precision(costs, device.precisions[0])]
         else:
             allowed = [precision for precision in costs if precision in device.precisions]
         if not allowed:
@@ -94,12 +94,12 @@ def uniform_precisions(
         table = tables[operator.name]
         role = problem_role(operator)
         if role is Role.ADJUSTABLE:
-            result[operator.name] = _at_least(table, precision)
+            result[operator.name] = closest_precision(table, precision)
         elif role is Role.FIXED:
             result[operator.name] = next(iter(table))
         else:
             outputs = [profile.formats[result[source]].output for source in problem_inputs(operator)]
-            result[operator.name] = _at_least(table, max(outputs, key=_rank))
+            result[operator.name] = closest_precision(table, max(outputs, key=_rank))
     return result
 
 
@@ -182,9 +182,3 @@ def _with_launches(
 
 def _rank(precision: str) -> int:
     return number_format(precision).rank
-
-
-def _at_least(costs: Mapping[str, MeasuredCost], precision: str) -> str:
-    """The coarsest precision of a table that is at least as fine as ``precision``, else the finest."""
-    ladder = sorted(costs, key=_rank)
-    return next((step for step in ladder if _rank(step) >= _rank(precision)), ladder[-1])
