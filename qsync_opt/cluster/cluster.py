@@ -12,7 +12,8 @@ A cluster file is YAML::
 
 A type without ``profile`` is estimated from the data sheet of its ``hardware`` (or of the GPU that it is named after).
 ``links`` may be left out. A link holds for both directions unless the other direction has an entry of its own; pairs
-of types without a link have the figures of ``network``.
+of types without a link have the figures of ``network``. An all-reduce over them is a ring in the alpha-beta (latency,
+bandwidth) model.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from __future__ import annotations
 import enum
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
 
-from qsync_opt.cluster.network import Link, Network, ring_allreduce_ns
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     RATE_BYTES_PER_S,
@@ -37,6 +37,7 @@ from qsync_opt.io import (
     Json,
     Name,
     check_fields,
+    check_integer,
     freeze,
     near_match,
     parse_quantity,
@@ -44,14 +45,62 @@ from qsync_opt.io import (
 )
 from qsync_opt.numerics import FORMATS
 
-AnyLink = TypeVar("AnyLink", bound=Link)
-
 LARGEST_BYTES = 2**20
 """Largest cluster file that is read: YAML is slow to parse."""
 LARGEST_VALUES = 100_000
 """Most values of a cluster file, aliases written out."""
 LONGEST_NUMBER = 300
 """Most characters of an integer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection between two workers: start-up time per message in seconds and bandwidth in bytes per second.
+
+    ``source`` says where the figures are from (a measurement, a data sheet).
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    source: Name
+
+    def __post_init__(self) -> None:
+        what = type(self).__name__.lower()
+        check_fields(self, what)
+        if self.bandwidth_bytes_per_s == 0:
+            raise ProblemError(f"{what}: bandwidth is 0 bytes per second, but it must be above zero")
+
+    def message_s(self, num_bytes: float) -> float:
+        """Time of one message in seconds: latency plus bytes over bandwidth."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network(Link):
+    """The link between any two workers that have none of their own: the slowest that an all-reduce crosses."""
+
+    def allreduce_ns(self, num_bytes: int, num_workers: int) -> int:
+        """Time of one all-reduce over a ring of this link alone, in nanoseconds; 0 for a single worker."""
+        return ring_allreduce_ns([self], num_bytes, num_workers)
+
+
+def ring_allreduce_ns(links: Iterable[Link], num_bytes: int, num_workers: int) -> int:
+    """Time of one all-reduce over a ring, in nanoseconds; 0 for a single worker.
+
+    Each worker sends ``2 (N - 1)`` messages of ``num_bytes / N``, a reduce-scatter and an all-gather. All workers send
+    at the same time, so that every message takes as long as the slowest one.
+
+    Args:
+        links: Those between neighbors of the ring, at least one if there are several workers.
+        num_bytes: Of the tensor that is reduced.
+        num_workers: In the ring.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+    """
+    check_integer(num_bytes, "all-reduce: bytes")
+    check_integer(num_workers, "all-reduce: workers", minimum=1)
+    messages = 2 * (num_workers - 1)
+    return round(messages * max((link.message_s(num_bytes / num_workers) for link in links), default=0.0) * 1e9)
 
 
 class DeviceRole(enum.StrEnum):
@@ -258,7 +307,10 @@ def _read_links(cluster: Fields) -> dict[tuple[str, str], Link]:
     return links
 
 
-def _read_link(kind: type[AnyLink], reader: Fields) -> AnyLink:
+_LinkT = TypeVar("_LinkT", bound=Link)
+
+
+def _read_link(kind: type[_LinkT], reader: Fields) -> _LinkT:
     link = kind(
         latency_s=parse_quantity(reader.take("latency"), TIME_S, f"{reader.where}: latency"),
         bandwidth_bytes_per_s=parse_quantity(reader.take("bandwidth"), RATE_BYTES_PER_S, f"{reader.where}: bandwidth"),

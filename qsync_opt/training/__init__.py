@@ -10,7 +10,6 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.solving import PROOF_GAP, PointStatus, TerminationStatus, relative_gap
     from qsync_opt.training.blocks import identical_blocks, merge_groups
-    from qsync_opt.training.breakdown import MemoryTimeline, memory_breakdown, memory_timeline
     from qsync_opt.training.buckets import (
         BucketOptions,
         GradientBucket,
@@ -33,7 +32,13 @@ if TYPE_CHECKING:
         iteration_time,
     )
     from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, Saving, overview
-    from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY
+    from qsync_opt.training.memory import (
+        MEMORY_KEY,
+        OPERATORS_KEY,
+        MemoryTimeline,
+        memory_breakdown,
+        memory_timeline,
+    )
     from qsync_opt.training.pareto import GAPS, Front, FrontCache, front_key, pareto_front
     from qsync_opt.training.plan import Plan, load_plan, plan_from_json, uniform_plan
     from qsync_opt.training.planner import FastestPlan, fastest, solve

@@ -6,7 +6,8 @@ accumulation of gradients. All of them grow with the number of operators, so one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -58,22 +59,25 @@ def calibrate(graph: OpGraph, profile: DeviceProfile, measured: Mapping[str, Mea
 
     def relative_error(overhead: IterationOverhead, *, whole: bool) -> float:
         """Sum over the precisions, of the backward pass or the whole iteration."""
-        total = 0.0
-        for precision, passes in measured.items():
-            forward_ns, backward_ns = predictors[precision].predict(overhead)
-            predicted_ns = backward_ns + (forward_ns if whole else 0)
-            total += predicted_ns / (passes.backward_ns + (passes.forward_ns if whole else 0)) - 1.0
-        return total
+        pairs = (
+            (predictors[precision].predict(overhead), (passes.forward_ns, passes.backward_ns))
+            for precision, passes in measured.items()
+        )
+        first = 0 if whole else 1
+        return sum(sum(predicted_ns[first:]) / sum(actual_ns[first:]) - 1.0 for predicted_ns, actual_ns in pairs)
 
     # An overhead that fills the longest pass by itself is too much.
     limit_ns = 1 + max(max(p.forward_ns, p.backward_ns) for p in measured.values()) // len(graph)
-    fitted = IterationOverhead()
-    backward_ns = _largest(
-        lambda ns: relative_error(replace(fitted, backward_ns_per_operator=ns), whole=False) <= 0, limit_ns
+    candidates = range(1, limit_ns + 1)
+    # Errors grow with the overhead, so that the number of candidates that are small enough is the largest of them.
+    backward_ns = bisect.bisect(
+        candidates,
+        0.0,
+        key=lambda ns: relative_error(IterationOverhead(backward_ns_per_operator=ns), whole=False),
     )
-    fitted = replace(fitted, backward_ns_per_operator=backward_ns)
-    forward_ns = _largest(
-        lambda ns: relative_error(replace(fitted, forward_ns_per_operator=ns), whole=True) <= 0, limit_ns
+    fitted = IterationOverhead(backward_ns_per_operator=backward_ns)
+    forward_ns = bisect.bisect(
+        candidates, 0.0, key=lambda ns: relative_error(replace(fitted, forward_ns_per_operator=ns), whole=True)
     )
     fitted = replace(fitted, forward_ns_per_operator=forward_ns)
     checks = []
@@ -133,12 +137,3 @@ class UniformPredictor:
 
 def _alone(profile: DeviceProfile) -> DeviceType:
     return DeviceType(name=_ALONE, count=1, memory_limit_bytes=2**60, precisions=tuple(profile.formats))
-
-
-def _largest(holds: Callable[[int], bool], limit: int) -> int:
-    """Largest integer in 0..limit for which a property holds that holds for all below it; 0 if it never holds."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low

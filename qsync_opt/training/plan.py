@@ -140,10 +140,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
 
 
-def plan_from_json(data: Any) -> Plan:
-    """Build a `Plan` from the JSON data of a plan file; see `load_plan`."""
+def plan_from_json(data: Any, where: str = "plan") -> Plan:
+    """Build a `Plan` from the JSON data of a plan file; see `load_plan`. ``where`` names the data in errors."""
     clean, extras = split_extras(data)
-    return decode(Plan, clean, "plan", version=PLAN_FORMAT, extras=extras)
+    return decode(Plan, clean, where, version=PLAN_FORMAT, extras=extras)
 
 
 def _some(names: list[str]) -> str:
