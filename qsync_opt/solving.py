@@ -49,17 +49,14 @@ class Evaluated(Protocol):
     @property
     def objective(self) -> float:
         """The value that is minimized."""
-        ...
 
     @property
     def feasible(self) -> bool:
         """Whether every limit is kept."""
-        ...
 
     @property
     def violations(self) -> tuple[str, ...]:
         """Each broken limit, in words."""
-        ...
 
 
 PlanT = TypeVar("PlanT")

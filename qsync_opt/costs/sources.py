@@ -29,7 +29,6 @@ class CostModel(Protocol):
             ProblemError: There is no profile of this device.
             UnsupportedError: The cost model does not know such a device.
         """
-        ...
 
 
 class ProfileCosts:

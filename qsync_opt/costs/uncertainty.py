@@ -83,17 +83,14 @@ def operator_cost(profile: DeviceProfile, operator: str, precision: str, directi
     if cost.scaled_from:
         basis = f"scaled from {cost.scaled_from}; the error of the scaling is not recorded"
         return Estimate(time_s=time_s, source=CostSource.SCALED, basis=basis)
-    if (estimate := _estimated(profile, time_s, precision)) is not None:
-        return estimate
-    count = len(profile.overhead.iterations)
-    if not count:
-        basis = "the profile records no spread of its measurements"
-        return Estimate(time_s=time_s, source=CostSource.MEASURED, basis=basis)
-    basis = (
-        f"largest error of {count} whole iteration{'s' * (count > 1)} predicted from this profile; "
-        "single operators may be further off"
-    )
-    return _within(time_s, profile.overhead.residual, basis)
+    error, basis = None, "the profile records no spread of its measurements"
+    if count := len(profile.overhead.iterations):
+        error = profile.overhead.residual
+        basis = (
+            f"largest error of {count} whole iteration{'s' * (count > 1)} predicted from this profile; "
+            "single operators may be further off"
+        )
+    return _estimated(profile, time_s, precision) or _measured(time_s, error, basis)
 
 
 def layer_cost(profile: DeviceProfile, graph: OpGraph, layer: str, precision: str, direction: Direction) -> Estimate:
@@ -139,11 +136,10 @@ def cast_cost(profile: DeviceProfile, source: str, target: str, elements: int) -
             f"{', '.join(profile.casts)}"
         )
     time_s = 1e-9 * fit.ns(elements)
-    if (estimate := _estimated(profile, time_s, target)) is not None:
-        return estimate
-    if not fit.samples:
-        return Estimate(time_s=time_s, source=CostSource.MEASURED, basis="the fit records no measurements")
-    return _within(time_s, fit.worst_error, f"largest error of the fit to {fit.samples} measurements")
+    error, basis = None, "the fit records no measurements"
+    if fit.samples:
+        error, basis = fit.worst_error, f"largest error of the fit to {fit.samples} measurements"
+    return _estimated(profile, time_s, target) or _measured(time_s, error, basis)
 
 
 def total_cost(parts: Iterable[Estimate]) -> Estimate:
@@ -158,15 +154,11 @@ def total_cost(parts: Iterable[Estimate]) -> Estimate:
     )
 
 
-def _within(time_s: float, error: float, basis: str) -> Estimate:
-    """A prediction whose distance from the truth is at most ``error`` times the truth."""
-    return Estimate(
-        time_s=time_s,
-        low_s=time_s / (1 + error),
-        high_s=time_s / (1 - error) if error < 1 else math.inf,
-        source=CostSource.MEASURED,
-        basis=basis,
-    )
+def _measured(time_s: float, error: float | None, basis: str) -> Estimate:
+    """A prediction whose distance from the truth is at most ``error`` times the truth; None: it is not known."""
+    low_s = 0.0 if error is None else time_s / (1 + error)
+    high_s = time_s / (1 - error) if error is not None and error < 1 else math.inf
+    return Estimate(time_s=time_s, low_s=low_s, high_s=high_s, source=CostSource.MEASURED, basis=basis)
 
 
 def _estimated(profile: DeviceProfile, time_s: float, precision: str) -> Estimate | None:

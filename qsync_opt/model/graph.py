@@ -255,10 +255,7 @@ class OpGraph(Displayed, Tabular):
             Ours: the longest path, so that a residual shortcut does not make an operator look shallow, counted over
             adjustable operators, because only these add quantization noise.
         """
-        distance: dict[str, int] = {}
-        for operator in self.operators:
-            distance[operator.name] = max((self._reach(distance, source) for source in operator.inputs), default=0)
-        return MappingProxyType(distance)
+        return self._distances(self.operators, {operator.name: operator.inputs for operator in self})
 
     def distances_to_loss(self) -> Mapping[str, int]:
         """Number of adjustable operators behind each operator on the longest path to the model's results.
@@ -269,14 +266,16 @@ class OpGraph(Displayed, Tabular):
         Source:
             Ours, as in ``distances_to_input``.
         """
-        distance: dict[str, int] = {}
-        for operator in reversed(self.operators):
-            users = self._consumers[operator.name]
-            distance[operator.name] = max((self._reach(distance, user) for user in users), default=0)
-        return MappingProxyType(distance)
+        return self._distances(self.operators[::-1], self._consumers)
 
-    def _reach(self, distance: Mapping[str, int], name: str) -> int:
-        return distance[name] + (self[name].role is Role.ADJUSTABLE)
+    def _distances(
+        self, operators: tuple[Operator, ...], neighbors: Mapping[str, tuple[str, ...]]
+    ) -> Mapping[str, int]:
+        distances: dict[str, int] = {}
+        for operator in operators:
+            reached = (distances[n] + (self[n].role is Role.ADJUSTABLE) for n in neighbors[operator.name])
+            distances[operator.name] = max(reached, default=0)
+        return MappingProxyType(distances)
 
     def fingerprint(self) -> str:
         """Hex digest of names, kinds, edges and shapes; equal on all ranks that captured the same model."""

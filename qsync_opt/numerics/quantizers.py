@@ -20,12 +20,10 @@ class Quantizer(Protocol):
     @property
     def bits(self) -> int:
         """Bits of one quantized element, scales aside."""
-        ...
 
     @property
     def unbiased(self) -> bool:
         """Whether the expected result is the value itself."""
-        ...
 
     def variance(self, mean_square: float, mean_square_amax: Mapping[str, float]) -> float:
         """Mean squared error per element, in squared units of the tensor.
@@ -34,7 +32,6 @@ class Quantizer(Protocol):
             mean_square: Mean square of the elements.
             mean_square_amax: By granularity, the mean over slices of the squared largest magnitude.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
