@@ -169,11 +169,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
 
 @cache
 def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
-    """All registered names of one kind, built-ins first.
-
-    Args:
-        kind: The kind.
-        system: Of formulations, those of this system.
+    """All registered names of one kind (of formulations: those of one system), built-ins first.
 
     Raises:
         UnsupportedError: Two packages claim the same name; both are shown.

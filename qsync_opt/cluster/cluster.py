@@ -88,12 +88,8 @@ def ring_allreduce_ns(links: Iterable[Link], num_bytes: int, num_workers: int) -
     """Time of one all-reduce over a ring, in nanoseconds; 0 for a single worker.
 
     Each worker sends ``2 (N - 1)`` messages of ``num_bytes / N``, a reduce-scatter and an all-gather. All workers send
-    at the same time, so that every message takes as long as the slowest one.
-
-    Args:
-        links: Those between neighbors of the ring, at least one if there are several workers.
-        num_bytes: Of the tensor that is reduced.
-        num_workers: In the ring.
+    at the same time, so that every message takes as long as the slowest one. ``links`` are those between neighbors of
+    the ring, at least one if there are several workers.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
     """

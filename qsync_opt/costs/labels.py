@@ -32,9 +32,7 @@ def estimate_extras(
 ) -> dict[tuple[str, ...], Any]:
     """The extension key of a problem with estimates; empty if all was measured.
 
-    Args:
-        profiles: Device type to profile.
-        sensitivity: Where the sensitivities are from; None: they were computed from collected statistics.
+    ``sensitivity`` says where the sensitivities are from; None: they were computed from collected statistics.
     """
     sources = {name: source for name, profile in profiles.items() if (source := estimated_by(profile)) is not None}
     note: dict[str, Any] = {"costs": sources} if sources else {}

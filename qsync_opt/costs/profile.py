@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from qsync_opt.errors import ProblemError
@@ -90,11 +90,8 @@ def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
         if base >= 0 and slope >= 0:
             candidates = [(base, slope)]
     base, slope = min(candidates, key=lambda c: sum(((c[0] + c[1] * n) / t - 1) ** 2 for n, t in points))
-    fit = CostFit(base_ns=round(base), ns_per_mi_elements=round(slope * MI_ELEMENTS))
-    worst = max(abs(fit.ns(int(n)) - t) / t for n, t in points)
-    return CostFit(
-        base_ns=fit.base_ns, ns_per_mi_elements=fit.ns_per_mi_elements, worst_error=worst, samples=len(points)
-    )
+    fit = CostFit(base_ns=round(base), ns_per_mi_elements=round(slope * MI_ELEMENTS), samples=len(points))
+    return replace(fit, worst_error=max(abs(fit.ns(int(n)) - t) / t for n, t in points))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +247,7 @@ class DeviceProfile:
                     f"profile: option {name!r} is {value!r}, but allowed are a text, a finite number, true, false, null"
                 )
         for precision, borders in self.formats.items():
-            for name in (precision, borders.output, borders.gradient_input, borders.gradient_output):
-                _check_format(name, f"profile: formats of {precision!r}")
+            _check_formats(f"formats of {precision!r}", precision, *astuple(borders))
         for name, key in self.operators.items():
             if key not in self.measurements:
                 raise ProblemError(f"profile: operator {name!r} refers to measurement {key!r}, which is not there")
@@ -268,10 +264,8 @@ class DeviceProfile:
             source, separator, target = pair.partition(">")
             if not separator:
                 raise ProblemError(f"profile: cast {pair!r} is not a pair of formats such as 'FP32>BF16'")
-            for name in (source, target):
-                _check_format(name, f"profile: cast {pair!r}")
-        for name in self.gradient_sums:
-            _check_format(name, "profile: gradient_sums")
+            _check_formats(f"cast {pair!r}", source, target)
+        _check_formats("gradient_sums", *self.gradient_sums)
         freeze(self, "options", "formats", "operators", "casts", "gradient_sums")
         freeze(self, "measurements", depth=2)
 
@@ -291,16 +285,13 @@ class DeviceProfile:
 
     def describe(self) -> str:
         """One line of text: device, numbers of measurements, accuracy for whole iterations."""
-        threads = (
-            f", {self.device.threads} thread{'s' * (self.device.threads > 1)}" if self.device.kind == "cpu" else ""
-        )
-        text = (
-            f"{self.device.name}{threads}: {len(self.operators)} operators ({len(self.measurements)} measured) in "
-            f"{', '.join(self.formats)}"
-        )
-        if not self.overhead.iterations:
-            return text
-        return f"{text}; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
+        device = self.device
+        threads = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.kind == "cpu" else ""
+        text = f"{device.name}{threads}: {len(self.operators)} operators ({len(self.measurements)} measured) in "
+        text += ", ".join(self.formats)
+        if self.overhead.iterations:
+            text += f"; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
+        return text
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse a graph other than that of this profile.
@@ -348,6 +339,7 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     return DeviceProfile.from_json(read_json(path, [PROFILE_FORMAT]), os.fspath(path))
 
 
-def _check_format(name: str, what: str) -> None:
-    if name not in FORMATS:
-        raise ProblemError(f"{what}: unknown format {name!r}; allowed are {', '.join(FORMATS)}")
+def _check_formats(what: str, *names: str) -> None:
+    for name in names:
+        if name not in FORMATS:
+            raise ProblemError(f"profile: {what}: unknown format {name!r}; allowed are {', '.join(FORMATS)}")

@@ -94,15 +94,9 @@ class _Work:
 
 
 def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptions | None = None) -> DeviceProfile:
-    """Estimate a profile.
+    """Estimate the profile of a model on a device, such as ``data_sheet("T4")``.
 
-    Args:
-        graph: The model.
-        sheet: The device, such as ``data_sheet("T4")``.
-        assumptions: Efficiencies, launch costs and optimizer.
-
-    Returns:
-        A profile that is labelled as an estimate by its option ``estimated_by``.
+    It is labelled as an estimate by its option ``estimated_by``.
 
     Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009); what is kept for backward is ours.
     """

@@ -15,11 +15,7 @@ class CostModel(Protocol):
     """A source of profiles."""
 
     def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
-        """Costs of a model on a device type.
-
-        Args:
-            graph: The model.
-            device: The type, as in the cluster file.
+        """Costs of a model on a device type of the cluster file.
 
         Returns:
             A profile of this graph with the precisions of ``device``. If it was not measured, its option

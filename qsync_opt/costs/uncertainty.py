@@ -61,12 +61,6 @@ def operator_cost(profile: DeviceProfile, operator: str, precision: str, directi
     The interval of a measured figure is the error of the whole iterations that the profile was checked against, that of
     a roofline estimate the error of whole training steps (`STEP_RATIOS`). Single operators may be further off.
 
-    Args:
-        profile: Measured, observed or estimated.
-        operator: Its name in the graph.
-        precision: In which it runs.
-        direction: ``"forward"`` or ``"backward"``.
-
     Raises:
         ProblemError: The profile has no such operator, or not in this precision; unknown direction.
     """
@@ -96,12 +90,8 @@ def operator_cost(profile: DeviceProfile, operator: str, precision: str, directi
 def layer_cost(profile: DeviceProfile, graph: OpGraph, layer: str, precision: str, direction: Direction) -> Estimate:
     """Time of one pass of all operators of a layer, without casts and host time; see `operator_cost`.
 
-    Args:
-        profile: Of the graph.
-        graph: The model.
-        layer: Path of a module; operators of its sub-modules count too. Empty: the whole model.
-        precision: In which operators run; those that lack it take the next finer one, else their finest.
-        direction: ``"forward"`` or ``"backward"``.
+    ``layer`` is the path of a module, whose sub-modules count too; empty: the whole model. Operators that lack the
+    precision take the next finer one, else their finest.
 
     Raises:
         ProblemError: The graph has no such layer, or the profile not all of its operators; unknown direction.
@@ -116,15 +106,9 @@ def layer_cost(profile: DeviceProfile, graph: OpGraph, layer: str, precision: st
 
 
 def cast_cost(profile: DeviceProfile, source: str, target: str, elements: int) -> Estimate:
-    """Time of casting a tensor from one format to another.
+    """Time of casting a tensor of so many elements from one format to another.
 
     The interval of a fitted cost is the largest error of the fit at the sizes that were measured.
-
-    Args:
-        profile: Measured, observed or estimated.
-        source: Format of the tensor.
-        target: Format of the copy.
-        elements: Of the tensor.
 
     Raises:
         ProblemError: The profile has no such cast.

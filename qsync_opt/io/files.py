@@ -33,11 +33,7 @@ def read_text(
 ) -> str:
     """Read a UTF-8 file of bounded size; endless ones (devices, pipes) are refused too.
 
-    Args:
-        path: The file.
-        kind: Kind of file for errors, such as ``"JSON"``.
-        largest_bytes: Largest size that is read.
-        error: Kind of error to raise.
+    ``kind`` names the kind of file in errors, such as ``"JSON"``.
 
     Raises:
         QSyncError: Of kind ``error``: missing, unreadable, too large, or not UTF-8.

@@ -40,14 +40,8 @@ def read_json(
 ) -> Any:
     """Read a JSON object from a file and check its ``"format"`` key.
 
-    Args:
-        path: The file.
-        formats: Accepted versions, such as ``"qsync-problem/1"``.
-        error: Kind of error to raise.
-        again: What to do about a damaged file, for errors.
-
-    Returns:
-        The object with its extension keys and ``"format"``.
+    ``formats`` are the accepted versions, such as ``"qsync-problem/1"``; ``again`` says, for errors, what to do about a
+    damaged file. The object has its extension keys and ``"format"``.
 
     Raises:
         QSyncError: Of kind ``error``: missing, unreadable or truncated file, not an object, a repeated key, NaN or
@@ -142,12 +136,8 @@ def write_json(
 ) -> None:
     """Write ``data`` as JSON to ``path``, whole or not at all.
 
-    Args:
-        path: The file.
-        data: Content of the file.
-        digest: Add a digest of the data (``x-digest``) that `read_json` compares, because a flipped bit may leave a
-            valid number.
-        error: Kind of error to raise.
+    ``digest`` adds a digest of the data (``x-digest``) that `read_json` compares, because a flipped bit may leave a
+    valid number.
 
     Raises:
         QSyncError: Of kind ``error``: the folder cannot be written, or ``data`` holds NaN, infinity or another value

@@ -69,14 +69,10 @@ def noise_kind(format_name: str, granularity: Granularity) -> str:
 
 
 def fixed_point_variance(mean_square_step: float, rounding: Rounding) -> float:
-    """Mean squared rounding error of one element on a uniform grid.
+    """Mean squared rounding error of one element on a uniform grid: ``step**2 / 6`` or ``step**2 / 12``.
 
-    Args:
-        mean_square_step: Mean of the squared step (for INT8 the squared scale) over the slices, in squared units.
-        rounding: Stochastic or nearest.
-
-    Returns:
-        ``step**2 / 6`` or ``step**2 / 12``, in squared units.
+    ``mean_square_step`` is the mean of the squared step (for INT8 the squared scale) over the slices, in squared units
+    like the result.
 
     Source:
         Ours: the integral of ``f * (1 - f)``, or of ``min(f, 1 - f)**2``, over a uniform position ``f``.

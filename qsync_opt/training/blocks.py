@@ -21,9 +21,6 @@ def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
     Two operators belong together if their names differ only in the numbers of the module path, and if type, elements of
     output and the precisions of every device type agree. Costs may differ: measured ones always do.
 
-    Args:
-        problem: The problem.
-
     Returns:
         Groups of at least two names, in forward order, for the option ``tied`` of `planner.solve`.
 
@@ -39,13 +36,7 @@ def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
 
 
 def merge_groups(groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Merge the groups that share a name, since a tie is transitive.
-
-    Args:
-        groups: Of names, in any order.
-
-    Returns:
-        Disjoint groups, those merged last at the end.
+    """Merge the groups that share a name, since a tie is transitive; those merged last come at the end.
 
     Raises:
         ProblemError: A group is empty.

@@ -98,10 +98,6 @@ def gradient_buckets(graph: OpGraph, options: BucketOptions | None = None) -> tu
     reads come last and are counted as ready at the end of backward; DistributedDataParallel trains with such only with
     ``find_unused``, which has them ready before the backward pass.
 
-    Args:
-        graph: The model.
-        options: Sizes at which buckets are closed, and in which order they are filled.
-
     Returns:
         The buckets; gradients are counted in the parameters' own type. Empty for a model without parameters. A bucket
         that is ready before its predecessor waits for it and has the predecessor's operator.

@@ -43,12 +43,8 @@ def calibrate(graph: OpGraph, profile: DeviceProfile, measured: Mapping[str, Mea
     """Fit the overhead per operator to whole iterations and return the profile with it.
 
     The overhead of backward makes the relative errors of the backward passes sum to zero, that of forward then those
-    of both passes together; neither is below zero. ``profile.overhead.residual`` is the error that remains.
-
-    Args:
-        graph: The model.
-        profile: Of the device; an overhead in it is replaced.
-        measured: By precision, whole iterations under the uniform plan of that precision.
+    of both passes together; neither is below zero. ``profile.overhead.residual`` is the error that remains. An overhead
+    that the profile has is replaced. ``measured`` are, by precision, iterations under that precision's uniform plan.
 
     Source: ours.
     """
@@ -98,12 +94,9 @@ def calibrate(graph: OpGraph, profile: DeviceProfile, measured: Mapping[str, Mea
 
 
 class UniformPredictor:
-    """Predicts the passes of one worker's uniform plan under different overheads.
+    """Predicts the passes of one worker under different overheads, each adjustable operator in ``precision``.
 
-    Args:
-        graph: The model.
-        profile: Of the device; its own overhead does not matter.
-        precision: Of every adjustable operator, or the next finer one that it has.
+    One that lacks it runs in the next finer one that it has; the overhead of the profile itself does not matter.
     """
 
     def __init__(self, graph: OpGraph, profile: DeviceProfile, precision: str) -> None:

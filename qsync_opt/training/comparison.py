@@ -61,15 +61,9 @@ class PlanDifference:
 
 
 def compare_plans(first: Plan, second: Plan, problem: Problem | None = None) -> PlanDifference:
-    """Compare two plans operator by operator.
+    """Compare two plans operator by operator; with their problem dependent ones too, and both plans are evaluated.
 
-    Args:
-        first: The plan before.
-        second: The plan after.
-        problem: With their problem dependent operators are compared too, and both plans are evaluated.
-
-    Returns:
-        The changes, in the problem's order or else in that of the plans; device types of either plan.
+    Changes are in the problem's order or else in that of the plans, for the device types of either plan.
 
     Raises:
         ProblemError: A plan does not fit the problem.

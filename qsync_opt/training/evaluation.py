@@ -154,14 +154,7 @@ class Evaluation(Tabular):
 
 
 def evaluate(problem: Problem, plan: Plan) -> Evaluation:
-    """Time, memory, sensitivity and feasibility of a plan.
-
-    Args:
-        problem: The problem.
-        plan: A plan for it.
-
-    Returns:
-        The evaluation; times in nanoseconds, memory in KiB, both exact integers.
+    """Time, memory, sensitivity and feasibility of a plan; times in nanoseconds, memory in KiB, both exact integers.
 
     Raises:
         ProblemError: The plan does not belong to the problem, or contradicts it, or is none.

@@ -171,18 +171,13 @@ class Overview:
 
 
 class Explainer:
-    """Explains any operator of a plan, which is evaluated once."""
+    """Explains any operator of a plan, feasible or not, which is evaluated once.
+
+    Raises:
+        ProblemError: The plan does not belong to the problem, or contradicts it.
+    """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        """Evaluate the plan.
-
-        Args:
-            problem: The problem.
-            plan: A plan for it, feasible or not.
-
-        Raises:
-            ProblemError: The plan does not belong to the problem, or contradicts it.
-        """
         self.problem = problem
         self.evaluation = evaluate(problem, plan)
         self._precisions = plan.resolve(problem)
@@ -364,12 +359,7 @@ class Explainer:
 
 
 def overview(explainer: Explainer, device: str, count: int = OVERVIEW_OPERATORS) -> Overview:
-    """Find the operators of a plan that matter most on one device type.
-
-    Args:
-        explainer: Of the plan.
-        device: Name of a device type of its problem.
-        count: Operators of each kind at most.
+    """The operators of a plan that matter most on one device type, at most ``count`` of each kind.
 
     Raises:
         ProblemError: No such device type, or ``count`` is below 1.

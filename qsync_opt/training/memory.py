@@ -290,14 +290,11 @@ class MemoryTimeline:
 
 
 def memory_breakdown(problem: Problem, device: DeviceEvaluation) -> MemoryBreakdown:
-    """Split the predicted memory of one device under a plan by purpose.
-
-    Args:
-        problem: A problem made by `build_problem`, which notes the static part under ``x-memory``.
-        device: The device's part of an evaluation of a plan for it.
+    """Split the predicted memory of one evaluated device under a plan by purpose.
 
     Raises:
-        ProblemError: The problem has no such note (it was written by hand or by another tool).
+        ProblemError: The problem has no note ``x-memory`` of the static part, as `build_problem` makes it (it was
+            written by hand or by another tool).
     """
     static = _static_memory(problem, device.name)
     casts_kib = sum(cast_buffers_kib(problem, time.forward_casts) for time in device.operators)
@@ -310,11 +307,9 @@ def memory_breakdown(problem: Problem, device: DeviceEvaluation) -> MemoryBreakd
 
 
 def memory_timeline(problem: Problem, device: DeviceEvaluation) -> MemoryTimeline | None:
-    """The memory timeline of one device under a plan, or None if the problem knows only totals per operator.
+    """The memory timeline of one evaluated device under a plan.
 
-    Args:
-        problem: The problem; `build_problem` notes what is needed under ``x-memory`` and ``x-memory-operators``.
-        device: The device's part of the plan's evaluation.
+    None if the problem lacks what `build_problem` notes under ``x-memory`` and ``x-memory-operators``.
 
     Raises:
         ProblemError: The notes contradict the problem.

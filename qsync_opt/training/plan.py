@@ -66,13 +66,7 @@ class Plan(Displayed, Tabular):
         freeze(self, "extras", *(() if self.solution is None else ("solution",)))
 
     def resolve(self, problem: Problem) -> dict[str, dict[str, str]]:
-        """Precision of every operator, device by device, with dependent and fixed operators recomputed.
-
-        Args:
-            problem: The problem that the plan is for.
-
-        Returns:
-            Device to operator to precision, in the problem's order.
+        """Device to operator to precision, in the problem's order, with dependent and fixed operators recomputed.
 
         Raises:
             ProblemError: The plan is for other devices or operators, picks a precision that a table lacks, or
@@ -152,12 +146,9 @@ def _some(names: list[str]) -> str:
 
 
 def uniform_plan(problem: Problem, precision: str | None = None) -> Plan:
-    """Return the plan that gives every adjustable operator one precision, as far as its table has it.
+    """Return the plan that gives every adjustable operator one precision; None: the lowest that each one has.
 
-    Args:
-        problem: The problem.
-        precision: An operator whose table lacks it takes the lowest that it has above, or else the highest that it
-            has. None: the lowest precision that each operator has.
+    An operator whose table lacks it takes the lowest that it has above, or else the highest that it has.
 
     Raises:
         ProblemError: The problem has no such format.

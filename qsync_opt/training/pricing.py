@@ -81,11 +81,7 @@ def uniform_precisions(
 ) -> dict[str, str]:
     """Precision of every operator when each adjustable one runs in ``precision``, or the next finer that it has.
 
-    Args:
-        graph: The model.
-        profile: Gives the formats that operators deliver.
-        tables: The precisions that each operator may run in.
-        precision: Of the adjustable operators.
+    ``tables`` are the precisions that each operator may run in (`device_tables`).
 
     Source: ours; dependent operators follow the rule of the problem format.
     """

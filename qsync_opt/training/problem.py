@@ -266,8 +266,7 @@ class Problem(Displayed, Tabular):
         for device in self.devices:
             if device.name in devices:
                 raise ProblemError(f"device {device.name!r} is named twice; names must be unique")
-            self._check_formats(device)
-            self._check_tables(device)
+            self._check_device(device)
             devices[device.name] = device
         for device in self.devices:
             self._check_sums(device)
@@ -278,25 +277,19 @@ class Problem(Displayed, Tabular):
                 )
         return devices
 
-    def _check_formats(self, device: ProblemDevice) -> None:
-        """Precisions, border formats and casts must name formats of this problem."""
+    def _check_device(self, device: ProblemDevice) -> None:
+        """Formats must be those of this problem; every operator needs a table, a fixed one exactly one precision."""
         what = f"device {device.name!r}"
-        used: list[tuple[str, str]] = []
+        used = [(name, "precisions") for name in device.precisions]
         for precision, borders in device.precisions.items():
-            used.append((precision, "precisions"))
             used += [(getattr(borders, f.name), f"{f.name} of {precision}") for f in fields(borders)]
-        for pair in device.casts:
-            used += [(name, f"cast {'>'.join(pair)}") for name in pair]
+        used += [(name, f"cast {'>'.join(pair)}") for pair in device.casts for name in pair]
         for name, place in used:
-            if name not in self._ranks:
+            if name not in self.formats:
                 raise ProblemError(
                     f"{what}: {place} names the format {name!r}, which formats lacks; allowed are "
                     f"{', '.join(self.formats)}"
                 )
-
-    def _check_tables(self, device: ProblemDevice) -> None:
-        """Every operator needs a table, and a fixed one exactly one precision."""
-        what = f"device {device.name!r}"
         for operator in self.operators:
             table = device.operators.get(operator.name)
             if table is None:
@@ -316,7 +309,8 @@ class Problem(Displayed, Tabular):
         """Some plan's sums on a device, or the products that they are made of, must not overflow."""
         elements = {operator.name: operator.output_elements for operator in self.operators}
         widest = max(self.formats.values())
-        time_ns, memory_kib, sensitivity = 0, 0, 0.0
+        time_ns = sum(self.communication.allreduce_ns) + max(self.communication.peer_ready_ns, default=0)
+        time_ns, memory_kib, sensitivity = time_ns + self.optimizer_ns, 0, 0.0
         for operator in self.operators:
             table = device.operators[operator.name].values()
             time_ns += max(cost.forward_ns for cost in table) + max(cost.backward_ns for cost in table)
@@ -325,8 +319,6 @@ class Problem(Displayed, Tabular):
             for source in operator.inputs:
                 time_ns += 2 * max((cast.time_ns(elements[source]) for cast in device.casts.values()), default=0)
                 memory_kib += elements[source] * widest // 2**10 + 1
-        time_ns += sum(self.communication.allreduce_ns) + max(self.communication.peer_ready_ns, default=0)
-        time_ns += self.optimizer_ns
         what = f"device {device.name!r}"
         for sums, total in (("times in ns", time_ns), ("memory in KiB with cast buffers", memory_kib)):
             if total > LARGEST_INTEGER:

@@ -72,14 +72,7 @@ def replay(problem: Problem, plan: Plan) -> Timeline:
     """Lay out one iteration of a plan event by event.
 
     One worker of each device type has a compute lane (casts, operators, optimizer) and a communication lane (the
-    all-reduce of each bucket, at the same time on all workers).
-
-    Args:
-        problem: The problem.
-        plan: A plan for it.
-
-    Returns:
-        The timeline; its end is the iteration time that `evaluate` gives.
+    all-reduce of each bucket, at the same time on all workers). The end is the iteration time that `evaluate` gives.
 
     Raises:
         ProblemError: The plan does not belong to the problem.
