@@ -151,9 +151,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 needs=("onnxruntime",),
             ),
         ),
-        Kind.QUANTIZER: tuple(
-            _built_in(name, f"numerics.quantizers:{name}") for name in ("int8", "fp8", "bf16", "fp16")
-        ),
+        Kind.QUANTIZER: tuple(_built_in(name, f"numerics.rounding:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
         Kind.COMMUNICATION_HOOK: (),
         Kind.CHECKPOINT_WRITER: (
             _built_in(

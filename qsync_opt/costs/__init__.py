@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.costs.labels import (
+    from qsync_opt.costs.profile import (
         ESTIMATE_OPTION,
         ESTIMATES_KEY,
         FP32_SHARE_OPTION,
         MEASURED_OPTION,
-        carried_estimates,
-        estimate_extras,
-        estimate_lines,
-        estimated_by,
-    )
-    from qsync_opt.costs.profile import (
         MI_ELEMENTS,
         CostFit,
         DeviceIdentity,
@@ -27,6 +21,10 @@ if TYPE_CHECKING:
         IterationOverhead,
         MeasuredCost,
         OptimizerCost,
+        carried_estimates,
+        estimate_extras,
+        estimate_lines,
+        estimated_by,
         fit_cost,
         load_profile,
     )

@@ -11,8 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from qsync_opt.cluster import DataSheet
-from qsync_opt.costs.labels import ESTIMATE_OPTION
-from qsync_opt.costs.profile import MI_ELEMENTS, CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
+from qsync_opt.costs.profile import (
+    ESTIMATE_OPTION,
+    MI_ELEMENTS,
+    CostFit,
+    DeviceIdentity,
+    DeviceProfile,
+    MeasuredCost,
+    OptimizerCost,
+)
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io import check_fields, encode
 from qsync_opt.model import (

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from qsync_opt.costs.labels import estimated_by
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.costs.profile import DeviceProfile, estimated_by
 from qsync_opt.costs.roofline import STEP_RATIOS, Assumptions, used_assumptions
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import near_match

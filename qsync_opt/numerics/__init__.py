@@ -9,7 +9,6 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, closest_precision, formats_for, number_format
-    from qsync_opt.numerics.quantizers import FormatQuantizer, Quantizer
     from qsync_opt.numerics.rounding import (
         CAST_FORMATS,
         GRADIENT_KINDS,
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
         WIDE_FP8_LARGEST,
         WIDE_FP8_MANTISSA_BITS,
         WIDE_FP8_SMALLEST_EXPONENT,
+        FormatQuantizer,
         Granularity,
+        Quantizer,
         Rounding,
         closed_form_variance,
         fixed_point_variance,

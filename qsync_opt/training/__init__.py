@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from qsync_opt.training.pareto import GAPS, Front, FrontCache, front_key, pareto_front
     from qsync_opt.training.plan import Plan, load_plan, plan_from_json, uniform_plan
-    from qsync_opt.training.planner import FastestPlan, fastest, solve
+    from qsync_opt.training.planner import Answer, FastestPlan, Solution, SolveOptions, fastest, solve
     from qsync_opt.training.pricing import problem_inputs, problem_role, uniform_precisions
     from qsync_opt.training.problem import (
         MI_ELEMENTS,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     )
     from qsync_opt.training.propagation import follow_inputs, precisions_by_rank, propagate
     from qsync_opt.training.replanning import Change, Replanning, replan
-    from qsync_opt.training.solution import Answer, Solution, SolveOptions
     from qsync_opt.training.timeline import (
         COMMUNICATION,
         COMPUTE,

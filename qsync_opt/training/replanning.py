@@ -17,9 +17,8 @@ from qsync_opt.io import check_number, freeze
 from qsync_opt.training.comparison import compare_plans
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan
-from qsync_opt.training.planner import solve
+from qsync_opt.training.planner import Solution, solve
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Solution
 
 Change = tuple[str | None, str]
 """Precision before (None: the operator was not planned) and after."""

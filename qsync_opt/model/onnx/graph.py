@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 
 from qsync_opt.errors import ModelError
 from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec, parse_graph
@@ -95,8 +97,8 @@ def match_graph(model: OnnxModel, where: str) -> OpGraph:
         nodes[owner].append(node)
     _check_products(graph, nodes, model, where)
     _check_dataflow(graph, model, where)
-    operators = tuple(replace(o, onnx_nodes=tuple(node.name for node in nodes[o.name])) for o in graph)
-    return OpGraph(name=graph.name, operators=operators, parameters=graph.parameters)
+    named = tuple(replace(o, onnx_nodes=tuple(node.name for node in nodes[o.name])) for o in graph)
+    return replace(graph, operators=named)
 
 
 def _check_products(graph: OpGraph, nodes: dict[str, list[OnnxNode]], model: OnnxModel, where: str) -> None:
@@ -118,10 +120,7 @@ def _check_dataflow(graph: OpGraph, model: OnnxModel, where: str) -> None:
     """Refuse a floating-point edge between nodes of two operators without a path between the operators."""
     ancestors: dict[str, int] = {}  # sets of operators as the bits of integers
     for position, operator in enumerate(graph):
-        bits = 1 << position
-        for source in operator.inputs:
-            bits |= ancestors[source]
-        ancestors[operator.name] = bits
+        ancestors[operator.name] = reduce(or_, map(ancestors.__getitem__, operator.inputs), 1 << position)
     producers: dict[str, str] = {}
     for node in model.nodes:
         owner = node.metadata[OPERATOR_KEY]
@@ -149,12 +148,9 @@ def build_graph(model: OnnxModel, roles: RoleTable) -> tuple[OpGraph, set[str]]:
         ModelError: Unknown shape, no operators, or a role pattern that matches none.
     """
     builder = _Builder(model, roles)
-    parameters = []
-    for name in model.parameters:
-        spec = model.specs[name]
-        assert spec is not None
-        parameters.append(ParameterSpec(name=name, spec=spec))
-    graph = OpGraph(name=model.name, operators=tuple(builder.operators()), parameters=tuple(parameters))
+    specs = {name: spec for name in model.parameters if (spec := model.specs[name]) is not None}
+    parameters = tuple(ParameterSpec(name=name, spec=spec) for name, spec in specs.items())
+    graph = OpGraph(name=model.name, operators=tuple(builder.operators()), parameters=parameters)
     roles.check_patterns(tuple(operator.name for operator in graph))
     return graph, builder.unknown
 

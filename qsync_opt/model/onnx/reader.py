@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from onnx import inliner, shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from qsync_opt.errors import ModelError, first_line
+from qsync_opt.errors import ModelError, first_line, reason_of
 from qsync_opt.io import read_bounded
 from qsync_opt.model.graph import DTYPE_BYTES, OpGraph, TensorSpec
 from qsync_opt.model.onnx.graph import GRAPH_KEY, AttributeValue, OnnxModel, OnnxNode, build_graph, match_graph
@@ -132,14 +132,11 @@ def load_proto(path: Path) -> onnx.ModelProto:
                 f"ONNX file {path} has more than {_LARGEST_BYTES} bytes: keep its weights in external files"
             )
         proto = onnx.load_model_from_string(data)
-    except OSError as error:
-        raise ModelError(
-            f"cannot read ONNX file {path}: {error.strerror or error}; give the path of an ONNX model"
-        ) from error
     except DecodeError as error:
         raise ModelError(f"ONNX file {path} is truncated or not ONNX: {error}; export the model again") from error
-    except ValueError as error:  # a path with a null character
-        raise ModelError(f"cannot read ONNX file {str(path)!r}: {error}") from error
+    except (OSError, ValueError) as error:
+        advice = "give the path of an ONNX model"
+        raise ModelError(f"cannot read ONNX file {str(path)!r}: {reason_of(error)}; {advice}") from error
     if proto.ir_version <= 0 or not proto.opset_import:
         raise ModelError(f"file {path} is not an ONNX model: it has no IR version or no operator set")
     return proto
