@@ -139,8 +139,8 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             ),
         ),
         Kind.COST_MODEL: (
-            _built_in("profile", "costs.sources:ProfileCosts"),
-            _built_in("roofline", "costs.sources:RooflineCosts"),
+            _built_in("profile", "costs.profile:ProfileCosts"),
+            _built_in("roofline", "costs.roofline:RooflineCosts"),
         ),
         Kind.RUNTIME: (
             _built_in("torch", "runtimes.torch.runtime:TorchRuntime", extra="torch", needs=("torch", "onnxscript")),

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
         MEASURED_OPTION,
         MI_ELEMENTS,
         CostFit,
+        CostModel,
         DeviceIdentity,
         DeviceProfile,
         IterationCheck,
         IterationOverhead,
         MeasuredCost,
         OptimizerCost,
+        ProfileCosts,
         carried_estimates,
         estimate_extras,
         estimate_lines,
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
         fit_cost,
         load_profile,
     )
-    from qsync_opt.costs.roofline import Assumptions, roofline_profile
-    from qsync_opt.costs.sources import CostModel, ProfileCosts, RooflineCosts
+    from qsync_opt.costs.roofline import Assumptions, RooflineCosts, roofline_profile
     from qsync_opt.costs.uncertainty import (
         CostSource,
         Estimate,

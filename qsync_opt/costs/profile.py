@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
@@ -29,6 +29,9 @@ from qsync_opt.io import (
 )
 from qsync_opt.model import OpGraph
 from qsync_opt.numerics import FORMATS, PrecisionFormats
+
+if TYPE_CHECKING:
+    from qsync_opt.cluster import DeviceType
 
 MI_ELEMENTS = 2**20
 """Unit of ``ns_per_mi_elements``."""
@@ -353,6 +356,37 @@ def _check_formats(what: str, *names: str) -> None:
     for name in names:
         if name not in FORMATS:
             raise ProblemError(f"profile: {what}: unknown format {name!r}; allowed are {', '.join(FORMATS)}")
+
+
+class CostModel(Protocol):
+    """A source of profiles."""
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Costs of a model on a device type of the cluster file.
+
+        Returns:
+            A profile of this graph with the precisions of ``device``. If it was not measured, its option
+            ``estimated_by`` says so.
+
+        Raises:
+            ProblemError: There is no profile of this device.
+            UnsupportedError: The cost model does not know such a device.
+        """
+
+
+class ProfileCosts:
+    """Measured profiles, from the files that the cluster file names."""
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Read the profile; see `CostModel.profile`."""
+        if device.profile is None:
+            raise ProblemError(
+                f"device type {device.name!r} has no profile; add profile: FILE in the cluster file, or estimate its "
+                "costs with the cost model 'roofline'"
+            )
+        profile = load_profile(device.profile)
+        profile.check_graph(graph)
+        return profile
 
 
 def estimated_by(profile: DeviceProfile) -> str | None:

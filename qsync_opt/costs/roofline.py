@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from qsync_opt.cluster import DataSheet
+from qsync_opt.cluster import DataSheet, DeviceType, data_sheet
 from qsync_opt.costs.profile import (
     ESTIMATE_OPTION,
     MI_ELEMENTS,
@@ -134,6 +134,17 @@ def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptio
             workspace_bytes=0,
         ),
     )
+
+
+class RooflineCosts:
+    """Estimates from the data sheet of a device type's ``hardware``, or of the GPU that it is named after."""
+
+    def __init__(self, assumptions: Assumptions | None = None) -> None:
+        self._assumptions = assumptions
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Estimate the profile; see `CostModel.profile`."""
+        return roofline_profile(graph, data_sheet(device.hardware or device.name), assumptions=self._assumptions)
 
 
 def used_assumptions(profile: DeviceProfile) -> Assumptions | None:

@@ -37,7 +37,7 @@ def near_match(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
-def are_plain_names(names: Iterable[object]) -> bool:
+def _are_plain_names(names: Iterable[object]) -> bool:
     """Whether all names surely pass `check_name`; fast for thousands, and False for some that would pass."""
     try:
         text = "\n".join(["", *names, ""])  # type: ignore[list-item]
@@ -368,9 +368,11 @@ def _mapping_conversion(key: Any, hint: Any) -> _Conversion:
 
     def read_all(values: Any, place: str, error: type[QSyncError]) -> dict[str, Any]:
         values = _object(values, place, error=error)
-        if has_names and not are_plain_names(values):
+        if has_names and not _are_plain_names(values):
             for name in values:
                 check_name(name, f"{place}: name", error=error)
+        if read in (_text, check_name) and _are_plain_names(values.values()):
+            return dict(values)
         return {name: read(value, separator.format(place, name), error=error) for name, value in values.items()}
 
     def write_all(values: Mapping[str, Any]) -> dict[str, Any]:

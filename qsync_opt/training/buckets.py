@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Annotated, Self
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import check_integer, check_number
+from qsync_opt.io import Json, check_fields, check_number
 from qsync_opt.model import OpGraph, ParameterSpec
 
 FIRST_BUCKET_BYTES = 1024 * 1024
@@ -31,14 +31,13 @@ class BucketOptions:
     order of registration. `of_ddp` takes the arguments of DistributedDataParallel.
     """
 
-    first_bytes: int = FIRST_BUCKET_BYTES
-    cap_bytes: int = BUCKET_BYTES
+    first_bytes: Annotated[int, Json(minimum=1)] = FIRST_BUCKET_BYTES
+    cap_bytes: Annotated[int, Json(minimum=1)] = BUCKET_BYTES
     gradient_as_view: bool = False
     find_unused: bool = False
 
     def __post_init__(self) -> None:
-        check_integer(self.first_bytes, "buckets: first_bytes", minimum=1)
-        check_integer(self.cap_bytes, "buckets: cap_bytes", minimum=1)
+        check_fields(self, "buckets")
 
     @classmethod
     def of_ddp(

@@ -326,14 +326,12 @@ def memory_timeline(problem: Problem, device: DeviceEvaluation) -> MemoryTimelin
         own_bytes[time.name] = kib * BYTES_PER_KIB - charges.get(time.name, 0)
     steps = [(time.forward_total_ns, own_bytes[time.name]) for time in device.operators]
     steps += [(time.backward_total_ns, -own_bytes[time.name]) for time in reversed(device.operators)]
-    times_ns, live_bytes = [0], [0]
-    for duration_ns, change_bytes in steps:
-        times_ns.append(times_ns[-1] + duration_ns)
-        live_bytes.append(live_bytes[-1] + change_bytes)
+    durations_ns, changes_bytes = zip(*steps, strict=True)
+    times_ns = tuple(accumulate(durations_ns, initial=0))
     return MemoryTimeline(
         breakdown=memory_breakdown(problem, device),
-        times_ns=tuple(times_ns),
-        live_bytes=tuple(live_bytes),
+        times_ns=times_ns,
+        live_bytes=tuple(accumulate(changes_bytes, initial=0)),
         peak_ns=times_ns[len(device.operators)],
         peak_operator=_static_memory(problem, device.name).peak_operator,
     )

@@ -11,8 +11,8 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     Extras,
     Json,
-    are_plain_names,
-    check_name,
+    Name,
+    check_fields,
     decode,
     encode,
     freeze,
@@ -40,28 +40,15 @@ class Plan(Displayed, Tabular):
     dependent and fixed ones may be. ``solution`` says where the plan came from and is never trusted.
     """
 
-    problem: str
-    devices: Mapping[str, Mapping[str, str]]
+    problem: Name
+    devices: Mapping[Name, Mapping[Name, str]]
     solution: Annotated[Mapping[str, Any] | None, Json(omitted=True)] = None
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ProblemError("the plan has no devices; it must name at least one device type")
-        check_name(self.problem, "plan: problem name")
-        for device, plan in self.devices.items():
-            check_name(device, "plan: device name")
-            if not isinstance(plan, Mapping):
-                raise ProblemError(f"plan for device {device!r} is {plan!r}, but it must map operator to precision")
-            if are_plain_names(plan) and are_plain_names(plan.values()):
-                continue
-            for operator, precision in plan.items():
-                check_name(operator, f"plan for device {device!r}: operator name")
-                if not isinstance(precision, str) or not precision:
-                    raise ProblemError(
-                        f"plan for device {device!r}: operator {operator!r} has {precision!r}, "
-                        "but a precision is a text such as 'FP16'"
-                    )
+        check_fields(self, "plan")
         freeze(self, "devices", depth=2)
         freeze(self, "extras", *(() if self.solution is None else ("solution",)))
 

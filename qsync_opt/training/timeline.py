@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import check_integer, freeze, write_json
+from qsync_opt.io import check_fields, freeze, write_json
 from qsync_opt.training.evaluation import DeviceEvaluation, Evaluation, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
@@ -32,8 +32,7 @@ class TimelineEvent:
     details: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_integer(self.start_ns, f"event {self.name!r}: start_ns")
-        check_integer(self.duration_ns, f"event {self.name!r}: duration_ns")
+        check_fields(self, f"event {self.name!r}")
         freeze(self, "details")
 
     @property
