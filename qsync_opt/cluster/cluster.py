@@ -24,7 +24,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import yaml
 
@@ -256,7 +256,7 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
         needed = "a mapping is needed; give name, devices and network"
         raise ProblemError(f"{where}: the file holds {content}, but {needed}")
     reader = Fields(data, where)
-    network = _read_link(Network, Fields(reader.take("network"), f"{where}: network"))
+    network = Network(**_read_link(Fields(reader.take("network"), f"{where}: network")))
     cluster = Cluster(
         name=reader.text("name"),
         devices=tuple(
@@ -299,21 +299,16 @@ def _read_links(cluster: Fields) -> dict[tuple[str, str], Link]:
         pair = reader.text("from"), reader.text("to")
         if pair in links:
             reader.fail(f"there is a link from {pair[0]!r} to {pair[1]!r} already; keep one")
-        links[pair] = _read_link(Link, reader)
+        links[pair] = Link(**_read_link(reader))
     return links
 
 
-_LinkT = TypeVar("_LinkT", bound=Link)
-
-
-def _read_link(kind: type[_LinkT], reader: Fields) -> _LinkT:
-    link = kind(
-        latency_s=parse_quantity(reader.take("latency"), TIME_S, f"{reader.where}: latency"),
-        bandwidth_bytes_per_s=parse_quantity(reader.take("bandwidth"), RATE_BYTES_PER_S, f"{reader.where}: bandwidth"),
-        source=reader.text("source"),
-    )
+def _read_link(reader: Fields) -> dict[str, Any]:
+    units = {"latency": TIME_S, "bandwidth": RATE_BYTES_PER_S}
+    values = [parse_quantity(reader.take(key), units[key], f"{reader.where}: {key}") for key in units]
+    source = reader.text("source")
     reader.finish()
-    return link
+    return {"latency_s": values[0], "bandwidth_bytes_per_s": values[1], "source": source}
 
 
 def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Iterator[int]) -> None:

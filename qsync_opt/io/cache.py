@@ -47,9 +47,8 @@ class MeasurementCache:
     An existing folder that cannot be written (read-only, full) is still read; a warning says that nothing is kept.
     Damaged files are recognized by their digest.
 
-    Args:
-        folder: Folder of the files, created if missing; None keeps them for this process only.
-        environment: All that a measurement depends on besides its key, as plain JSON data.
+    ``folder`` is created if missing; None keeps them for this process only. ``environment`` is all that a measurement
+    depends on besides its key, as plain JSON data.
 
     Raises:
         ProblemError: The folder cannot be created.

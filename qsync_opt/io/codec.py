@@ -197,13 +197,8 @@ def decode(
     tuples (``tuple[X, ...]``) and mappings (``Mapping[str, X]``) of them; values of other types are not checked.
     Keys are required even if the field has a default, unless they are marked as optional.
 
-    Args:
-        cls: The dataclass.
-        data: The JSON object.
-        where: Names the object in errors.
-        version: The allowed value of the key ``"format"``; None: the object has no such key.
-        error: Kind of error to raise.
-        others: Fields that are not stored.
+    ``where`` names the object in errors, ``version`` is the allowed value of the key ``"format"`` (None: the object has
+    no such key), and ``others`` are the fields that are not stored.
 
     Raises:
         QSyncError: Of kind ``error``: an unknown, missing or unusable key; the text names its place.
@@ -214,10 +209,10 @@ def decode(
     if version is not None:
         fields.version(version)
     for entry in _layout(cls):
-        if entry.is_optional and entry.key not in fields:
-            fields.take_or(entry.key, None)
+        if entry.key in fields or not (entry.how.optional or entry.how.omitted):
+            others[entry.name] = entry.form.read(fields.take(entry.key), f"{where}: {entry.key}", error=error)
         else:
-            others[entry.name] = entry.read(fields.take(entry.key), f"{where}: {entry.key}", error=error)
+            fields.take_or(entry.key, None)
     value = cls(**others)
     fields.finish()
     return value
@@ -228,8 +223,8 @@ def encode(value: Any, *, version: str | None = None) -> dict[str, Any]:
     data: dict[str, Any] = {} if version is None else {"format": version}
     for entry in _layout(type(value)):
         item = getattr(value, entry.name)
-        if not entry.is_omitted or item != entry.default:
-            data[entry.key] = entry.write(item)
+        if not entry.how.omitted or item != entry.default:
+            data[entry.key] = entry.form.write(item) if entry.form.write else item
     return data
 
 
@@ -240,9 +235,9 @@ def check_fields(value: Any, what: str, *, error: type[QSyncError] = ProblemErro
     names the dataclass in errors.
     """
     for entry in _layout(type(value)):
-        if entry.is_plain:
+        if entry.form.is_plain:
             old = getattr(value, entry.name)
-            new = entry.read(old, f"{what}: {entry.name}", error=error)
+            new = entry.form.read(old, f"{what}: {entry.name}", error=error)
             if new is not old:
                 object.__setattr__(value, entry.name, new)
 
@@ -271,15 +266,12 @@ class _Conversion(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One field of a dataclass, how it is read and written, and its default (`MISSING` if it has none)."""
+    """One field of a dataclass, and its default (`MISSING` if it has none)."""
 
     name: str
     key: str
-    read: Callable[..., Any]
-    write: Callable[[Any], Any]
-    is_plain: bool
-    is_optional: bool
-    is_omitted: bool
+    form: _Conversion
+    how: Json
     default: Any
 
 
@@ -290,12 +282,8 @@ def _fields_in_file(cls: type) -> tuple[_Entry, ...]:
         hint, how = _unpack(hints[field.name])
         if not (how.stored and field.init):
             continue
-        read, write, is_plain = _conversion(hint, how)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        is_optional = how.optional or how.omitted
-        entries.append(
-            _Entry(field.name, how.key or field.name, read, write or _same, is_plain, is_optional, how.omitted, default)
-        )
+        entries.append(_Entry(field.name, how.key or field.name, _conversion(hint, how), how, default))
     return tuple(entries)
 
 
@@ -379,10 +367,6 @@ def _mapping_conversion(key: Any, hint: Any) -> _Conversion:
         return {name: write(value) for name, value in values.items()} if write else dict(values)
 
     return _Conversion(read_all, write_all, is_plain)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def check_member(kind: type[E], value: object, what: str, *, error: type[QSyncError] = ProblemError) -> E:

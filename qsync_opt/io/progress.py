@@ -68,9 +68,7 @@ def delayed_interrupts() -> Iterator[None]:
 def reporting(progress: Report | bool | None, title: str) -> Iterator[Report]:
     """Yield a function to report progress to; after Ctrl-C it raises KeyboardInterrupt (see `lasting_interrupts`).
 
-    Args:
-        progress: A function; True for a bar, False for nothing, None for a bar if standard error is a terminal.
-        title: Text before the bar.
+    ``progress`` is a function, or True for a bar, False for nothing, None for a bar if standard error is a terminal.
     """
     with lasting_interrupts() as check, _shown(progress, title) as show:
 
@@ -102,12 +100,9 @@ def _shown(progress: Report | bool | None, title: str) -> Iterator[Report]:
 
 @contextlib.contextmanager
 def waiting(show: bool | None, title: str, limit_s: float | None = None) -> Iterator[None]:
-    """Show a bar with the elapsed time of work of unknown length, and its time limit.
+    """Show a bar with the elapsed time of work of unknown length, and its time limit in seconds.
 
-    Args:
-        show: As in `reporting`: True, False, or None for a terminal only.
-        title: Text before the bar.
-        limit_s: Time limit in seconds, if there is one.
+    ``show`` is True, False, or None for a terminal only.
     """
     if show is False or (show is None and not _is_terminal()):
         with lasting_interrupts():

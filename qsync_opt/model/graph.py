@@ -33,25 +33,15 @@ class Role(enum.StrEnum):
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {
-        "bool": 1,
-        "uint8": 1,
-        "uint16": 2,
-        "uint32": 4,
-        "uint64": 8,
-        "int8": 1,
-        "int16": 2,
-        "int32": 4,
-        "int64": 8,
-        "float8_e4m3fn": 1,
-        "float8_e4m3fnuz": 1,
-        "float8_e5m2": 1,
-        "float8_e5m2fnuz": 1,
-        "bfloat16": 2,
-        "float16": 2,
-        "float32": 4,
-        "float64": 8,
-        "complex64": 8,
-        "complex128": 16,
+        name: num_bytes
+        for num_bytes, names in (
+            (1, "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"),
+            (2, "uint16 int16 bfloat16 float16"),
+            (4, "uint32 int32 float32"),
+            (8, "uint64 int64 float64 complex64"),
+            (16, "complex128"),
+        )
+        for name in names.split()
     }
 )
 """Element type (as named by numpy and torch) to bytes per element."""

@@ -104,14 +104,8 @@ def closed_form_variance(
 ) -> float:
     """Mean squared error per element of one kind of rounding, from the moments of the tensor alone.
 
-    Args:
-        kind: One of ``noise_kinds(scaled=True)``.
-        rounding: Stochastic or nearest.
-        mean_square: Mean square of the elements.
-        mean_square_amax: Granularity to the mean over slices of the squared largest magnitude.
-
-    Returns:
-        Squared units of the tensor, per element.
+    ``kind`` is one of ``noise_kinds(scaled=True)``, ``mean_square_amax`` maps a granularity to the mean over slices of
+    the squared largest magnitude. The result is in squared units of the tensor.
 
     Raises:
         UnsupportedError: ``kind`` is unknown, or needs a granularity that ``mean_square_amax`` lacks.

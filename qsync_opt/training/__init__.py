@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         evaluate_device,
         iteration_time,
     )
-    from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, Saving, overview
+    from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, overview
     from qsync_opt.training.memory import (
         MEMORY_KEY,
         OPERATORS_KEY,
@@ -75,7 +75,7 @@ __all__ = [
     "OPERATORS_KEY", "PROOF_GAP", "Alternative", "Answer", "BucketOptions", "CastCost", "Change", "Communication",
     "DeviceEvaluation", "Evaluation", "Explainer", "Explanation", "FastestPlan", "Front", "FrontCache",
     "GradientBucket", "MeasuredPasses", "MemoryTimeline", "OperatorCost", "Overview", "Plan", "PlanDifference",
-    "PointStatus", "Problem", "ProblemDevice", "ProblemOperator", "Replanning", "Saving", "Solution",
+    "PointStatus", "Problem", "ProblemDevice", "ProblemOperator", "Replanning", "Solution",
     "SolveOptions", "TerminationStatus", "Timeline", "TimelineEvent", "broken_limits", "build_problem", "calibrate",
     "cast_buffers_kib", "compare_plans", "evaluate", "evaluate_device", "fastest", "follow_inputs", "front_key",
     "gradient_buckets", "gradient_users", "identical_blocks", "iteration_time", "load_plan", "load_problem",

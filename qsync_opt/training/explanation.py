@@ -103,6 +103,11 @@ class Explanation:
     decided_by: tuple[str, ...]
 
     @property
+    def fastest(self) -> Alternative:
+        """The alternative with which the device type computes fastest."""
+        return min(self.alternatives, key=lambda a: (a.compute_change_ns, a.sensitivity_change))
+
+    @property
     def reason(self) -> str:
         """Why the operator has its precision, in one to three sentences."""
         if self.role is Role.FIXED:
@@ -138,27 +143,19 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """An operator that would compute faster in another precision; ``instead`` is the one that saves most."""
-
-    explanation: Explanation
-    instead: Alternative
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
     """The operators of one device type that matter most under a plan.
 
     ``adjustable`` counts the operators that a plan decides on; ``sensitivity`` is that of the whole device type.
     ``sensitive`` are the operators of highest sensitivity above 0; ``savings`` those whose change alone would shorten
-    the computation of the device type most.
+    the computation of the device type most, by their ``fastest`` alternative.
     """
 
     device: str
     adjustable: int
     sensitivity: float
     sensitive: tuple[Explanation, ...]
-    savings: tuple[Saving, ...]
+    savings: tuple[Explanation, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
@@ -166,7 +163,7 @@ class Overview:
             "adjustable": self.adjustable,
             "sensitivity": self.sensitivity,
             "most_sensitive": [explanation.to_json() for explanation in self.sensitive],
-            "most_saving": [{**s.explanation.to_json(), "instead": s.instead.precision} for s in self.savings],
+            "most_saving": [{**each.to_json(), "instead": each.fastest.precision} for each in self.savings],
         }
 
 
@@ -379,19 +376,12 @@ def overview(explainer: Explainer, device: str, count: int = OVERVIEW_OPERATORS)
         for operator in explainer.problem.adjustable
     }
     faster = sorted((name for name, change in change_ns.items() if change < 0), key=change_ns.__getitem__)[:count]
-    savings = [explainer.explain(name, device) for name in faster]
     return Overview(
         device=device,
         adjustable=len(change_ns),
         sensitivity=evaluation.sensitivity,
         sensitive=tuple(explainer.explain(name, device) for name in sensitive),
-        savings=tuple(
-            Saving(
-                explanation=explanation,
-                instead=min(explanation.alternatives, key=lambda a: (a.compute_change_ns, a.sensitivity_change)),
-            )
-            for explanation in savings
-        ),
+        savings=tuple(explainer.explain(name, device) for name in faster),
     )
 
 

@@ -103,12 +103,8 @@ def model_memory(
 ) -> MemoryModel:
     """Build the memory model of one device type.
 
-    Args:
-        graph: The model.
-        profile: Formats and optimizer state of the device.
-        tables: The precisions that each operator may run in.
-        distributed: Whether gradients go through all-reduce buckets (more than one worker).
-        gradient_as_view: Gradients live in the buckets instead of beside them.
+    ``distributed`` says whether gradients go through all-reduce buckets (more than one worker), ``gradient_as_view``
+    whether they live in these instead of beside them.
 
     Source: ours (see the module's text).
     """

@@ -218,11 +218,8 @@ def _checked(problem: Problem, point: Any, device: str | None) -> TradeOff:
 class FrontCache:
     """Points of one problem and gap, one per file: a `qsync_opt.formulations.training.front.PointStore`.
 
-    Args:
-        folder: Where to keep them; None keeps them for this process only.
-        problem: The problem; any change of it makes other files.
-        gap: Relative gap of the points.
-        kind: The class of the points.
+    ``folder`` None keeps them for this process only; any change of the problem makes other files. ``kind`` is the class
+    of the points.
 
     Raises:
         ProblemError: The folder cannot be created.

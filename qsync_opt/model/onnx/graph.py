@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import chain
 from operator import or_
 
 from qsync_opt.errors import ModelError
@@ -164,11 +166,10 @@ class _Builder:
         self._producers: dict[str, str] = {}
         # Values that do not depend on the inputs; results computed from them are FP32 under every plan.
         self._constants = set(model.states)
-        self._users: dict[str, set[str]] = {}
+        self._users: dict[str, set[str]] = defaultdict(set)
         for name, nodes in self._groups.items():
-            for node in nodes:
-                for value in node.inputs:
-                    self._users.setdefault(value, set()).add(name)
+            for value in chain.from_iterable(node.inputs for node in nodes):
+                self._users[value].add(name)
 
     def operators(self) -> Iterable[Operator]:
         for value in self._model.inputs:
@@ -181,28 +182,21 @@ class _Builder:
     def _input(self, value: str, spec: TensorSpec) -> Operator:
         name = f"input/{value}"
         self._producers[value] = name
-        return Operator(
-            name=name,
-            op_type="input",
-            role=Role.FIXED,
-            output_specs=(spec,),
-            signature=_signature("input", (spec,), ()),
-        )
+        signature = _signature("input", (spec,), ())
+        return Operator(name=name, op_type="input", role=Role.FIXED, output_specs=(spec,), signature=signature)
 
     def _operator(self, name: str, nodes: Sequence[OnnxNode]) -> Operator:
         kind, module = _kind_and_module(nodes)
         inner = {value for node in nodes for value in node.outputs}
         reads = [v for node in nodes for v in node.inputs if v and v not in inner]
-        outputs = [v for v in inner if self._users.get(v, set()) - {name} or v in self._model.outputs]
+        outputs = [v for v in inner if self._users[v] - {name} or v in self._model.outputs]
         outputs = sorted(outputs or inner, key=[v for node in nodes for v in node.outputs].index)
         input_specs, output_specs = self._specs(nodes, reads), self._specs(nodes, outputs)
         role = self._role(name, kind, nodes, reads, output_specs)
         if all(node.kind == "Constant" for node in nodes):
             self._constants.update(inner)
         self._producers.update((value, name) for value in inner)
-        moved = (
-            0 if all(node.kind in _VIEWS for node in nodes) else sum(s.num_bytes for s in input_specs + output_specs)
-        )
+        is_view = all(node.kind in _VIEWS for node in nodes)
         return Operator(
             name=name,
             op_type=kind,
@@ -214,7 +208,7 @@ class _Builder:
             parameters=tuple(dict.fromkeys(value for value in reads if value in self._model.parameters)),
             onnx_nodes=tuple(node.name for node in nodes),
             flops=sum(node_flops(node, self._model) for node in nodes),
-            num_bytes=moved,
+            num_bytes=0 if is_view else sum(spec.num_bytes for spec in input_specs + output_specs),
             signature=_signature(kind, (*input_specs, *output_specs), [(n.kind, dict(n.attributes)) for n in nodes]),
         )
 
@@ -245,17 +239,15 @@ class _Builder:
         )
 
     def _edges(self, reads: Sequence[str], role: Role) -> tuple[str, ...]:
-        sources: list[str] = []
-        large = any(_carries_precision(self._model, value) for value in reads if value not in self._constants)
-        for value in reads:
-            spec = self._model.specs.get(value)
-            if value in self._constants or value not in self._producers or (spec is not None and not spec.is_floating):
-                continue
-            # In type promotion 0-dim operands follow the others.
-            if role is Role.DEPENDENT and large and spec is not None and not spec.shape:
-                continue
-            sources.append(self._producers[value])
-        return tuple(sources)
+        produced = [v for v in reads if v not in self._constants and v in self._producers]
+        specs = {value: self._model.specs.get(value) for value in produced}
+        # In type promotion 0-dim operands follow the others.
+        skip_scalars = role is Role.DEPENDENT and any(_carries_precision(self._model, value) for value in produced)
+        return tuple(
+            self._producers[value]
+            for value in produced
+            if (spec := specs[value]) is None or (spec.is_floating and (spec.shape or not skip_scalars))
+        )
 
 
 def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
@@ -265,13 +257,12 @@ def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
         by_call.setdefault(node.metadata.get(_CALL_KEY, f"\0{node.outputs}"), []).append(node)
     order = {id(node): position for position, node in enumerate(nodes)}
     groups: dict[str, list[OnnxNode]] = {}
-    occurrences: dict[str, int] = {}
+    occurrences: Counter[str] = Counter()
     # Ordered by last nodes, because constants shared with a later group come early.
     for members in sorted(by_call.values(), key=lambda members: order[id(members[-1])]):
         base = _base_name(members)
-        occurrence = occurrences.get(base, 0)
-        occurrences[base] = occurrence + 1
-        groups[base if occurrence == 0 else f"{base}_{occurrence}"] = members
+        groups[f"{base}_{occurrences[base]}" if occurrences[base] else base] = members
+        occurrences[base] += 1
     return groups
 
 
