@@ -71,9 +71,7 @@ def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
 
     Relative, because sizes span orders of magnitude and small ones would not count otherwise. Coefficients are not
     negative: where the unconstrained fit has a negative one, the better of the two fits with one coefficient is taken.
-
-    Args:
-        samples: Pairs (elements, nanoseconds) above zero, at least one. A single size gives a base of zero.
+    ``samples`` are pairs (elements, nanoseconds) above zero, at least one; a single size gives a base of zero.
 
     Raises:
         ProblemError: No sample, or one that is not positive.

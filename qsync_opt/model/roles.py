@@ -135,17 +135,13 @@ DEPENDENT = """
 """
 
 
-def _table() -> Mapping[str, Role]:
-    table: dict[str, Role] = {}
-    for role, kinds in ((Role.ADJUSTABLE, ADJUSTABLE), (Role.FIXED, FIXED), (Role.DEPENDENT, DEPENDENT)):
-        for kind in kinds.split():
-            if kind in table:
-                raise ModelError(f"operation {kind!r} is repeated in the role table: {table[kind]} and {role}")
-            table[kind] = role
-    return MappingProxyType(table)
-
-
-ROLE_TABLE: Mapping[str, Role] = _table()
+ROLE_TABLE: Mapping[str, Role] = MappingProxyType(
+    {
+        kind: role
+        for role, kinds in ((Role.ADJUSTABLE, ADJUSTABLE), (Role.FIXED, FIXED), (Role.DEPENDENT, DEPENDENT))
+        for kind in kinds.split()
+    }
+)
 """Kind of operator to role, without a user's changes."""
 
 

@@ -150,9 +150,7 @@ class Quantizer(Protocol):
     def variance(self, mean_square: float, mean_square_amax: Mapping[str, float]) -> float:
         """Mean squared error per element, in squared units of the tensor.
 
-        Args:
-            mean_square: Mean square of the elements.
-            mean_square_amax: By granularity, the mean over slices of the squared largest magnitude.
+        ``mean_square_amax`` is, by granularity, the mean over slices of the squared largest magnitude.
         """
 
 

@@ -207,6 +207,8 @@ class Explainer:
         steps = precisions_by_rank(self.problem, table, operator)
         here = steps.index(time.precision)
         adjustable = node.role is Role.ADJUSTABLE
+        inputs = node.inputs if node.role is Role.DEPENDENT else ()
+        ranks = {source: self._delivered_rank(table, self._precisions[device][source]) for source in inputs}
         lower = [self._alternative(operator, table, step) for step in steps[:here] if adjustable]
         higher = [self._alternative(operator, table, step) for step in steps[here + 1 :] if adjustable]
         return Explanation(
@@ -224,15 +226,8 @@ class Explainer:
             alternatives=(*lower, *higher),
             next_lower=lower[-1] if lower else None,
             next_higher=higher[0] if higher else None,
-            decided_by=self._decided_by(operator, table) if node.role is Role.DEPENDENT else (),
+            decided_by=tuple(source for source, rank in ranks.items() if rank == max(ranks.values())),
         )
-
-    def _decided_by(self, operator: str, device: ProblemDevice) -> tuple[str, ...]:
-        precisions = self._precisions[device.name]
-        ranks = {
-            source: self._delivered_rank(device, precisions[source]) for source in self._operators[operator].inputs
-        }
-        return tuple(source for source, rank in ranks.items() if rank == max(ranks.values()))
 
     def _delivered_rank(self, device: ProblemDevice, precision: str) -> int:
         return self.problem.rank(device.precisions[precision].output)

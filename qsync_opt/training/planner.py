@@ -56,11 +56,7 @@ class Solution(Displayed, solving.Solution[Plan, Evaluation]):
 
     def details(self) -> dict[str, Any]:
         """Iteration time in nanoseconds, memory in KiB and sensitivity by device."""
-        return {
-            "iteration_ns": self.iteration_ns,
-            "memory_kib": None if self.evaluation is None else self.evaluation.memory_kib,
-            "sensitivity": None if self.evaluation is None else self.evaluation.sensitivity,
-        }
+        return {key: getattr(self.evaluation, key, None) for key in ("iteration_ns", "memory_kib", "sensitivity")}
 
 
 def solve(
