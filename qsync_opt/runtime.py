@@ -58,15 +58,10 @@ class Runtime(Protocol):
     ) -> DeviceProfile:
         """Measure every operator of a model in every precision of a device, and the casts between them.
 
-        Args:
-            model: On ``device``, without a plan.
-            args: Positional arguments of one forward pass.
-            kwargs: Keyword arguments of one forward pass.
-            device: The device.
-            precisions: Those that plans may use; None: all of the device. FP32 is always measured.
-            cache_dir: Folder of measurements that equal runs share; None: no cache.
-            repeats: Runs per round of measuring.
-            name: Of the device, where the name of the hardware is ambiguous.
+        The model is on ``device`` and has no plan; ``args`` and ``kwargs`` are of one forward pass. ``precisions`` are
+        those that plans may use (None: all of the device; FP32 is always measured), ``cache_dir`` is a folder of
+        measurements that equal runs share (None: no cache), ``repeats`` the runs per round of measuring, and ``name``
+        that of the device, where the name of the hardware is ambiguous.
 
         Returns:
             A profile of the graph that `capture` returns; without training its backward times are zero.

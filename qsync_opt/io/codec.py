@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import enum
 import functools
-import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, NoneType, UnionType
@@ -22,6 +22,7 @@ from qsync_opt.io.json_files import EXTENSION_PREFIX, kind_name
 
 LARGEST_INTEGER = 2**63 - 1
 """Largest integer of a file: every reader must be able to hold it."""
+_LARGEST_FLOAT = sys.float_info.max
 
 T = TypeVar("T")
 E = TypeVar("E", bound=enum.Enum)
@@ -68,7 +69,7 @@ def check_integer(value: object, what: str, *, minimum: int = 0, error: type[QSy
 
 def check_number(value: object, what: str, *, minimum: float = 0.0, error: type[QSyncError] = ProblemError) -> float:
     """Refuse anything but a finite number of at least ``minimum``; ``what`` names the value with its unit."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= _LARGEST_FLOAT:
         raise error(f"{what} is {value!r}, but it must be a finite number of at least {minimum:g}")
     return float(value)
 
@@ -129,11 +130,11 @@ class Fields:
 
     def sequence(self, key: str) -> list[Any]:
         """Return a list."""
-        return _list(self.take(key), f"{self.where}: {key}", error=self.error)
+        return list(_list(self.take(key), f"{self.where}: {key}", error=self.error))
 
     def mapping(self, key: str) -> dict[str, Any]:
         """Return an object whose keys are names."""
-        return _object(self.take(key), f"{self.where}: {key}", error=self.error)
+        return dict(_object(self.take(key), f"{self.where}: {key}", error=self.error))
 
     def children(self, key: str) -> Iterator[tuple[str, Fields]]:
         """Yield name and fields of each object in the object at ``key``."""
@@ -385,22 +386,19 @@ def _text(value: Any, place: str, *, error: type[QSyncError]) -> str:
     return value
 
 
-def _any_text(value: Any, place: str, *, error: type[QSyncError]) -> str:
-    if not isinstance(value, str):
-        raise error(f"{place} is {value!r}, but it must be a text")
-    return value
+def _of_kind(kinds: Any, complaint: str, show: Callable[[Any], str] = repr) -> Callable[..., Any]:
+    def read(value: Any, place: str, *, error: type[QSyncError]) -> Any:
+        if not isinstance(value, kinds):
+            raise error(f"{place} is {show(value)}, but {complaint}")
+        return value
+
+    return read
 
 
-def _flag(value: Any, place: str, *, error: type[QSyncError]) -> bool:
-    if not isinstance(value, bool):
-        raise error(f"{place} is {value!r}, but allowed are true and false")
-    return value
-
-
-def _list(value: Any, place: str, *, error: type[QSyncError]) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise error(f"{place} is {kind_name(value)}, but it must be a list")
-    return list(value)
+_any_text = _of_kind(str, "it must be a text")
+_flag = _of_kind(bool, "allowed are true and false")
+_list = _of_kind((list, tuple), "it must be a list", kind_name)
+_object = _of_kind((dict, Mapping), "it must be an object", kind_name)
 
 
 def _texts(values: Any, place: str, *, error: type[QSyncError]) -> tuple[str, ...]:
@@ -408,17 +406,3 @@ def _texts(values: Any, place: str, *, error: type[QSyncError]) -> tuple[str, ..
         if not isinstance(value, str):
             raise error(f"{place} holds {value!r}, but it must be a list of texts")
     return tuple(values)
-
-
-def _object(value: Any, place: str, *, error: type[QSyncError]) -> dict[str, Any]:
-    if not isinstance(value, dict | Mapping):  # dict first, which is faster to tell
-        raise error(f"{place} is {kind_name(value)}, but it must be an object")
-    return value  # type: ignore[return-value]
-
-
-def _finite(value: float) -> bool:
-    """Whether a number is finite as a float, which a large integer is not."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False

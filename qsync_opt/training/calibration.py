@@ -103,13 +103,8 @@ class UniformPredictor:
         device = _alone(profile)
         network = Network(latency_s=0.0, bandwidth_bytes_per_s=1.0, source="one worker sends nothing")
         insensitive = {operator.name: dict.fromkeys(FORMATS, 0.0) for operator in graph.by_role(Role.ADJUSTABLE)}
-        problem = build_problem(
-            graph,
-            {_ALONE: profile},
-            insensitive,
-            Cluster(name=_ALONE, devices=(device,), network=network),
-            latency_limit_ns=0,
-        )
+        cluster = Cluster(name=_ALONE, devices=(device,), network=network)
+        problem = build_problem(graph, {_ALONE: profile}, insensitive, cluster, latency_limit_ns=0)
         self._graph = graph
         self._profile = profile
         self._tables = device_tables(graph, profile, device)

@@ -16,7 +16,7 @@ from typing import Any
 from qsync_opt import __version__
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.io import MeasurementCache, decode, encode, write_json
-from qsync_opt.solving import relative_gap
+from qsync_opt.solving import AGREEMENT, relative_gap
 from qsync_opt.systems import system
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan
@@ -26,8 +26,6 @@ from qsync_opt.views import Displayed, Tabular
 FRONT_FORMAT = "qsync-front/1"
 GAPS: Mapping[str, float] = MappingProxyType({"greedy": 1e-2, "exact": 0.0})
 """Method of a front to the relative gap of its points."""
-_AGREEMENT = 1e-6
-"""Largest relative difference between a claimed and the evaluated objective."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -196,7 +194,7 @@ def _checked(problem: Problem, point: Any, device: str | None) -> TradeOff:
     agrees = (
         evaluation.iteration_ns == point.iteration_ns
         and evaluation.memory_kib == dict(point.memory_kib)
-        and abs(evaluation.objective - point.objective) <= _AGREEMENT * max(abs(evaluation.objective), 1e-300)
+        and abs(evaluation.objective - point.objective) <= AGREEMENT * max(abs(evaluation.objective), 1e-300)
     )
     if not agrees:
         raise SolverError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qsync_opt.cluster import DeviceRole, DeviceType
-from qsync_opt.costs import DeviceProfile, MeasuredCost
+from qsync_opt.costs import DeviceProfile, IterationOverhead, MeasuredCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import closest_precision, number_format
@@ -107,21 +107,15 @@ def price_operators(graph: OpGraph, profile: DeviceProfile, tables: Mapping[str,
 
     Source: the two queues follow dPRO's replayer (MLSys 2022); charging them to operators is ours.
     """
-    times = {
-        operator.name: {
-            precision: (cost.forward_ns, cost.backward_ns + _gradient_sums_ns(graph, profile, operator, precision))
-            for precision, cost in tables[operator.name].items()
-        }
-        for operator in graph
-    }
-    if profile.device.kind != "cpu":
-        return _with_launches(graph, profile, tables, times)
-    added_forward_ns = profile.overhead.forward_ns_per_operator
-    added_backward_ns = profile.overhead.backward_ns_per_operator
-    return {
-        name: {precision: (f + added_forward_ns, b + added_backward_ns) for precision, (f, b) in table.items()}
-        for name, table in times.items()
-    }
+    is_cpu = profile.device.kind == "cpu"
+    added = profile.overhead if is_cpu else IterationOverhead()
+    times: Times = {operator.name: {} for operator in graph}
+    for operator in graph:
+        for precision, cost in tables[operator.name].items():
+            forward_ns = cost.forward_ns + added.forward_ns_per_operator
+            sums_ns = _gradient_sums_ns(graph, profile, operator, precision)
+            times[operator.name][precision] = forward_ns, cost.backward_ns + sums_ns + added.backward_ns_per_operator
+    return times if is_cpu else _with_launches(graph, profile, tables, times)
 
 
 def _gradient_sums_ns(graph: OpGraph, profile: DeviceProfile, operator: Operator, precision: str) -> int:

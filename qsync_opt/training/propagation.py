@@ -56,9 +56,7 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
         elif operator.role is Role.FIXED:
             result[operator.name] = next(iter(table))
         else:
-            delivered = -1
-            for source in operator.inputs:
-                delivered = max(delivered, output_rank[result[source]])
+            delivered = max((output_rank[result[source]] for source in operator.inputs), default=-1)
             key = (tuple(table), delivered)
             if key not in by_table:
                 by_table[key] = follow_inputs(problem, precisions_by_rank(problem, device, operator.name), delivered)
