@@ -43,7 +43,7 @@ from qsync_opt.io import (
     parse_quantity,
     read_text,
 )
-from qsync_opt.numerics import FORMATS
+from qsync_opt.numerics import check_precisions
 
 LARGEST_BYTES = 2**20
 """Largest cluster file that is read: YAML is slow to parse."""
@@ -133,12 +133,7 @@ class DeviceType:
     def __post_init__(self) -> None:
         what = f"device type {self.name!r}"
         check_fields(self, what)
-        for precision in self.precisions:
-            if precision not in FORMATS:
-                raise ProblemError(
-                    f"{what}: unknown precision {precision!r}{near_match(precision, FORMATS)}; allowed are "
-                    f"{', '.join(FORMATS)}"
-                )
+        check_precisions(self.precisions, what)
         if len(set(self.precisions)) != len(self.precisions) or not self.precisions:
             raise ProblemError(f"{what}: precisions is {list(self.precisions)}; name at least one, each once")
         if self.role is DeviceRole.FIXED and len(self.precisions) != 1:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io import Name, check_fields, near_match
-from qsync_opt.numerics import FORMATS
+from qsync_opt.numerics import FORMATS, check_precisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,7 @@ class DataSheet:
     def __post_init__(self) -> None:
         what = f"data sheet {self.name!r}"
         check_fields(self, what)
-        for precision in self.peak_flops:
-            if precision not in FORMATS:
-                raise ProblemError(
-                    f"{what}: unknown precision {precision!r}{near_match(precision, FORMATS)}; allowed are "
-                    f"{', '.join(FORMATS)}"
-                )
+        check_precisions(self.peak_flops, what)
         for needed in ("FP32", self.half_format):
             if needed not in self.peak_flops:
                 raise ProblemError(f"{what}: peak_flops lacks {needed}; add it")

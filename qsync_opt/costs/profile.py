@@ -28,7 +28,7 @@ from qsync_opt.io import (
     write_json,
 )
 from qsync_opt.model import OpGraph
-from qsync_opt.numerics import FORMATS, PrecisionFormats
+from qsync_opt.numerics import PrecisionFormats, check_precisions
 
 if TYPE_CHECKING:
     from qsync_opt.cluster import DeviceType
@@ -258,7 +258,7 @@ class DeviceProfile:
                     f"profile: option {name!r} is {value!r}, but allowed are a text, a finite number, true, false, null"
                 )
         for precision, borders in self.formats.items():
-            _check_formats(f"formats of {precision!r}", precision, *astuple(borders))
+            check_precisions((precision, *astuple(borders)), f"profile: formats of {precision!r}")
         for name, key in self.operators.items():
             if key not in self.measurements:
                 raise ProblemError(f"profile: operator {name!r} refers to measurement {key!r}, which is not there")
@@ -275,8 +275,8 @@ class DeviceProfile:
             source, separator, target = pair.partition(">")
             if not separator:
                 raise ProblemError(f"profile: cast {pair!r} is not a pair of formats such as 'FP32>BF16'")
-            _check_formats(f"cast {pair!r}", source, target)
-        _check_formats("gradient_sums", *self.gradient_sums)
+            check_precisions((source, target), f"profile: cast {pair!r}")
+        check_precisions(self.gradient_sums, "profile: gradient_sums")
         freeze(self, "options", "formats", "operators", "casts", "gradient_sums")
         freeze(self, "measurements", depth=2)
 
@@ -348,12 +348,6 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
         ProblemError: Missing or truncated file, another format version, unknown key, NaN, negative or missing cost.
     """
     return DeviceProfile.from_json(read_json(path, [PROFILE_FORMAT]), os.fspath(path))
-
-
-def _check_formats(what: str, *names: str) -> None:
-    for name in names:
-        if name not in FORMATS:
-            raise ProblemError(f"profile: {what}: unknown format {name!r}; allowed are {', '.join(FORMATS)}")
 
 
 class CostModel(Protocol):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.io import near_match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,14 @@ def number_format(name: str) -> NumberFormat:
         return FORMATS[name]
     except KeyError:
         raise UnsupportedError(f"unknown precision {name!r}: allowed are {', '.join(FORMATS)} (upper case)") from None
+
+
+def check_precisions(names: Iterable[str], what: str) -> None:
+    """Refuse names that are not in `FORMATS`; ``what`` has them."""
+    for name in names:
+        if name not in FORMATS:
+            near = near_match(str(name), FORMATS)
+            raise ProblemError(f"{what}: unknown precision {name!r}{near}; allowed are {', '.join(FORMATS)}")
 
 
 def closest_precision(available: Iterable[str], wanted: str) -> str:

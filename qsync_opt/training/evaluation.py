@@ -143,14 +143,8 @@ class Evaluation(Tabular):
 
     def to_json(self) -> dict[str, object]:
         """The keys that ``qsync-opt evaluate --json`` prints."""
-        return {
-            "objective": self.objective,
-            "iteration_ns": self.iteration_ns,
-            "memory_kib": self.memory_kib,
-            "sensitivity": self.sensitivity,
-            "feasible": self.feasible,
-            "violations": list(self.violations),
-        }
+        keys = ("objective", "iteration_ns", "memory_kib", "sensitivity", "feasible")
+        return {**{key: getattr(self, key) for key in keys}, "violations": list(self.violations)}
 
 
 def evaluate(problem: Problem, plan: Plan) -> Evaluation:

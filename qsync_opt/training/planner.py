@@ -127,7 +127,14 @@ def solve(
     if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
         reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
         answer = replace(answer, reason=reason)
-    _check_ties(answer, tied, name)
+    for device, plan_of_device in (answer.devices or {}).items():
+        for group in tied:
+            precisions = {plan_of_device[operator] for operator in group}
+            if len(precisions) > 1:
+                raise SolverError(
+                    f"{name} gave the tied operators {', '.join(map(repr, group))} of device {device!r} different "
+                    f"precisions: {', '.join(sorted(precisions))}"
+                )
     plan = None if answer.devices is None else Plan(problem=problem.name, devices=answer.devices)
     evaluation = None if plan is None else evaluate(problem, plan)
     if evaluation is not None:
@@ -174,18 +181,6 @@ def _check_arguments(problem: object, start: object, tied: Sequence[object]) -> 
             raise ProblemError(
                 f"tied holds {group!r}, but each group must be a sequence of names: tied=[('first', 'second')]"
             )
-
-
-def _check_ties(answer: Answer, tied: Sequence[Sequence[str]], method: str) -> None:
-    """Operators that were to share a precision must share it on every device type."""
-    for device, plan in (answer.devices or {}).items():
-        for group in tied:
-            precisions = {plan[name] for name in group}
-            if len(precisions) > 1:
-                raise SolverError(
-                    f"{method} gave the tied operators {', '.join(map(repr, group))} of device {device!r} different "
-                    f"precisions: {', '.join(sorted(precisions))}"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
