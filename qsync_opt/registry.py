@@ -56,6 +56,12 @@ class Feature(enum.StrEnum):
     TIED = "ties operators to one precision"
 
 
+def attribute(target: str) -> Any:
+    """Import and return what ``"module:attribute"`` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One registered name: ``target`` is ``"module:attribute"``, ``packages`` what must be importable."""
@@ -83,8 +89,7 @@ class Entry:
         for package in self.packages:
             if importlib.util.find_spec(package) is None:
                 raise NotInstalledError(f"{self.name!r} needs the package {package!r}; install it: {self.install}")
-        module, _, attribute = self.target.partition(":")
-        factory: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+        factory: Callable[[], Any] = attribute(self.target)
         return factory
 
 
@@ -108,6 +113,8 @@ def _formulation(name: str, factory: str, *features: Feature) -> Entry:
     return _built_in(name, f"formulations.training.{factory}", *features)
 
 
+_WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
+"""Indicators of statistics, too, each by a weighing of its own."""
 # Order is preference: the first available solver is the default.
 BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
     {
@@ -129,14 +136,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),
             _built_in("weights", "sensitivity.indicators:WeightIndicator"),
             _built_in("formats", "sensitivity.indicators:FormatIndicator"),
-            # Of statistics, too, each by a weighing of its own.
-            *(
-                _built_in(kind, f"sensitivity.indicators:{kind}")
-                for kind in (
-                    *("propagated", "probed", "loss", "progress", "depth"),
-                    *("hessian", "fisher", "weight", "random"),
-                )
-            ),
+            *(_built_in(kind, f"sensitivity.indicators:{kind}") for kind in _WEIGHINGS),
         ),
         Kind.COST_MODEL: (
             _built_in("profile", "costs.profile:ProfileCosts"),
@@ -151,7 +151,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 needs=("onnxruntime",),
             ),
         ),
-        Kind.QUANTIZER: tuple(_built_in(name, f"numerics.rounding:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
+        Kind.QUANTIZER: tuple(_built_in(name, f"numerics.formats:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
         Kind.COMMUNICATION_HOOK: (),
         Kind.CHECKPOINT_WRITER: (
             _built_in(

@@ -204,8 +204,7 @@ class Cluster:
     def link(self, sender: str, receiver: str) -> Link:
         """The link from workers of one device type to workers of another, or of the same.
 
-        Returns:
-            The entry for this direction, else that for the other direction, else the network's figures.
+        It is the entry for this direction, else that for the other direction, else the network's figures.
 
         Raises:
             ProblemError: Unknown device type.

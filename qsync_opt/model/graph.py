@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io import Fields, Json, decode, encode, freeze, parse_json, read_json, write_json
+from qsync_opt.io import Fields, Json, decode, encode, parse_json, read_json, write_json
 from qsync_opt.views import Displayed, Tabular
 
 
@@ -194,9 +194,8 @@ class OpGraph(Displayed, Tabular):
                     raise ModelError(f"operator {operator.name!r} uses unknown parameter {parameter!r}")
             index[operator.name] = position
             consumers[operator.name] = []
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_consumers", {name: tuple(users) for name, users in consumers.items()})
-        freeze(self, "_index", "_consumers")
+        object.__setattr__(self, "_index", MappingProxyType(index))
+        object.__setattr__(self, "_consumers", MappingProxyType({name: tuple(u) for name, u in consumers.items()}))
 
     def __len__(self) -> int:
         return len(self.operators)
@@ -236,10 +235,7 @@ class OpGraph(Displayed, Tabular):
         return tuple(sorted(fixed - {operator.op_type for operator in self.by_role(Role.DEPENDENT)}))
 
     def distances_to_input(self) -> Mapping[str, int]:
-        """Number of adjustable operators before each operator on the longest path from the model's inputs.
-
-        Returns:
-            Operator name to count, the operator itself excluded.
+        """Number of adjustable operators before each operator (itself excluded) on the longest path from the inputs.
 
         Source:
             Ours: the longest path, so that a residual shortcut does not make an operator look shallow, counted over
@@ -248,13 +244,9 @@ class OpGraph(Displayed, Tabular):
         return self._distances(self.operators, {operator.name: operator.inputs for operator in self})
 
     def distances_to_loss(self) -> Mapping[str, int]:
-        """Number of adjustable operators behind each operator on the longest path to the model's results.
+        """Number of adjustable operators behind each operator (itself excluded) on the longest path to the results.
 
-        Returns:
-            Operator name to count, the operator itself excluded.
-
-        Source:
-            Ours, as in ``distances_to_input``.
+        Source: ours, as in ``distances_to_input``.
         """
         return self._distances(self.operators[::-1], self._consumers)
 

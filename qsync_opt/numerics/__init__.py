@@ -9,15 +9,8 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.numerics.formats import (
-        FORMATS,
-        PrecisionFormats,
-        check_precisions,
-        closest_precision,
-        formats_for,
-        number_format,
-    )
-    from qsync_opt.numerics.rounding import (
         CAST_FORMATS,
+        FORMATS,
         GRADIENT_KINDS,
         LARGEST,
         SCALED_FORMATS,
@@ -27,13 +20,18 @@ if TYPE_CHECKING:
         WIDE_FP8_SMALLEST_EXPONENT,
         FormatQuantizer,
         Granularity,
+        PrecisionFormats,
         Quantizer,
         Rounding,
+        check_precisions,
         closed_form_variance,
+        closest_precision,
         fixed_point_variance,
         floating_point_variance,
+        formats_for,
         noise_kind,
         noise_kinds,
+        number_format,
         smallest_exponent,
     )
 else:

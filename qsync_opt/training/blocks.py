@@ -16,13 +16,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
-    """Groups of adjustable operators at the same place of identical blocks.
+    """Groups of at least two adjustable operators at the same place of identical blocks, for ``tied`` of `solve`.
 
     Two operators belong together if their names differ only in the numbers of the module path, and if type, elements of
-    output and the precisions of every device type agree. Costs may differ: measured ones always do.
-
-    Returns:
-        Groups of at least two names, in forward order, for the option ``tied`` of `planner.solve`.
+    output and the precisions of every device type agree. Costs may differ: measured ones always do. Names are in
+    forward order.
 
     Source: ours.
     """

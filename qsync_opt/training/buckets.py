@@ -97,9 +97,8 @@ def gradient_buckets(graph: OpGraph, options: BucketOptions | None = None) -> tu
     reads come last and are counted as ready at the end of backward; DistributedDataParallel trains with such only with
     ``find_unused``, which has them ready before the backward pass.
 
-    Returns:
-        The buckets; gradients are counted in the parameters' own type. Empty for a model without parameters. A bucket
-        that is ready before its predecessor waits for it and has the predecessor's operator.
+    Gradients are counted in the parameters' own type. A bucket that is ready before its predecessor waits for it and
+    has the predecessor's operator. There is none for a model without parameters.
 
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 3.2, and torch's reducer (``reducer.cpp``).
     """

@@ -10,6 +10,7 @@ import heapq
 from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from qsync_opt.errors import ProblemError
@@ -320,9 +321,7 @@ class Explainer:
         """How often each cast happens more (or, below zero, less) than before."""
         old = self._precisions[device.name]
         new = ChainMap(dict(changed), old)
-        producers = dict.fromkeys(changed)
-        for name in changed:
-            producers.update(dict.fromkeys(self._operators[name].inputs))
+        producers = dict.fromkeys(chain(changed, *(self._operators[name].inputs for name in changed)))
         difference: Counter[CastTime] = Counter()
         for producer in producers:
             users: Sequence[str] = self._users[producer]

@@ -125,6 +125,8 @@ def pareto_front(
 ) -> Front:
     """Find plans that trade sensitivity for time or memory; each reuses the work of the one before.
 
+    The front is empty if no plan keeps the other limits.
+
     Args:
         problem: The problem; its own limit on the time, or on the memory, is ignored.
         against: ``"latency"`` or ``"memory"``.
@@ -133,9 +135,6 @@ def pareto_front(
         points: Number of limits to try; None for every point of the front (against latency only).
         cache: Folder in which points are kept, so that an interrupted front resumes; None keeps them nowhere.
         progress: Called with the number of limits tried, their total (0: not known) and the number of cached ones.
-
-    Returns:
-        The front; empty if no plan keeps the other limits.
 
     Raises:
         UnsupportedError: An option has a value that is not allowed.

@@ -267,9 +267,8 @@ class Problem(Displayed, Tabular):
             if device.name in devices:
                 raise ProblemError(f"device {device.name!r} is named twice; names must be unique")
             self._check_device(device)
-            devices[device.name] = device
-        for device in self.devices:
             self._check_sums(device)
+            devices[device.name] = device
             for source, target, producer, consumer in missing_casts(self, device):
                 raise ProblemError(
                     f"device {device.name!r}: the cast {source}>{target} is needed between {producer!r} and "

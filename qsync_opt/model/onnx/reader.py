@@ -50,11 +50,10 @@ def read_onnx(
 ) -> OpGraph:
     """Read the operators of an ONNX model, which is not changed; external weights are not loaded.
 
+    There is one operator per torch operation where the metadata has them, else one per node.
+
     ``roles`` None is the default table; files written by ``capture`` contain their roles and take none. ``name`` None
     is the one in the model.
-
-    Returns:
-        One operator per torch operation where the metadata has them, else one per node.
 
     Raises:
         ModelError: No such file, not ONNX or truncated, a shape that is not fixed or not known, control flow, or
