@@ -61,7 +61,4 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         setattr(sys.modules[package], name, value)
         return value
 
-    def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *offered(package)})
-
-    return load, names
+    return load, lambda: sorted({*vars(sys.modules[package]), *offered(package)})

@@ -136,11 +136,6 @@ class Fields:
         """Return an object whose keys are names."""
         return dict(_object(self.take(key), f"{self.where}: {key}", error=self.error))
 
-    def children(self, key: str) -> Iterator[tuple[str, Fields]]:
-        """Yield name and fields of each object in the object at ``key``."""
-        for name, value in self.mapping(key).items():
-            yield name, Fields(value, f"{self.where}: {key} {name!r}", error=self.error)
-
     def finish(self) -> None:
         """Refuse keys that were not read, except extension keys."""
         for key in self._data:
@@ -245,14 +240,11 @@ def check_fields(value: Any, what: str, *, error: type[QSyncError] = ProblemErro
 
 def freeze(value: Any, *names: str, depth: int = 1) -> None:
     """Replace mappings of a frozen dataclass by read-only copies; ``depth`` 2: mappings of mappings."""
-
-    def copy(mapping: Mapping[Any, Any], depth: int) -> Mapping[Any, Any]:
-        if depth == 1:
-            return MappingProxyType(dict(mapping))
-        return MappingProxyType({key: copy(item, depth - 1) for key, item in mapping.items()})
-
     for name in names:
-        object.__setattr__(value, name, copy(getattr(value, name), depth))
+        mapping = dict(getattr(value, name))
+        if depth == 2:
+            mapping = {key: MappingProxyType(dict(item)) for key, item in mapping.items()}
+        object.__setattr__(value, name, MappingProxyType(mapping))
 
 
 class _Conversion(NamedTuple):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import DeviceProfile, IterationCheck, IterationOverhead
@@ -21,6 +22,7 @@ from qsync_opt.training.evaluation import evaluate_device
 from qsync_opt.training.pricing import device_tables, price_operators, uniform_precisions
 
 _ALONE = "alone"
+_FORWARD, _BACKWARD = "forward_ns_per_operator", "backward_ns_per_operator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,29 +55,25 @@ def calibrate(graph: OpGraph, profile: DeviceProfile, measured: Mapping[str, Mea
         return bare
     predictors = {precision: UniformPredictor(graph, bare, precision) for precision in measured}
 
-    def relative_error(overhead: IterationOverhead, *, whole: bool) -> float:
-        """Sum over the precisions, of the backward pass or the whole iteration."""
+    def relative_error(fitted: IterationOverhead, part: str, ns: int) -> float:
+        """With so many ns in one part, summed over the precisions; of both passes if the part is that of forward."""
+        change: Any = {part: ns}
+        overhead = replace(fitted, **change)
+        first = 0 if part == _FORWARD else 1
         pairs = (
-            (predictors[precision].predict(overhead), (passes.forward_ns, passes.backward_ns))
+            (predictors[precision].predict(overhead)[first:], (passes.forward_ns, passes.backward_ns)[first:])
             for precision, passes in measured.items()
         )
-        first = 0 if whole else 1
-        return sum(sum(predicted_ns[first:]) / sum(actual_ns[first:]) - 1.0 for predicted_ns, actual_ns in pairs)
+        return sum(sum(predicted_ns) / sum(actual_ns) - 1.0 for predicted_ns, actual_ns in pairs)
 
     # An overhead that fills the longest pass by itself is too much.
     limit_ns = 1 + max(max(p.forward_ns, p.backward_ns) for p in measured.values()) // len(graph)
     candidates = range(1, limit_ns + 1)
-    # Errors grow with the overhead, so that the number of candidates that are small enough is the largest of them.
-    backward_ns = bisect.bisect(
-        candidates,
-        0.0,
-        key=lambda ns: relative_error(IterationOverhead(backward_ns_per_operator=ns), whole=False),
-    )
-    fitted = IterationOverhead(backward_ns_per_operator=backward_ns)
-    forward_ns = bisect.bisect(
-        candidates, 0.0, key=lambda ns: relative_error(replace(fitted, forward_ns_per_operator=ns), whole=True)
-    )
-    fitted = replace(fitted, forward_ns_per_operator=forward_ns)
+    fitted = IterationOverhead()
+    for part in (_BACKWARD, _FORWARD):
+        # Errors grow with the overhead, so that the number of candidates that are small enough is the largest of them.
+        change: Any = {part: bisect.bisect(candidates, 0.0, key=partial(relative_error, fitted, part))}
+        fitted = replace(fitted, **change)
     checks = []
     for precision, passes in measured.items():
         summed, predicted = (predictors[precision].predict(each) for each in (IterationOverhead(), fitted))
