@@ -312,9 +312,18 @@ def memory_timeline(problem: Problem, device: DeviceEvaluation) -> MemoryTimelin
 
     Source: ours; the life of an activation follows `qsync_opt.training.memory`.
     """
-    charges = _static_charges(problem, device.name)
-    if charges is None:
+    charges = problem.extras.get(("devices", device.name, OPERATORS_KEY))
+    if charges is None or ("devices", device.name, MEMORY_KEY) not in problem.extras:
         return None
+    what = f"devices {device.name!r}: {OPERATORS_KEY}"
+    if not isinstance(charges, Mapping):
+        raise ProblemError(f"{what} is {charges!r}, but it must map operators to bytes")
+    for name, num_bytes in charges.items():
+        problem.index(name)
+        check_integer(num_bytes, f"{what}: {name!r}")
+    static, charged = _static_memory(problem, device.name), sum(charges.values())
+    if charged != (total := static.total_bytes):
+        raise ProblemError(f"{what} adds up to {charged} bytes, but {MEMORY_KEY} to {total}; build the problem again")
     costs = problem.device(device.name).operators
     own_bytes = {}
     for time in device.operators:
@@ -329,7 +338,7 @@ def memory_timeline(problem: Problem, device: DeviceEvaluation) -> MemoryTimelin
         times_ns=times_ns,
         live_bytes=tuple(accumulate(changes_bytes, initial=0)),
         peak_ns=times_ns[len(device.operators)],
-        peak_operator=_static_memory(problem, device.name).peak_operator,
+        peak_operator=static.peak_operator,
     )
 
 
@@ -341,20 +350,3 @@ def _static_memory(problem: Problem, device: str) -> StaticMemory:
             f"{MEMORY_KEY!r}); build it with build_problem"
         )
     return decode(StaticMemory, note, f"devices {device!r}: {MEMORY_KEY}")
-
-
-def _static_charges(problem: Problem, device: str) -> Mapping[str, int] | None:
-    """Bytes of each operator's memory that no plan changes, or None where the problem does not say."""
-    charges = problem.extras.get(("devices", device, OPERATORS_KEY))
-    if charges is None or ("devices", device, MEMORY_KEY) not in problem.extras:
-        return None
-    what = f"devices {device!r}: {OPERATORS_KEY}"
-    if not isinstance(charges, Mapping):
-        raise ProblemError(f"{what} is {charges!r}, but it must map operators to bytes")
-    for name, num_bytes in charges.items():
-        problem.index(name)
-        check_integer(num_bytes, f"{what}: {name!r}")
-    charged, total = sum(charges.values()), _static_memory(problem, device).total_bytes
-    if charged != total:
-        raise ProblemError(f"{what} adds up to {charged} bytes, but {MEMORY_KEY} to {total}; build the problem again")
-    return charges

@@ -116,9 +116,8 @@ def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
 def _all_reduces(worker: str, problem: Problem, evaluation: Evaluation) -> Iterator[TimelineEvent]:
     communication = problem.communication
     free_ns = 0
-    for k, (start_ns, duration_ns) in enumerate(
-        zip(evaluation.bucket_start_ns, communication.allreduce_ns, strict=True)
-    ):
+    spans = zip(evaluation.bucket_start_ns, communication.allreduce_ns, strict=True)
+    for k, (start_ns, duration_ns) in enumerate(spans):
         ready_ns = {device.name: device.bucket_ready_ns[k] for device in evaluation.devices.values()}
         ready_ns |= {"devices of fixed precision": communication.peer_ready_ns[k], "the bucket before": free_ns}
         yield TimelineEvent(

@@ -260,17 +260,13 @@ def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
     occurrences: Counter[str] = Counter()
     # Ordered by last nodes, because constants shared with a later group come early.
     for members in sorted(by_call.values(), key=lambda members: order[id(members[-1])]):
-        base = _base_name(members)
+        kind, module = _kind_and_module(members)
+        base = f"{module}/{kind}" if module else kind
+        if _CALL_KEY not in members[0].metadata:
+            base = members[0].name
         groups[f"{base}_{occurrences[base]}" if occurrences[base] else base] = members
         occurrences[base] += 1
     return groups
-
-
-def _base_name(nodes: Sequence[OnnxNode]) -> str:
-    if _CALL_KEY not in nodes[0].metadata:
-        return nodes[0].name
-    kind, module = _kind_and_module(nodes)
-    return f"{module}/{kind}" if module else kind
 
 
 def _kind_and_module(nodes: Sequence[OnnxNode]) -> tuple[str, str]:
