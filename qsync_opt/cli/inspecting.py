@@ -166,6 +166,7 @@ def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
 
 def _saving_row(explanation: Explanation) -> tuple[str, ...]:
     instead = explanation.fastest
+    assert instead is not None, "what saves time is another precision"
     changes = _changes(instead, "computing", "iteration", "sensitivity", "memory", "limits")
     return f"  {explanation.operator}", explanation.precision, instead.precision, *changes
 

@@ -74,6 +74,16 @@ def check_number(value: object, what: str, *, minimum: float = 0.0, error: type[
     return float(value)
 
 
+def check_member(kind: type[E], value: object, what: str, *, error: type[QSyncError] = ProblemError) -> E:
+    """The member of an enumeration that has this value; ``what`` names the value in errors."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = [str(member.value) for member in kind]
+        near = near_match(value, allowed) if isinstance(value, str) else ""
+        raise error(f"{what} is {value!r}, but allowed are {', '.join(allowed)}{near}") from None
+
+
 class Fields:
     """The keys of a JSON object, read one by one, for objects that no dataclass describes (see `decode`).
 
@@ -360,16 +370,6 @@ def _mapping_conversion(key: Any, hint: Any) -> _Conversion:
         return {name: write(value) for name, value in values.items()} if write else dict(values)
 
     return _Conversion(read_all, write_all, is_plain)
-
-
-def check_member(kind: type[E], value: object, what: str, *, error: type[QSyncError] = ProblemError) -> E:
-    """The member of an enumeration that has this value; ``what`` names the value in errors."""
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = [str(member.value) for member in kind]
-        near = near_match(value, allowed) if isinstance(value, str) else ""
-        raise error(f"{what} is {value!r}, but allowed are {', '.join(allowed)}{near}") from None
 
 
 def _text(value: Any, place: str, *, error: type[QSyncError]) -> str:

@@ -104,9 +104,9 @@ class Explanation:
     decided_by: tuple[str, ...]
 
     @property
-    def fastest(self) -> Alternative:
-        """The alternative with which the device type computes fastest."""
-        return min(self.alternatives, key=lambda a: (a.compute_change_ns, a.sensitivity_change))
+    def fastest(self) -> Alternative | None:
+        """The alternative with which the device type computes fastest; None if there is none."""
+        return min(self.alternatives, key=lambda a: (a.compute_change_ns, a.sensitivity_change), default=None)
 
     @property
     def reason(self) -> str:
@@ -164,7 +164,9 @@ class Overview:
             "adjustable": self.adjustable,
             "sensitivity": self.sensitivity,
             "most_sensitive": [explanation.to_json() for explanation in self.sensitive],
-            "most_saving": [{**each.to_json(), "instead": each.fastest.precision} for each in self.savings],
+            "most_saving": [
+                {**each.to_json(), "instead": each.fastest and each.fastest.precision} for each in self.savings
+            ],
         }
 
 
