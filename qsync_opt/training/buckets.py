@@ -16,8 +16,6 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import Json, check_fields, check_number
 from qsync_opt.model import OpGraph, ParameterSpec
 
-FIRST_BUCKET_BYTES = 1024 * 1024
-BUCKET_BYTES = 25 * 1024 * 1024
 _TRANSPOSED = frozenset({"linear", "addmm"})
 """Kinds that transpose their weight first, so that its gradient takes one more node than that of the bias."""
 
@@ -31,8 +29,8 @@ class BucketOptions:
     order of registration. `of_ddp` takes the arguments of DistributedDataParallel.
     """
 
-    first_bytes: Annotated[int, Json(minimum=1)] = FIRST_BUCKET_BYTES
-    cap_bytes: Annotated[int, Json(minimum=1)] = BUCKET_BYTES
+    first_bytes: Annotated[int, Json(minimum=1)] = 2**20
+    cap_bytes: Annotated[int, Json(minimum=1)] = 25 * 2**20
     gradient_as_view: bool = False
     find_unused: bool = False
 

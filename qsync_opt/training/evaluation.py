@@ -13,7 +13,6 @@ from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
 from qsync_opt.views import Tabular
 
-NS_PER_S = 10**9
 BYTES_PER_KIB = 1024
 
 
@@ -124,7 +123,7 @@ class Evaluation(Tabular):
     @property
     def iteration_s(self) -> float:
         """Iteration time in seconds."""
-        return self.iteration_ns / NS_PER_S
+        return self.iteration_ns / 10**9
 
     @property
     def memory_kib(self) -> dict[str, int]:
