@@ -35,14 +35,10 @@ def offered(package: str) -> dict[str, str]:
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package.
+    """The ``__getattr__`` and ``__dir__`` of the package of that ``__name__``.
 
-    Args:
-        package: Its ``__name__``.
-
-    Returns:
-        Two functions. The first raises `AttributeError` for a name that is not offered and `NotInstalledError` for one
-        that needs a package which is not installed.
+    The first raises `AttributeError` for a name that is not offered and `NotInstalledError` for one that needs a
+    package which is not installed.
     """
 
     def load(name: str) -> Any:
@@ -65,7 +61,4 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         setattr(sys.modules[package], name, value)
         return value
 
-    def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *offered(package)})
-
-    return load, names
+    return load, lambda: sorted({*vars(sys.modules[package]), *offered(package)})

@@ -9,15 +9,11 @@ class QSyncError(Exception):
     """Base of all errors raised on purpose; its text says what is wrong, what is allowed and what to do."""
 
     def __str__(self) -> str:  # not __init__, which torch.compile could not trace
-        return _shortened(super().__str__())
-
-
-def _shortened(text: str) -> str:
-    # JSON can hold half of a surrogate pair, which cannot be printed.
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[: LONGEST_TEXT - _SHOWN_END]} [...] {text[-_SHOWN_END:]}"
+        # JSON can hold half of a surrogate pair, which cannot be printed.
+        text = super().__str__().encode("utf-8", "backslashreplace").decode("utf-8")
+        if len(text) <= LONGEST_TEXT:
+            return text
+        return f"{text[: LONGEST_TEXT - _SHOWN_END]} [...] {text[-_SHOWN_END:]}"
 
 
 class ModelError(QSyncError):

@@ -56,6 +56,12 @@ class Feature(enum.StrEnum):
     TIED = "ties operators to one precision"
 
 
+def attribute(target: str) -> Any:
+    """Import and return what ``"module:attribute"`` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One registered name: ``target`` is ``"module:attribute"``, ``packages`` what must be importable."""
@@ -83,107 +89,76 @@ class Entry:
         for package in self.packages:
             if importlib.util.find_spec(package) is None:
                 raise NotInstalledError(f"{self.name!r} needs the package {package!r}; install it: {self.install}")
-        module, _, attribute = self.target.partition(":")
-        factory: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+        factory: Callable[[], Any] = attribute(self.target)
         return factory
 
 
-_SOLVERS = "pip install 'qsync-opt[solvers]'"
-_LINEAR = frozenset({Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT})
-_CERTIFIED = frozenset({Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT, Feature.START, Feature.TIED})
+_LINEAR = (Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT)
+_CERTIFIED = (*_LINEAR, Feature.START, Feature.TIED, Feature.SOLVER)
 
 
-def _ortools(name: str, factory: str, features: frozenset[Feature]) -> Entry:
-    target = f"qsync_opt.formulations.linear.solvers.ortools_solver:{factory}"
-    return Entry(name=name, target=target, features=features, packages=("ortools",), install=_SOLVERS)
+def _built_in(name: str, target: str, *features: Feature, extra: str = "", needs: tuple[str, ...] = ()) -> Entry:
+    """An entry of this package; ``extra`` is the one that installs the packages it ``needs``."""
+    install = f"pip install 'qsync-opt[{extra}]'" if extra else ""
+    target = f"qsync_opt.{target}"
+    return Entry(name=name, target=target, features=frozenset(features), packages=needs, install=install)
 
 
+def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
+    target = f"formulations.linear.solvers.{package}_solver:{factory}"
+    return _built_in(name, target, *_LINEAR, *features, extra="solvers", needs=(package,))
+
+
+def _formulation(name: str, factory: str, *features: Feature) -> Entry:
+    return _built_in(name, f"formulations.training.{factory}", *features)
+
+
+_WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
+"""Indicators of statistics, too, each by a weighing of its own."""
 # Order is preference: the first available solver is the default.
 BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
     {
         Kind.SOLVER: (
-            _ortools("ortools", "OrtoolsSolver", _LINEAR | {Feature.CONTINUOUS}),
-            Entry(
-                name="pulp",
-                target="qsync_opt.formulations.linear.solvers.pulp_solver:PulpSolver",
-                features=_LINEAR | {Feature.CONTINUOUS},
-                packages=("pulp",),
-                install=_SOLVERS,
-            ),
-            _ortools("highs", "OrtoolsSolver", _LINEAR | {Feature.CONTINUOUS}),
-            _ortools("scip", "scip_solver", _LINEAR | {Feature.CONTINUOUS}),
-            _ortools("cp-sat", "cp_sat_solver", _LINEAR),
+            _solver("ortools", "OrtoolsSolver", "ortools", Feature.CONTINUOUS),
+            _solver("pulp", "PulpSolver", "pulp", Feature.CONTINUOUS),
+            _solver("highs", "OrtoolsSolver", "ortools", Feature.CONTINUOUS),
+            _solver("scip", "scip_solver", "ortools", Feature.CONTINUOUS),
+            _solver("cp-sat", "cp_sat_solver", "ortools"),
         ),
         Kind.FORMULATION: (
-            Entry(
-                name="greedy",
-                target="qsync_opt.formulations.training.greedy:GreedyFormulation",
-                features=_CERTIFIED | {Feature.SOLVER},
-            ),
-            Entry(
-                name="qsync",
-                target="qsync_opt.formulations.training.paper_greedy:QsyncFormulation",
-                features=frozenset({Feature.SOLVER, Feature.TIME_LIMIT}),
-            ),
-            Entry(
-                name="exact",
-                target="qsync_opt.formulations.training.exact:ExactFormulation",
-                features=_CERTIFIED | {Feature.SOLVER},
-            ),
-            Entry(
-                name="ilp",
-                target="qsync_opt.formulations.training.ilp.solve:IlpFormulation",
-                features=frozenset({Feature.PROOF, Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
-            ),
-            Entry(
-                name="exhaustive",
-                target="qsync_opt.formulations.training.exhaustive:ExhaustiveFormulation",
-                features=frozenset({Feature.PROOF, Feature.TIME_LIMIT}),
-            ),
+            _formulation("greedy", "greedy:GreedyFormulation", *_CERTIFIED),
+            _formulation("qsync", "paper_greedy:QsyncFormulation", Feature.SOLVER, Feature.TIME_LIMIT),
+            _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
+            _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
+            _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
         ),
-        Kind.INDICATOR: tuple(
-            Entry(name=name, target=f"qsync_opt.sensitivity.indicators:{factory}", features=frozenset())
-            for name, factory in (
-                ("statistics", "StatisticsIndicator"),
-                ("weights", "WeightIndicator"),
-                ("formats", "FormatIndicator"),
-                # Of statistics, too, each by a weighing of its own.
-                *((kind, kind) for kind in ("propagated", "probed", "loss", "progress", "depth")),
-                *((kind, kind) for kind in ("hessian", "fisher", "weight", "random")),
-            )
+        Kind.INDICATOR: (
+            _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),
+            _built_in("weights", "sensitivity.indicators:WeightIndicator"),
+            _built_in("formats", "sensitivity.indicators:FormatIndicator"),
+            *(_built_in(kind, f"sensitivity.indicators:{kind}") for kind in _WEIGHINGS),
         ),
         Kind.COST_MODEL: (
-            Entry(name="profile", target="qsync_opt.costs.sources:ProfileCosts", features=frozenset()),
-            Entry(name="roofline", target="qsync_opt.costs.sources:RooflineCosts", features=frozenset()),
+            _built_in("profile", "costs.profile:ProfileCosts"),
+            _built_in("roofline", "costs.roofline:RooflineCosts"),
         ),
         Kind.RUNTIME: (
-            Entry(
-                name="torch",
-                target="qsync_opt.runtimes.torch.runtime:TorchRuntime",
-                features=frozenset(),
-                packages=("torch", "onnxscript"),
-                install="pip install 'qsync-opt[torch]'",
-            ),
-            Entry(
-                name="onnxruntime",
-                target="qsync_opt.runtimes.onnxruntime.runtime:OnnxRuntime",
-                features=frozenset(),
-                packages=("onnxruntime",),
-                install="pip install 'qsync-opt[onnxruntime]'",
+            _built_in("torch", "runtimes.torch.runtime:TorchRuntime", extra="torch", needs=("torch", "onnxscript")),
+            _built_in(
+                "onnxruntime",
+                "runtimes.onnxruntime.runtime:OnnxRuntime",
+                extra="onnxruntime",
+                needs=("onnxruntime",),
             ),
         ),
-        Kind.QUANTIZER: tuple(
-            Entry(name=name, target=f"qsync_opt.numerics.quantizers:{name}", features=frozenset())
-            for name in ("int8", "fp8", "bf16", "fp16")
-        ),
+        Kind.QUANTIZER: tuple(_built_in(name, f"numerics.formats:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
         Kind.COMMUNICATION_HOOK: (),
         Kind.CHECKPOINT_WRITER: (
-            Entry(
-                name="folder",
-                target="qsync_opt.runtimes.torch.checkpoints.checkpoints:Checkpoints",
-                features=frozenset(),
-                packages=("torch", "safetensors"),
-                install="pip install 'qsync-opt[torch]'",
+            _built_in(
+                "folder",
+                "runtimes.torch.checkpoints.checkpoints:Checkpoints",
+                extra="torch",
+                needs=("torch", "safetensors"),
             ),
         ),
     }
@@ -192,11 +167,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
 
 @cache
 def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
-    """All registered names of one kind, built-ins first.
-
-    Args:
-        kind: The kind.
-        system: Of formulations, those of this system.
+    """All registered names of one kind (of formulations: those of one system), built-ins first.
 
     Raises:
         UnsupportedError: Two packages claim the same name; both are shown.

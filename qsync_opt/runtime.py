@@ -22,12 +22,10 @@ class Runtime(Protocol):
     @property
     def name(self) -> str:
         """Name in the registry."""
-        ...
 
     @property
     def trains(self) -> bool:
         """Whether models run backward under a plan; otherwise plans are for inference."""
-        ...
 
     def capture(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> OpGraph:
         """The operators of one forward pass (of training, if the runtime trains); does not change the model.
@@ -35,7 +33,6 @@ class Runtime(Protocol):
         Raises:
             ModelError: The model cannot be captured; the text says where and why.
         """
-        ...
 
     def device_formats(self, device: Any) -> Mapping[str, PrecisionFormats]:
         """The precisions of a device, coarsest first, with their border formats.
@@ -43,11 +40,9 @@ class Runtime(Protocol):
         Raises:
             UnsupportedError: The device cannot be planned.
         """
-        ...
 
     def operator_precisions(self, op_type: str, device: Any) -> tuple[str, ...]:
         """The device's precisions in which a kind of operator can run; only FP32 for kinds that are not adjustable."""
-        ...
 
     def profile(
         self,
@@ -63,15 +58,10 @@ class Runtime(Protocol):
     ) -> DeviceProfile:
         """Measure every operator of a model in every precision of a device, and the casts between them.
 
-        Args:
-            model: On ``device``, without a plan.
-            args: Positional arguments of one forward pass.
-            kwargs: Keyword arguments of one forward pass.
-            device: The device.
-            precisions: Those that plans may use; None: all of the device. FP32 is always measured.
-            cache_dir: Folder of measurements that equal runs share; None: no cache.
-            repeats: Runs per round of measuring.
-            name: Of the device, where the name of the hardware is ambiguous.
+        The model is on ``device`` and has no plan; ``args`` and ``kwargs`` are of one forward pass. ``precisions`` are
+        those that plans may use (None: all of the device; FP32 is always measured), ``cache_dir`` is a folder of
+        measurements that equal runs share (None: no cache), ``repeats`` the runs per round of measuring, and ``name``
+        that of the device, where the name of the hardware is ambiguous.
 
         Returns:
             A profile of the graph that `capture` returns; without training its backward times are zero.
@@ -80,7 +70,6 @@ class Runtime(Protocol):
             UnsupportedError: The device lacks a precision.
             ProblemError: The cache folder is unusable.
         """
-        ...
 
     def apply(self, model: Any, plan: Any, device_type: str | None = None, *, graph: OpGraph | None = None) -> Any:
         """Make a model run under the plan of a device type.
@@ -90,7 +79,6 @@ class Runtime(Protocol):
             UnsupportedError: The device or an operator lacks a precision of the plan.
             NotReadyError: A plan is already applied.
         """
-        ...
 
     def undo(self, model: Any) -> Any:
         """Restore the model as it was before ``apply``.
@@ -98,4 +86,3 @@ class Runtime(Protocol):
         Raises:
             NotReadyError: No plan is applied.
         """
-        ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -49,17 +49,14 @@ class Evaluated(Protocol):
     @property
     def objective(self) -> float:
         """The value that is minimized."""
-        ...
 
     @property
     def feasible(self) -> bool:
         """Whether every limit is kept."""
-        ...
 
     @property
     def violations(self) -> tuple[str, ...]:
         """Each broken limit, in words."""
-        ...
 
 
 PlanT = TypeVar("PlanT")
@@ -146,7 +143,6 @@ class Solution(Generic[PlanT, EvaluationT]):
     build_seconds: float
     solve_seconds: float
     reason: str | None = None
-    point: PointStatus = field(init=False)
 
     def __post_init__(self) -> None:
         if (self.plan is None) != (self.evaluation is None):
@@ -157,7 +153,11 @@ class Solution(Generic[PlanT, EvaluationT]):
             raise SolverError(
                 f"method {self.method!r} ended {self.termination} {'without' if needs_plan else 'with'} a plan"
             )
-        object.__setattr__(self, "point", PointStatus.NONE if self.plan is None else PointStatus.FEASIBLE)
+
+    @property
+    def point(self) -> PointStatus:
+        """What the solution holds."""
+        return PointStatus.NONE if self.plan is None else PointStatus.FEASIBLE
 
     @property
     def objective(self) -> float | None:
@@ -171,16 +171,9 @@ class Solution(Generic[PlanT, EvaluationT]):
 
     def provenance(self) -> Mapping[str, Any]:
         """The ``solution`` object of a plan file."""
-        return MappingProxyType(
-            {
-                "termination": self.termination.value,
-                "objective": self.objective,
-                "bound": self.bound,
-                "gap": self.gap,
-                "method": self.method,
-                "solver": self.solver,
-            }
-        )
+        data = self.to_json()
+        keys = ("termination", "objective", "bound", "gap", "method", "solver")
+        return MappingProxyType({key: data[key] for key in keys})
 
     def details(self) -> dict[str, Any]:
         """What `to_json` says of this use's plan; nothing by default."""

@@ -6,7 +6,6 @@ Everything is named by texts ``"module:attribute"``, so that listing systems imp
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io import near_match
-from qsync_opt.registry import Kind, entries
+from qsync_opt.registry import Kind, attribute, entries
 from qsync_opt.solving import Solution
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class System:
         if name not in self.searches:
             allowed = ", ".join(self.searches) or "none"
             raise UnsupportedError(f"system {self.name!r} has no search {name!r}; allowed are {allowed}")
-        return _attribute(self.searches[name])
+        return attribute(self.searches[name])
 
 
 _FRONT = "qsync_opt.formulations.training.front"
@@ -73,11 +72,6 @@ BUILT_IN = (
         runtime="torch",
     ),
 )
-
-
-def _attribute(target: str) -> Any:
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 @cache
@@ -154,5 +148,5 @@ def solve(problem: object, method: Any = None, **options: Any) -> Solution[Any, 
         0.25
     """
     chosen = system_of(problem)
-    solution: Solution[Any, Any] = _attribute(chosen.plan)(problem, method or chosen.methods[0], **options)
+    solution: Solution[Any, Any] = attribute(chosen.plan)(problem, method or chosen.methods[0], **options)
     return solution

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import device_tables, graph_tables
+from qsync_opt.io import Json
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, relative_gap
+from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, plan_from_json, relative_gap
 
 _NO_LIMIT_KIB = 2**50
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
@@ -51,7 +52,7 @@ class FrontPoint:
     bound: float
     iteration_ns: int
     memory_kib: Mapping[str, int]
-    plan: Plan
+    plan: Annotated[Plan, Json(read=plan_from_json, write=Plan.to_json)]
 
 
 class PointStore(Protocol):

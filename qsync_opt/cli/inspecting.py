@@ -36,7 +36,7 @@ from qsync_opt.io import near_match
 
 if TYPE_CHECKING:
     from qsync_opt.steps import AuditedWorker
-    from qsync_opt.training import Alternative, Evaluation, Explanation, Overview, PlanDifference, Problem, Saving
+    from qsync_opt.training import Alternative, Evaluation, Explanation, Overview, PlanDifference, Problem
 
 _LOGGER = logging.getLogger(__name__)
 _KB = 1000
@@ -164,10 +164,11 @@ def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
     )
 
 
-def _saving_row(saving: Saving) -> tuple[str, ...]:
-    instead = saving.instead
+def _saving_row(explanation: Explanation) -> tuple[str, ...]:
+    instead = explanation.fastest
+    assert instead is not None, "what saves time is another precision"
     changes = _changes(instead, "computing", "iteration", "sensitivity", "memory", "limits")
-    return f"  {saving.explanation.operator}", saving.explanation.precision, instead.precision, *changes
+    return f"  {explanation.operator}", explanation.precision, instead.precision, *changes
 
 
 def _alternative_row(alternative: Alternative) -> tuple[str, ...]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, load_cluster
+    from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, Link, Network, load_cluster
     from qsync_opt.cluster.datasheets import DATA_SHEETS, DataSheet, data_sheet
-    from qsync_opt.cluster.network import Link, Network
 else:
     __getattr__, __dir__ = lazy(__name__)
 

@@ -12,7 +12,8 @@ A cluster file is YAML::
 
 A type without ``profile`` is estimated from the data sheet of its ``hardware`` (or of the GPU that it is named after).
 ``links`` may be left out. A link holds for both directions unless the other direction has an entry of its own; pairs
-of types without a link have the figures of ``network``.
+of types without a link have the figures of ``network``. An all-reduce over them is a ring in the alpha-beta (latency,
+bandwidth) model.
 """
 
 from __future__ import annotations
@@ -20,30 +21,29 @@ from __future__ import annotations
 import enum
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any
 
 import yaml
 
-from qsync_opt.cluster.network import Link, Network, ring_allreduce_ns
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     RATE_BYTES_PER_S,
     SIZE_BYTES,
     TIME_S,
     Fields,
+    Json,
+    Name,
+    check_fields,
     check_integer,
-    check_name,
     freeze,
     near_match,
     parse_quantity,
     read_text,
 )
-from qsync_opt.numerics import FORMATS
-
-AnyLink = TypeVar("AnyLink", bound=Link)
+from qsync_opt.numerics import check_precisions
 
 LARGEST_BYTES = 2**20
 """Largest cluster file that is read: YAML is slow to parse."""
@@ -51,6 +51,52 @@ LARGEST_VALUES = 100_000
 """Most values of a cluster file, aliases written out."""
 LONGEST_NUMBER = 300
 """Most characters of an integer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection between two workers: start-up time per message in seconds and bandwidth in bytes per second.
+
+    ``source`` says where the figures are from (a measurement, a data sheet).
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    source: Name
+
+    def __post_init__(self) -> None:
+        what = type(self).__name__.lower()
+        check_fields(self, what)
+        if self.bandwidth_bytes_per_s == 0:
+            raise ProblemError(f"{what}: bandwidth is 0 bytes per second, but it must be above zero")
+
+    def message_s(self, num_bytes: float) -> float:
+        """Time of one message in seconds: latency plus bytes over bandwidth."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network(Link):
+    """The link between any two workers that have none of their own: the slowest that an all-reduce crosses."""
+
+    def allreduce_ns(self, num_bytes: int, num_workers: int) -> int:
+        """Time of one all-reduce over a ring of this link alone, in nanoseconds; 0 for a single worker."""
+        return ring_allreduce_ns([self], num_bytes, num_workers)
+
+
+def ring_allreduce_ns(links: Iterable[Link], num_bytes: int, num_workers: int) -> int:
+    """Time of one all-reduce over a ring, in nanoseconds; 0 for a single worker.
+
+    Each worker sends ``2 (N - 1)`` messages of ``num_bytes / N``, a reduce-scatter and an all-gather. All workers send
+    at the same time, so that every message takes as long as the slowest one. ``links`` are those between neighbors of
+    the ring, at least one if there are several workers.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+    """
+    check_integer(num_bytes, "all-reduce: bytes")
+    check_integer(num_workers, "all-reduce: workers", minimum=1)
+    messages = 2 * (num_workers - 1)
+    return round(messages * max((link.message_s(num_bytes / num_workers) for link in links), default=0.0) * 1e9)
 
 
 class DeviceRole(enum.StrEnum):
@@ -76,32 +122,18 @@ class DeviceType:
         hardware: GPU model whose data sheet costs are estimated from; None: the type's name.
     """
 
-    name: str
-    count: int
-    memory_limit_bytes: int
+    name: Name
+    count: Annotated[int, Json(minimum=1)]
+    memory_limit_bytes: Annotated[int, Json(minimum=1)]
     precisions: tuple[str, ...]
     role: DeviceRole = DeviceRole.PLANNED
     profile: Path | None = None
-    hardware: str | None = None
+    hardware: Name | None = None
 
     def __post_init__(self) -> None:
-        check_name(self.name, "cluster: device name")
         what = f"device type {self.name!r}"
-        check_integer(self.count, f"{what}: count", minimum=1)
-        check_integer(self.memory_limit_bytes, f"{what}: memory limit in bytes", minimum=1)
-        try:
-            object.__setattr__(self, "role", DeviceRole(self.role))
-        except ValueError:
-            raise ProblemError(f"{what}: role is {self.role!r}, but allowed are {', '.join(DeviceRole)}") from None
-        if self.hardware is not None:
-            check_name(self.hardware, f"{what}: hardware")
-        object.__setattr__(self, "precisions", tuple(self.precisions))
-        for precision in self.precisions:
-            if precision not in FORMATS:
-                raise ProblemError(
-                    f"{what}: unknown precision {precision!r}{near_match(str(precision), FORMATS)}; allowed are "
-                    f"{', '.join(FORMATS)}"
-                )
+        check_fields(self, what)
+        check_precisions(self.precisions, what)
         if len(set(self.precisions)) != len(self.precisions) or not self.precisions:
             raise ProblemError(f"{what}: precisions is {list(self.precisions)}; name at least one, each once")
         if self.role is DeviceRole.FIXED and len(self.precisions) != 1:
@@ -117,13 +149,13 @@ class Cluster:
     ``links`` maps pairs of device types (sender, receiver) to their link; see `link`.
     """
 
-    name: str
+    name: Name
     devices: tuple[DeviceType, ...]
     network: Network
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_name(self.name, "cluster name")
+        check_fields(self, "cluster")
         object.__setattr__(self, "devices", tuple(self.devices))
         names = [device.name for device in self.devices]
         if twice := next((name for name in names if names.count(name) > 1), None):
@@ -172,8 +204,7 @@ class Cluster:
     def link(self, sender: str, receiver: str) -> Link:
         """The link from workers of one device type to workers of another, or of the same.
 
-        Returns:
-            The entry for this direction, else that for the other direction, else the network's figures.
+        It is the entry for this direction, else that for the other direction, else the network's figures.
 
         Raises:
             ProblemError: Unknown device type.
@@ -193,32 +224,6 @@ class Cluster:
         if len(names) > 1:
             neighbors += zip(names, names[1:] + names[:1], strict=True)
         return ring_allreduce_ns(itertools.starmap(self.link, neighbors), num_bytes, self.num_workers)
-
-    @classmethod
-    def from_mapping(cls, data: Any, where: str = "cluster", folder: Path | None = None) -> Self:
-        """Build a cluster from parsed YAML.
-
-        Args:
-            data: The top-level mapping.
-            where: Names the file in errors.
-            folder: Relative profile paths start here; None: the working directory.
-
-        Raises:
-            ProblemError: Missing, unknown or unusable entry.
-        """
-        reader = Fields(data, where)
-        network = Fields(reader.take("network"), f"{where}: network")
-        cluster = cls(
-            name=reader.text("name"),
-            devices=tuple(
-                _read_device(item, f"{where}: devices[{position}]", folder)
-                for position, item in enumerate(reader.sequence("devices"))
-            ),
-            network=_read_link(Network, network),
-            links=_read_links(reader) if "links" in reader else {},
-        )
-        reader.finish()
-        return cluster
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
@@ -244,10 +249,22 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
         content = "nothing" if data is None else repr(data)[:40]
         needed = "a mapping is needed; give name, devices and network"
         raise ProblemError(f"{where}: the file holds {content}, but {needed}")
-    return Cluster.from_mapping(data, where, Path(path).parent)
+    reader = Fields(data, where)
+    network = Network(**_read_link(Fields(reader.take("network"), f"{where}: network")))
+    cluster = Cluster(
+        name=reader.text("name"),
+        devices=tuple(
+            _read_device(item, f"{where}: devices[{position}]", Path(path).parent)
+            for position, item in enumerate(reader.sequence("devices"))
+        ),
+        network=network,
+        links=_read_links(reader) if "links" in reader else {},
+    )
+    reader.finish()
+    return cluster
 
 
-def _read_device(item: Any, where: str, folder: Path | None) -> DeviceType:
+def _read_device(item: Any, where: str, folder: Path) -> DeviceType:
     reader = Fields(item, where)
     name = reader.text("name")
     where = reader.where = f"{where} {name!r}"
@@ -261,8 +278,8 @@ def _read_device(item: Any, where: str, folder: Path | None) -> DeviceType:
         count=reader.integer("count", minimum=1),
         role=reader.take_or("role", DeviceRole.PLANNED),
         memory_limit_bytes=int(parse_quantity(reader.take("memory"), SIZE_BYTES, f"{where}: memory")),
-        precisions=reader.texts("precisions"),
-        profile=None if profile is None else (folder or Path()) / profile,
+        precisions=tuple(reader.sequence("precisions")),
+        profile=None if profile is None else folder / profile,
         hardware=reader.take_or("hardware", None),
     )
     reader.finish()
@@ -276,18 +293,16 @@ def _read_links(cluster: Fields) -> dict[tuple[str, str], Link]:
         pair = reader.text("from"), reader.text("to")
         if pair in links:
             reader.fail(f"there is a link from {pair[0]!r} to {pair[1]!r} already; keep one")
-        links[pair] = _read_link(Link, reader)
+        links[pair] = Link(**_read_link(reader))
     return links
 
 
-def _read_link(kind: type[AnyLink], reader: Fields) -> AnyLink:
-    link = kind(
-        latency_s=parse_quantity(reader.take("latency"), TIME_S, f"{reader.where}: latency"),
-        bandwidth_bytes_per_s=parse_quantity(reader.take("bandwidth"), RATE_BYTES_PER_S, f"{reader.where}: bandwidth"),
-        source=reader.text("source"),
-    )
+def _read_link(reader: Fields) -> dict[str, Any]:
+    units = {"latency": TIME_S, "bandwidth": RATE_BYTES_PER_S}
+    values = [parse_quantity(reader.take(key), units[key], f"{reader.where}: {key}") for key in units]
+    source = reader.text("source")
     reader.finish()
-    return link
+    return {"latency_s": values[0], "bandwidth_bytes_per_s": values[1], "source": source}
 
 
 def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Iterator[int]) -> None:
@@ -308,15 +323,11 @@ def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Itera
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
+            line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise ProblemError(
-                    f"{where}: a key is no plain text (line {key.start_mark.line + 1}); keys must be names"
-                )
-            _refuse_repeated_keys(key, where, seen_values)
+                raise ProblemError(f"{where}: a key is no plain text (line {line}); keys must be names")
             if key.value in seen:
-                raise ProblemError(
-                    f"{where}: the key {key.value!r} is repeated in one mapping (line {key.start_mark.line + 1}); "
-                    "keep one"
-                )
+                raise ProblemError(f"{where}: the key {key.value!r} is repeated in one mapping (line {line}); keep one")
             seen.add(key.value)
-            _refuse_repeated_keys(value, where, seen_values)
+            for child in (key, value):
+                _refuse_repeated_keys(child, where, seen_values)

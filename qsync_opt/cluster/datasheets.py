@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import check_name, check_number, near_match
-from qsync_opt.numerics import FORMATS
+from qsync_opt.io import Name, check_fields, near_match
+from qsync_opt.numerics import FORMATS, check_precisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,34 +22,25 @@ class DataSheet:
     8-bit operators deliver and run backward in. ``source`` says where the figures are from.
     """
 
-    name: str
+    name: Name
     peak_flops: Mapping[str, float]
     bandwidth_bytes_per_s: float
     half_format: str
-    source: str
+    source: Name
 
     def __post_init__(self) -> None:
-        check_name(self.name, "data sheet: name")
-        check_name(self.source, f"data sheet {self.name!r}: source")
-        for precision, peak in self.peak_flops.items():
-            if precision not in FORMATS:
-                raise ProblemError(
-                    f"data sheet {self.name!r}: unknown precision {precision!r}{near_match(precision, FORMATS)}; "
-                    f"allowed are {', '.join(FORMATS)}"
-                )
-            _check_positive(peak, f"data sheet {self.name!r}: operations per second in {precision}")
-        _check_positive(self.bandwidth_bytes_per_s, f"data sheet {self.name!r}: bandwidth in bytes per second")
+        what = f"data sheet {self.name!r}"
+        check_fields(self, what)
+        check_precisions(self.peak_flops, what)
         for needed in ("FP32", self.half_format):
             if needed not in self.peak_flops:
-                raise ProblemError(f"data sheet {self.name!r}: peak_flops lacks {needed}; add it")
+                raise ProblemError(f"{what}: peak_flops lacks {needed}; add it")
+        figures = {f"operations per second in {precision}": peak for precision, peak in self.peak_flops.items()}
+        for name, value in {**figures, "bandwidth in bytes per second": self.bandwidth_bytes_per_s}.items():
+            if value == 0:
+                raise ProblemError(f"{what}: {name} is 0, but it must be above zero")
         ordered = sorted(self.peak_flops, key=lambda name: FORMATS[name].rank)
         object.__setattr__(self, "peak_flops", MappingProxyType({name: self.peak_flops[name] for name in ordered}))
-
-
-def _check_positive(value: float, what: str) -> None:
-    check_number(value, what)
-    if value == 0:
-        raise ProblemError(f"{what} is 0, but it must be above zero")
 
 
 def _sheet(name: str, half_format: str, bandwidth_gb_per_s: float, source: str, **peak_tflops: float) -> DataSheet:

@@ -8,30 +8,29 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.costs.labels import (
+    from qsync_opt.costs.profile import (
         ESTIMATE_OPTION,
         ESTIMATES_KEY,
         FP32_SHARE_OPTION,
         MEASURED_OPTION,
-        carried_estimates,
-        estimate_extras,
-        estimate_lines,
-        estimated_by,
-    )
-    from qsync_opt.costs.profile import (
         MI_ELEMENTS,
         CostFit,
+        CostModel,
         DeviceIdentity,
         DeviceProfile,
         IterationCheck,
         IterationOverhead,
         MeasuredCost,
         OptimizerCost,
+        ProfileCosts,
+        carried_estimates,
+        estimate_extras,
+        estimate_lines,
+        estimated_by,
         fit_cost,
         load_profile,
     )
-    from qsync_opt.costs.roofline import Assumptions, roofline_profile
-    from qsync_opt.costs.sources import CostModel, ProfileCosts, RooflineCosts
+    from qsync_opt.costs.roofline import Assumptions, RooflineCosts, roofline_profile
     from qsync_opt.costs.uncertainty import (
         CostSource,
         Estimate,

@@ -1,6 +1,7 @@
 """Device profiles: the measured costs of one model on one device, which plans are priced with.
 
-Times are integer nanoseconds, memory is in bytes. Operators that cost the same share one measurement.
+Times are integer nanoseconds, memory is in bytes. Operators that cost the same share one measurement. Problems with
+estimated costs or sensitivities are labelled by the extension key ``x-estimates``, and so are their plans.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from dataclasses import astuple, dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    Extras,
     Json,
+    Name,
     check_fields,
-    check_integer,
     check_name,
     check_number,
     decode,
@@ -26,10 +28,21 @@ from qsync_opt.io import (
     write_json,
 )
 from qsync_opt.model import OpGraph
-from qsync_opt.numerics import FORMATS, PrecisionFormats
+from qsync_opt.numerics import PrecisionFormats, check_precisions
+
+if TYPE_CHECKING:
+    from qsync_opt.cluster import DeviceType
 
 MI_ELEMENTS = 2**20
 """Unit of ``ns_per_mi_elements``."""
+ESTIMATES_KEY = "x-estimates"
+"""Top-level extension key of problem and plan files: ``{"costs": {device: text}, "sensitivity": text}``."""
+ESTIMATE_OPTION = "estimated_by"
+"""Option of a profile that was not (all) measured: where its figures are from."""
+FP32_SHARE_OPTION = "fp32_share"
+"""Option of a profile: time of a step in FP32 alone, as a share of the sum over its operators."""
+MEASURED_OPTION = "measured"
+"""Option of a profile: how its costs were measured, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +71,7 @@ def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
 
     Relative, because sizes span orders of magnitude and small ones would not count otherwise. Coefficients are not
     negative: where the unconstrained fit has a negative one, the better of the two fits with one coefficient is taken.
-
-    Args:
-        samples: Pairs (elements, nanoseconds) above zero, at least one. A single size gives a base of zero.
+    ``samples`` are pairs (elements, nanoseconds) above zero, at least one; a single size gives a base of zero.
 
     Raises:
         ProblemError: No sample, or one that is not positive.
@@ -90,11 +101,8 @@ def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
         if base >= 0 and slope >= 0:
             candidates = [(base, slope)]
     base, slope = min(candidates, key=lambda c: sum(((c[0] + c[1] * n) / t - 1) ** 2 for n, t in points))
-    fit = CostFit(base_ns=round(base), ns_per_mi_elements=round(slope * MI_ELEMENTS))
-    worst = max(abs(fit.ns(int(n)) - t) / t for n, t in points)
-    return CostFit(
-        base_ns=fit.base_ns, ns_per_mi_elements=fit.ns_per_mi_elements, worst_error=worst, samples=len(points)
-    )
+    fit = CostFit(base_ns=round(base), ns_per_mi_elements=round(slope * MI_ELEMENTS), samples=len(points))
+    return replace(fit, worst_error=max(abs(fit.ns(int(n)) - t) / t for n, t in points))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +139,6 @@ class MeasuredCost:
 
     def __post_init__(self) -> None:
         check_fields(self, "operator cost")
-        for position in self.saves_inputs:
-            check_integer(position, "operator cost: position in saves_inputs")
 
 
 PROFILE_FORMAT = "qsync-profile/1"
@@ -143,21 +149,17 @@ DEVICE_KINDS = ("cpu", "cuda")
 class DeviceIdentity:
     """Device and software of a measurement; equal identities may share measurements."""
 
-    name: str
+    name: Name
     kind: str
     threads: Annotated[int, Json(minimum=1)]
-    versions: Annotated[Mapping[str, str], Json(checked=False)]
+    versions: Mapping[Name, Name]
 
     def __post_init__(self) -> None:
-        check_name(self.name, "device name")
+        check_fields(self, f"device {self.name!r}")
         if self.kind not in DEVICE_KINDS:
             raise ProblemError(
                 f"device {self.name!r}: kind is {self.kind!r}, but allowed are {', '.join(DEVICE_KINDS)}"
             )
-        check_integer(self.threads, f"device {self.name!r}: threads", minimum=1)
-        for library, version in self.versions.items():
-            check_name(library, f"device {self.name!r}: library")
-            check_name(version, f"device {self.name!r}: version of {library}")
         freeze(self, "versions")
 
 
@@ -165,14 +167,13 @@ class DeviceIdentity:
 class OptimizerCost:
     """One optimizer step over all parameters, the clearing of gradients, optimizer state and temporary memory."""
 
-    name: str
+    name: Name
     step_ns: int
     zero_grad_ns: int
     state_bytes: int
     workspace_bytes: int
 
     def __post_init__(self) -> None:
-        check_name(self.name, "optimizer name")
         check_fields(self, f"optimizer {self.name!r}")
 
 
@@ -180,7 +181,7 @@ class OptimizerCost:
 class IterationCheck:
     """One uniform plan: measured as a whole, summed over operators and casts, and predicted with the overhead."""
 
-    precision: str
+    precision: Name
     forward_ns: int
     backward_ns: int
     summed_forward_ns: int
@@ -189,7 +190,6 @@ class IterationCheck:
     predicted_backward_ns: int
 
     def __post_init__(self) -> None:
-        check_name(self.precision, "whole iteration: precision")
         check_fields(self, f"whole iteration in {self.precision}")
 
 
@@ -237,8 +237,8 @@ class DeviceProfile:
     """
 
     device: DeviceIdentity
-    model: str
-    fingerprint: str
+    model: Name
+    fingerprint: Name
     options: Mapping[str, str | int | float | bool]
     formats: Mapping[str, PrecisionFormats]
     optimizer: OptimizerCost
@@ -246,11 +246,10 @@ class DeviceProfile:
     casts: Mapping[str, CostFit]
     gradient_sums: Mapping[str, CostFit]
     measurements: Mapping[str, Mapping[str, MeasuredCost]]
-    operators: Annotated[Mapping[str, str], Json(checked=False)]
+    operators: Mapping[Name, Name]
 
     def __post_init__(self) -> None:
-        check_name(self.model, "profile: model")
-        check_name(self.fingerprint, "profile: fingerprint")
+        check_fields(self, "profile")
         for name, value in self.options.items():
             check_name(name, "profile: option")
             is_plain = value is None or isinstance(value, str | int | float)
@@ -259,11 +258,8 @@ class DeviceProfile:
                     f"profile: option {name!r} is {value!r}, but allowed are a text, a finite number, true, false, null"
                 )
         for precision, borders in self.formats.items():
-            for name in (precision, borders.output, borders.gradient_input, borders.gradient_output):
-                _check_format(name, f"profile: formats of {precision!r}")
+            check_precisions((precision, *astuple(borders)), f"profile: formats of {precision!r}")
         for name, key in self.operators.items():
-            check_name(name, "profile: operator")
-            check_name(key, f"profile: measurement of operator {name!r}")
             if key not in self.measurements:
                 raise ProblemError(f"profile: operator {name!r} refers to measurement {key!r}, which is not there")
         for key, costs in self.measurements.items():
@@ -279,10 +275,8 @@ class DeviceProfile:
             source, separator, target = pair.partition(">")
             if not separator:
                 raise ProblemError(f"profile: cast {pair!r} is not a pair of formats such as 'FP32>BF16'")
-            for name in (source, target):
-                _check_format(name, f"profile: cast {pair!r}")
-        for name in self.gradient_sums:
-            _check_format(name, "profile: gradient_sums")
+            check_precisions((source, target), f"profile: cast {pair!r}")
+        check_precisions(self.gradient_sums, "profile: gradient_sums")
         freeze(self, "options", "formats", "operators", "casts", "gradient_sums")
         freeze(self, "measurements", depth=2)
 
@@ -302,16 +296,13 @@ class DeviceProfile:
 
     def describe(self) -> str:
         """One line of text: device, numbers of measurements, accuracy for whole iterations."""
-        threads = (
-            f", {self.device.threads} thread{'s' * (self.device.threads > 1)}" if self.device.kind == "cpu" else ""
-        )
-        text = (
-            f"{self.device.name}{threads}: {len(self.operators)} operators ({len(self.measurements)} measured) in "
-            f"{', '.join(self.formats)}"
-        )
-        if not self.overhead.iterations:
-            return text
-        return f"{text}; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
+        device = self.device
+        threads = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.kind == "cpu" else ""
+        text = f"{device.name}{threads}: {len(self.operators)} operators ({len(self.measurements)} measured) in "
+        text += ", ".join(self.formats)
+        if self.overhead.iterations:
+            text += f"; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
+        return text
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse a graph other than that of this profile.
@@ -359,6 +350,71 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     return DeviceProfile.from_json(read_json(path, [PROFILE_FORMAT]), os.fspath(path))
 
 
-def _check_format(name: str, what: str) -> None:
-    if name not in FORMATS:
-        raise ProblemError(f"{what}: unknown format {name!r}; allowed are {', '.join(FORMATS)}")
+class CostModel(Protocol):
+    """A source of profiles."""
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Costs of a model on a device type of the cluster file.
+
+        Returns:
+            A profile of this graph with the precisions of ``device``. If it was not measured, its option
+            ``estimated_by`` says so.
+
+        Raises:
+            ProblemError: There is no profile of this device.
+            UnsupportedError: The cost model does not know such a device.
+        """
+
+
+class ProfileCosts:
+    """Measured profiles, from the files that the cluster file names."""
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Read the profile; see `CostModel.profile`."""
+        if device.profile is None:
+            raise ProblemError(
+                f"device type {device.name!r} has no profile; add profile: FILE in the cluster file, or estimate its "
+                "costs with the cost model 'roofline'"
+            )
+        profile = load_profile(device.profile)
+        profile.check_graph(graph)
+        return profile
+
+
+def estimated_by(profile: DeviceProfile) -> str | None:
+    """Where the figures of a profile are from if they were not measured, else None."""
+    source = profile.options.get(ESTIMATE_OPTION)
+    return None if source is None else str(source)
+
+
+def estimate_extras(
+    profiles: Mapping[str, DeviceProfile], sensitivity: str | None = None
+) -> dict[tuple[str, ...], Any]:
+    """The extension key of a problem with estimates; empty if all was measured.
+
+    ``sensitivity`` says where the sensitivities are from; None: they were computed from collected statistics.
+    """
+    sources = {name: source for name, profile in profiles.items() if (source := estimated_by(profile)) is not None}
+    note: dict[str, Any] = {"costs": sources} if sources else {}
+    if sensitivity is not None:
+        note["sensitivity"] = sensitivity
+    return {(ESTIMATES_KEY,): note} if note else {}
+
+
+def carried_estimates(extras: Extras) -> dict[tuple[str, ...], Any]:
+    """The extension keys of a problem that its plans have too."""
+    return {(ESTIMATES_KEY,): extras[ESTIMATES_KEY,]} if (ESTIMATES_KEY,) in extras else {}
+
+
+def estimate_lines(extras: Extras) -> tuple[str, ...]:
+    """The estimates of a problem or plan, one line of text each."""
+    note = extras.get((ESTIMATES_KEY,))
+    if not isinstance(note, Mapping):
+        return ()
+    costs = note.get("costs")
+    lines = []
+    if isinstance(costs, Mapping):
+        lines = [f"costs of {device} are estimates: {source}" for device, source in costs.items()]
+    if note.get("sensitivity") is not None:
+        lines.append(f"sensitivities are estimates: {note['sensitivity']}")
+    return tuple(lines)

@@ -10,9 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from qsync_opt.cluster import DataSheet
-from qsync_opt.costs.labels import ESTIMATE_OPTION
-from qsync_opt.costs.profile import MI_ELEMENTS, CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
+from qsync_opt.cluster import DataSheet, DeviceType, data_sheet
+from qsync_opt.costs.profile import (
+    ESTIMATE_OPTION,
+    MI_ELEMENTS,
+    CostFit,
+    DeviceIdentity,
+    DeviceProfile,
+    MeasuredCost,
+    OptimizerCost,
+)
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io import check_fields, encode
 from qsync_opt.model import (
@@ -94,15 +101,9 @@ class _Work:
 
 
 def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptions | None = None) -> DeviceProfile:
-    """Estimate a profile.
+    """Estimate the profile of a model on a device, such as ``data_sheet("T4")``.
 
-    Args:
-        graph: The model.
-        sheet: The device, such as ``data_sheet("T4")``.
-        assumptions: Efficiencies, launch costs and optimizer.
-
-    Returns:
-        A profile that is labelled as an estimate by its option ``estimated_by``.
+    It is labelled as an estimate by its option ``estimated_by``.
 
     Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009); what is kept for backward is ours.
     """
@@ -133,6 +134,17 @@ def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptio
             workspace_bytes=0,
         ),
     )
+
+
+class RooflineCosts:
+    """Estimates from the data sheet of a device type's ``hardware``, or of the GPU that it is named after."""
+
+    def __init__(self, assumptions: Assumptions | None = None) -> None:
+        self._assumptions = assumptions
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Estimate the profile; see `CostModel.profile`."""
+        return roofline_profile(graph, data_sheet(device.hardware or device.name), assumptions=self._assumptions)
 
 
 def used_assumptions(profile: DeviceProfile) -> Assumptions | None:

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from qsync_opt.costs.labels import estimated_by
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.costs.profile import DeviceProfile, estimated_by
 from qsync_opt.costs.roofline import STEP_RATIOS, Assumptions, used_assumptions
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import near_match
@@ -61,12 +60,6 @@ def operator_cost(profile: DeviceProfile, operator: str, precision: str, directi
     The interval of a measured figure is the error of the whole iterations that the profile was checked against, that of
     a roofline estimate the error of whole training steps (`STEP_RATIOS`). Single operators may be further off.
 
-    Args:
-        profile: Measured, observed or estimated.
-        operator: Its name in the graph.
-        precision: In which it runs.
-        direction: ``"forward"`` or ``"backward"``.
-
     Raises:
         ProblemError: The profile has no such operator, or not in this precision; unknown direction.
     """
@@ -83,28 +76,21 @@ def operator_cost(profile: DeviceProfile, operator: str, precision: str, directi
     if cost.scaled_from:
         basis = f"scaled from {cost.scaled_from}; the error of the scaling is not recorded"
         return Estimate(time_s=time_s, source=CostSource.SCALED, basis=basis)
-    if (estimate := _estimated(profile, time_s, precision)) is not None:
-        return estimate
-    count = len(profile.overhead.iterations)
-    if not count:
-        basis = "the profile records no spread of its measurements"
-        return Estimate(time_s=time_s, source=CostSource.MEASURED, basis=basis)
-    basis = (
-        f"largest error of {count} whole iteration{'s' * (count > 1)} predicted from this profile; "
-        "single operators may be further off"
-    )
-    return _within(time_s, profile.overhead.residual, basis)
+    error, basis = None, "the profile records no spread of its measurements"
+    if count := len(profile.overhead.iterations):
+        error = profile.overhead.residual
+        basis = (
+            f"largest error of {count} whole iteration{'s' * (count > 1)} predicted from this profile; "
+            "single operators may be further off"
+        )
+    return _estimated(profile, time_s, precision) or _measured(time_s, error, basis)
 
 
 def layer_cost(profile: DeviceProfile, graph: OpGraph, layer: str, precision: str, direction: Direction) -> Estimate:
     """Time of one pass of all operators of a layer, without casts and host time; see `operator_cost`.
 
-    Args:
-        profile: Of the graph.
-        graph: The model.
-        layer: Path of a module; operators of its sub-modules count too. Empty: the whole model.
-        precision: In which operators run; those that lack it take the next finer one, else their finest.
-        direction: ``"forward"`` or ``"backward"``.
+    ``layer`` is the path of a module, whose sub-modules count too; empty: the whole model. Operators that lack the
+    precision take the next finer one, else their finest.
 
     Raises:
         ProblemError: The graph has no such layer, or the profile not all of its operators; unknown direction.
@@ -119,15 +105,9 @@ def layer_cost(profile: DeviceProfile, graph: OpGraph, layer: str, precision: st
 
 
 def cast_cost(profile: DeviceProfile, source: str, target: str, elements: int) -> Estimate:
-    """Time of casting a tensor from one format to another.
+    """Time of casting a tensor of so many elements from one format to another.
 
     The interval of a fitted cost is the largest error of the fit at the sizes that were measured.
-
-    Args:
-        profile: Measured, observed or estimated.
-        source: Format of the tensor.
-        target: Format of the copy.
-        elements: Of the tensor.
 
     Raises:
         ProblemError: The profile has no such cast.
@@ -139,11 +119,10 @@ def cast_cost(profile: DeviceProfile, source: str, target: str, elements: int) -
             f"{', '.join(profile.casts)}"
         )
     time_s = 1e-9 * fit.ns(elements)
-    if (estimate := _estimated(profile, time_s, target)) is not None:
-        return estimate
-    if not fit.samples:
-        return Estimate(time_s=time_s, source=CostSource.MEASURED, basis="the fit records no measurements")
-    return _within(time_s, fit.worst_error, f"largest error of the fit to {fit.samples} measurements")
+    error, basis = None, "the fit records no measurements"
+    if fit.samples:
+        error, basis = fit.worst_error, f"largest error of the fit to {fit.samples} measurements"
+    return _estimated(profile, time_s, target) or _measured(time_s, error, basis)
 
 
 def total_cost(parts: Iterable[Estimate]) -> Estimate:
@@ -158,15 +137,11 @@ def total_cost(parts: Iterable[Estimate]) -> Estimate:
     )
 
 
-def _within(time_s: float, error: float, basis: str) -> Estimate:
-    """A prediction whose distance from the truth is at most ``error`` times the truth."""
-    return Estimate(
-        time_s=time_s,
-        low_s=time_s / (1 + error),
-        high_s=time_s / (1 - error) if error < 1 else math.inf,
-        source=CostSource.MEASURED,
-        basis=basis,
-    )
+def _measured(time_s: float, error: float | None, basis: str) -> Estimate:
+    """A prediction whose distance from the truth is at most ``error`` times the truth; None: it is not known."""
+    low_s = 0.0 if error is None else time_s / (1 + error)
+    high_s = time_s / (1 - error) if error is not None and error < 1 else math.inf
+    return Estimate(time_s=time_s, low_s=low_s, high_s=high_s, source=CostSource.MEASURED, basis=basis)
 
 
 def _estimated(profile: DeviceProfile, time_s: float, precision: str) -> Estimate | None:

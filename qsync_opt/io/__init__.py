@@ -13,9 +13,10 @@ if TYPE_CHECKING:
         LARGEST_INTEGER,
         Fields,
         Json,
-        are_plain_names,
+        Name,
         check_fields,
         check_integer,
+        check_member,
         check_name,
         check_number,
         decode,
@@ -41,7 +42,7 @@ else:
 
 __all__ = [
     "LARGEST_INTEGER", "RATE_BYTES_PER_S", "SIZE_BYTES", "TIME_S", "Extras", "Fields", "Json", "MeasurementCache",
-    "Report", "are_plain_names", "check_fields", "check_integer", "check_name", "check_number", "check_writable",
+    "Name", "Report", "check_fields", "check_integer", "check_member", "check_name", "check_number", "check_writable",
     "decode", "default_cache_folder", "delayed_interrupts", "encode", "format_gap", "format_memory",
     "format_sensitivity", "format_time", "freeze", "merge_extras", "near_match", "parse_json", "parse_quantity",
     "read_bounded", "read_json", "read_text", "reporting", "split_extras", "waiting", "write_bytes", "write_json",

@@ -47,9 +47,8 @@ class MeasurementCache:
     An existing folder that cannot be written (read-only, full) is still read; a warning says that nothing is kept.
     Damaged files are recognized by their digest.
 
-    Args:
-        folder: Folder of the files, created if missing; None keeps them for this process only.
-        environment: All that a measurement depends on besides its key, as plain JSON data.
+    ``folder`` is created if missing; None keeps them for this process only. ``environment`` is all that a measurement
+    depends on besides its key, as plain JSON data.
 
     Raises:
         ProblemError: The folder cannot be created.
@@ -60,26 +59,23 @@ class MeasurementCache:
         self._known: dict[str, dict[str, Any]] = {}
         self._folder: Path | None = None
         self._warned = False
-        if folder is not None:
-            self._folder = Path(folder) / _digest(json.dumps(self._environment, sort_keys=True))
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-            except (OSError, ValueError) as failure:  # ValueError: a null character
-                reason = reason_of(failure)
-                # os.path, not Path: that raises where a folder of another user must not be looked into.
-                if os.path.isdir(folder) and getattr(failure, "errno", None) in _NOT_WRITABLE:
-                    _LOGGER.warning(
-                        "measurements are not kept for other runs: cannot make the folder %r (%s); name another cache "
-                        "folder, or make room",
-                        str(self._folder),
-                        reason,
-                    )
-                    self._folder = None
-                    return
-                raise ProblemError(
-                    f"cannot make the folder {str(self._folder)!r} for measurements: {reason}; "
-                    "name another cache folder"
-                ) from failure
+        if folder is None:
+            return
+        own = Path(folder) / _digest(json.dumps(self._environment, sort_keys=True))
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            self._folder = own
+        except (OSError, ValueError) as failure:  # ValueError: a null character
+            text = f"cannot make the folder {str(own)!r}"
+            # os.path, not Path: that raises where a folder of another user must not be looked into.
+            if not os.path.isdir(folder) or getattr(failure, "errno", None) not in _NOT_WRITABLE:
+                advice = "name another cache folder"
+                raise ProblemError(f"{text} for measurements: {reason_of(failure)}; {advice}") from failure
+            _LOGGER.warning(
+                "measurements are not kept for other runs: %s (%s); name another cache folder, or make room",
+                text,
+                reason_of(failure),
+            )
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the measurement of ``key``, or None if there is none; a warning names an unusable file."""

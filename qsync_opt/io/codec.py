@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import enum
 import functools
-import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, NoneType, UnionType
@@ -22,8 +22,10 @@ from qsync_opt.io.json_files import EXTENSION_PREFIX, kind_name
 
 LARGEST_INTEGER = 2**63 - 1
 """Largest integer of a file: every reader must be able to hold it."""
+_LARGEST_FLOAT = sys.float_info.max
 
 T = TypeVar("T")
+E = TypeVar("E", bound=enum.Enum)
 
 
 def near_match(name: str, known: Iterable[str]) -> str:
@@ -36,7 +38,7 @@ def near_match(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
-def are_plain_names(names: Iterable[object]) -> bool:
+def _are_plain_names(names: Iterable[object]) -> bool:
     """Whether all names surely pass `check_name`; fast for thousands, and False for some that would pass."""
     try:
         text = "\n".join(["", *names, ""])  # type: ignore[list-item]
@@ -45,7 +47,7 @@ def are_plain_names(names: Iterable[object]) -> bool:
     return text.isascii() and "\n\n" not in text and "\n" + EXTENSION_PREFIX not in text
 
 
-def check_name(name: object, what: str, *, error: type[QSyncError] = ProblemError) -> None:
+def check_name(name: object, what: str, *, error: type[QSyncError] = ProblemError) -> str:
     """Refuse names that files cannot hold: not a text, empty, not encodable, or beginning like an extension key."""
     if not isinstance(name, str) or not name:
         raise error(f"{what} is {name!r}, but a name must be a text that is not empty")
@@ -53,20 +55,33 @@ def check_name(name: object, what: str, *, error: type[QSyncError] = ProblemErro
         raise error(f"{what} is {name!r}, but a name must not hold half of a surrogate pair")
     if name.startswith(EXTENSION_PREFIX):
         raise error(f"{what} is {name!r}, but names must not begin with {EXTENSION_PREFIX!r} (kept for extension keys)")
+    return name
 
 
-def check_integer(value: object, what: str, *, minimum: int = 0, error: type[QSyncError] = ProblemError) -> None:
+def check_integer(value: object, what: str, *, minimum: int = 0, error: type[QSyncError] = ProblemError) -> int:
     """Refuse anything but an integer of at least ``minimum`` and of 64 bits; ``what`` names the value with its unit."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise error(f"{what} is {value!r}, but it must be an integer of at least {minimum}")
     if value > LARGEST_INTEGER:
         raise error(f"{what} is {value!r}, but it must be at most 2**63 - 1")
+    return int(value)
 
 
-def check_number(value: object, what: str, *, minimum: float = 0.0, error: type[QSyncError] = ProblemError) -> None:
+def check_number(value: object, what: str, *, minimum: float = 0.0, error: type[QSyncError] = ProblemError) -> float:
     """Refuse anything but a finite number of at least ``minimum``; ``what`` names the value with its unit."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= _LARGEST_FLOAT:
         raise error(f"{what} is {value!r}, but it must be a finite number of at least {minimum:g}")
+    return float(value)
+
+
+def check_member(kind: type[E], value: object, what: str, *, error: type[QSyncError] = ProblemError) -> E:
+    """The member of an enumeration that has this value; ``what`` names the value in errors."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = [str(member.value) for member in kind]
+        near = near_match(value, allowed) if isinstance(value, str) else ""
+        raise error(f"{what} is {value!r}, but allowed are {', '.join(allowed)}{near}") from None
 
 
 class Fields:
@@ -80,9 +95,7 @@ class Fields:
     def __init__(self, data: object, where: str, *, error: type[QSyncError] = ProblemError) -> None:
         self.where = where
         self.error = error
-        if not isinstance(data, dict):
-            raise error(f"{where} is {kind_name(data)}, but it must be an object")
-        self._data: dict[str, Any] = data
+        self._data: dict[str, Any] = _object(data, where, error=error)
         self._taken: set[str] = set()
 
     def fail(self, text: str) -> NoReturn:
@@ -115,41 +128,23 @@ class Fields:
 
     def text(self, key: str) -> str:
         """Return a text that is not empty."""
-        return _text(self.take(key), f"{self.where}: {key}", self.error)
-
-    def flag(self, key: str) -> bool:
-        """Return a truth value; a missing one is false."""
-        return _flag(self.take_or(key, False), f"{self.where}: {key}", self.error)
+        return _text(self.take(key), f"{self.where}: {key}", error=self.error)
 
     def integer(self, key: str, *, minimum: int = 0) -> int:
         """Return an integer of at least ``minimum``."""
-        return _integer(self.take(key), f"{self.where}: {key}", self.error, minimum)
+        return check_integer(self.take(key), f"{self.where}: {key}", minimum=minimum, error=self.error)
 
-    def number(self, key: str, *, minimum: float = 0.0) -> float:
-        """Return a finite number of at least ``minimum``."""
-        return _number(self.take(key), f"{self.where}: {key}", self.error, minimum)
+    def number(self, key: str) -> float:
+        """Return a finite number of at least 0."""
+        return check_number(self.take(key), f"{self.where}: {key}", error=self.error)
 
     def sequence(self, key: str) -> list[Any]:
         """Return a list."""
-        return _list(self.take(key), f"{self.where}: {key}", self.error)
-
-    def integers(self, key: str, *, minimum: int = 0) -> tuple[int, ...]:
-        """Return a list of integers of at least ``minimum`` as a tuple."""
-        place = f"{self.where}: {key}"
-        return tuple(_integer(v, f"{place}[{i}]", self.error, minimum) for i, v in enumerate(self.sequence(key)))
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of texts as a tuple."""
-        return _texts(self.take(key), f"{self.where}: {key}", self.error)
+        return list(_list(self.take(key), f"{self.where}: {key}", error=self.error))
 
     def mapping(self, key: str) -> dict[str, Any]:
         """Return an object whose keys are names."""
-        return _object(self.take(key), f"{self.where}: {key}", self.error)
-
-    def children(self, key: str) -> Iterator[tuple[str, Fields]]:
-        """Yield name and fields of each object in the object at ``key``."""
-        for name, value in self.mapping(key).items():
-            yield name, Fields(value, f"{self.where}: {key} {name!r}", error=self.error)
+        return dict(_object(self.take(key), f"{self.where}: {key}", error=self.error))
 
     def finish(self) -> None:
         """Refuse keys that were not read, except extension keys."""
@@ -170,10 +165,10 @@ class Json:
         key: Key in the object; empty: the name of the field.
         minimum: Of integers and numbers.
         empty: Whether texts may be empty.
+        name: Whether texts must pass `check_name`.
         optional: Whether the key may be missing; the field then has its default.
         omitted: Optional, and not written if the field has its default.
         stored: Whether it is in the file; otherwise the caller of `decode` gives it.
-        checked: Whether values of a mapping are checked; otherwise the class does so.
         read: Converts JSON data, given its place for errors, instead of the type.
         write: The inverse of ``read``.
     """
@@ -181,12 +176,16 @@ class Json:
     key: str = ""
     minimum: int = 0
     empty: bool = False
+    name: bool = False
     optional: bool = False
     omitted: bool = False
     stored: bool = True
-    checked: bool = True
     read: Callable[[Any, str], Any] | None = None
     write: Callable[[Any], Any] | None = None
+
+
+Name = Annotated[str, Json(name=True)]
+"""A text that passes `check_name`."""
 
 
 def decode(
@@ -204,13 +203,8 @@ def decode(
     tuples (``tuple[X, ...]``) and mappings (``Mapping[str, X]``) of them; values of other types are not checked.
     Keys are required even if the field has a default, unless they are marked as optional.
 
-    Args:
-        cls: The dataclass.
-        data: The JSON object.
-        where: Names the object in errors.
-        version: The allowed value of the key ``"format"``; None: the object has no such key.
-        error: Kind of error to raise.
-        others: Fields that are not stored.
+    ``where`` names the object in errors, ``version`` is the allowed value of the key ``"format"`` (None: the object has
+    no such key), and ``others`` are the fields that are not stored.
 
     Raises:
         QSyncError: Of kind ``error``: an unknown, missing or unusable key; the text names its place.
@@ -221,10 +215,10 @@ def decode(
     if version is not None:
         fields.version(version)
     for entry in _layout(cls):
-        if entry.is_optional and entry.key not in fields:
-            fields.take_or(entry.key, None)
+        if entry.key in fields or not (entry.how.optional or entry.how.omitted):
+            others[entry.name] = entry.form.read(fields.take(entry.key), f"{where}: {entry.key}", error=error)
         else:
-            others[entry.name] = entry.read(fields.take(entry.key), f"{where}: {entry.key}", error)
+            fields.take_or(entry.key, None)
     value = cls(**others)
     fields.finish()
     return value
@@ -235,46 +229,52 @@ def encode(value: Any, *, version: str | None = None) -> dict[str, Any]:
     data: dict[str, Any] = {} if version is None else {"format": version}
     for entry in _layout(type(value)):
         item = getattr(value, entry.name)
-        if not entry.is_omitted or item != entry.default:
-            data[entry.key] = entry.write(item)
+        if not entry.how.omitted or item != entry.default:
+            data[entry.key] = entry.form.write(item) if entry.form.write else item
     return data
 
 
 def check_fields(value: Any, what: str, *, error: type[QSyncError] = ProblemError) -> None:
-    """Check the integers, numbers and truth values of a dataclass as `decode` does; ``what`` names it in errors."""
+    """Check a dataclass as `decode` does, and convert sequences to tuples and values to members of enumerations.
+
+    All fields of numbers, texts, truth values and enumerations are checked, and tuples and mappings of them; ``what``
+    names the dataclass in errors.
+    """
     for entry in _layout(type(value)):
-        if entry.is_number:
-            entry.read(getattr(value, entry.name), f"{what}: {entry.name}", error)
+        if entry.form.is_plain:
+            old = getattr(value, entry.name)
+            new = entry.form.read(old, f"{what}: {entry.name}", error=error)
+            if new is not old:
+                object.__setattr__(value, entry.name, new)
 
 
 def freeze(value: Any, *names: str, depth: int = 1) -> None:
     """Replace mappings of a frozen dataclass by read-only copies; ``depth`` 2: mappings of mappings."""
-
-    def copy(mapping: Mapping[Any, Any], depth: int) -> Mapping[Any, Any]:
-        if depth == 1:
-            return MappingProxyType(dict(mapping))
-        return MappingProxyType({key: copy(item, depth - 1) for key, item in mapping.items()})
-
     for name in names:
-        object.__setattr__(value, name, copy(getattr(value, name), depth))
+        mapping = dict(getattr(value, name))
+        if depth == 2:
+            mapping = {key: MappingProxyType(dict(item)) for key, item in mapping.items()}
+        object.__setattr__(value, name, MappingProxyType(mapping))
 
 
-_Read = Callable[[Any, str, type[QSyncError]], Any]
-"""Checks and converts a JSON value, given the place that names it in errors."""
-_Write = Callable[[Any], Any]
-_Conversion = tuple[_Read, _Write]
+class _Conversion(NamedTuple):
+    """How values of a type are read (given the place that names them in errors) and written.
+
+    ``is_plain``: reading a value that was read before only checks it.
+    """
+
+    read: Callable[..., Any]
+    write: Callable[[Any], Any] | None = None
+    is_plain: bool = True
 
 
 class _Entry(NamedTuple):
-    """One field of a dataclass, how it is read and written, and its default (`MISSING` if it has none)."""
+    """One field of a dataclass, and its default (`MISSING` if it has none)."""
 
     name: str
     key: str
-    read: _Read
-    write: _Write
-    is_optional: bool
-    is_omitted: bool
-    is_number: bool
+    form: _Conversion
+    how: Json
     default: Any
 
 
@@ -285,20 +285,8 @@ def _fields_in_file(cls: type) -> tuple[_Entry, ...]:
         hint, how = _unpack(hints[field.name])
         if not (how.stored and field.init):
             continue
-        read, write = _conversion(hint, how)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        entries.append(
-            _Entry(
-                name=field.name,
-                key=how.key or field.name,
-                read=read,
-                write=write,
-                is_optional=how.optional or how.omitted,
-                is_omitted=how.omitted,
-                is_number=how.read is None and {hint, *get_args(hint)} <= {int, float, bool, NoneType},
-                default=default,
-            )
-        )
+        entries.append(_Entry(field.name, how.key or field.name, _conversion(hint, how), how, default))
     return tuple(entries)
 
 
@@ -314,137 +302,99 @@ def _unpack(hint: Any, how: Json = Json()) -> tuple[Any, Json]:
 
 
 def _conversion(hint: Any, how: Json) -> _Conversion:
-    """How values of a type are read and written."""
+    hint, how = _unpack(hint, how)
     if (custom := how.read) is not None:
-        return lambda value, place, error: custom(value, place), how.write or _same
-    if scalar := _scalar(hint, how):
-        return scalar, _value if isinstance(hint, type) and issubclass(hint, enum.Enum) else _same
+        return _Conversion(lambda value, place, error: custom(value, place), how.write, False)
+    if hint is str:
+        return _Conversion(check_name if how.name else _any_text if how.empty else _text)
+    if hint in (int, float):
+        return _Conversion(functools.partial(check_integer if hint is int else check_number, minimum=how.minimum))
+    if hint is bool:
+        return _Conversion(_flag)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _Conversion(functools.partial(check_member, hint), lambda member: member.value)
     if dataclasses.is_dataclass(hint):
-        cls = cast("type", hint)
-        return lambda value, place, error: decode(cls, value, place, error=error), encode
+        return _Conversion(functools.partial(decode, cast("type", hint)), encode, False)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType) and len(arguments) == 2 and NoneType in arguments:
-        read, write = _conversion(*_unpack(next(a for a in arguments if a is not NoneType), how))
-        return (
-            lambda value, place, error: None if value is None else read(value, place, error),
-            lambda value: None if value is None else write(value),
+        read, write, is_plain = _conversion(next(a for a in arguments if a is not NoneType), how)
+        return _Conversion(
+            lambda value, place, error: None if value is None else read(value, place, error=error),
+            write and (lambda value: None if value is None else write(value)),
+            is_plain,
         )
     if origin is tuple and arguments[1:] == (...,):
         return _tuple_conversion(arguments[0], how)
     if origin in (dict, Mapping):
-        return _mapping_conversion(arguments[1], how)
-    return (lambda value, place, error: value), _same
-
-
-def _scalar(hint: Any, how: Json) -> _Read | None:
-    if hint is str:
-        return _any_text if how.empty else _text
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return functools.partial(_member, kind=hint)
-    if hint in (int, float):
-        return functools.partial(_integer if hint is int else _number, minimum=how.minimum)
-    return _flag if hint is bool else None
+        return _mapping_conversion(*arguments)
+    return _Conversion(lambda value, place, error: value, None, False)
 
 
 def _tuple_conversion(hint: Any, how: Json) -> _Conversion:
     hint, how = _unpack(hint, how)
-    if hint is str:
-        return _texts, list
-    read, write = _conversion(hint, how)
+    if hint is str and not how.name:
+        return _Conversion(_texts, list)
+    read, write, is_plain = _conversion(hint, how)
     has_name = dataclasses.is_dataclass(hint) and any(field.name == "name" for field in dataclasses.fields(hint))
 
     def read_all(values: Any, place: str, error: type[QSyncError]) -> tuple[Any, ...]:
         elements = []
-        for i, value in enumerate(_list(values, place, error)):
+        for i, value in enumerate(_list(values, place, error=error)):
             name = value.get("name") if has_name and isinstance(value, dict) else None
             named = f" {name!r}" if isinstance(name, str) and name else ""
-            elements.append(read(value, f"{place}[{i}]{named}", error))
+            elements.append(read(value, f"{place}[{i}]{named}", error=error))
         return tuple(elements)
 
-    return read_all, list if write is _same else lambda values: [write(value) for value in values]
+    def write_all(values: Iterable[Any]) -> list[Any]:
+        return [write(value) for value in values] if write else list(values)
+
+    return _Conversion(read_all, write_all, is_plain)
 
 
-def _mapping_conversion(hint: Any, how: Json) -> _Conversion:
-    hint, inner = _unpack(hint, how)
-    read, write = _conversion(hint, inner)
-    separator = "{}: {}" if _scalar(hint, inner) else "{} {!r}"
+def _mapping_conversion(key: Any, hint: Any) -> _Conversion:
+    hint, how = _unpack(hint)
+    read, write, is_plain = _conversion(hint, how)
+    separator = "{}: {}" if is_plain and get_origin(hint) is None else "{} {!r}"
+    has_names = key == Name
 
     def read_all(values: Any, place: str, error: type[QSyncError]) -> dict[str, Any]:
-        items = _object(values, place, error).items()
-        return {name: read(value, separator.format(place, name), error) for name, value in items}
+        values = _object(values, place, error=error)
+        if has_names and not _are_plain_names(values):
+            for name in values:
+                check_name(name, f"{place}: name", error=error)
+        if read in (_text, check_name) and _are_plain_names(values.values()):
+            return dict(values)
+        return {name: read(value, separator.format(place, name), error=error) for name, value in values.items()}
 
     def write_all(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: write(value) for name, value in values.items()}
+        return {name: write(value) for name, value in values.items()} if write else dict(values)
 
-    return read_all if how.checked else _object, dict if write is _same else write_all
-
-
-def _same(value: Any) -> Any:
-    return value
+    return _Conversion(read_all, write_all, is_plain)
 
 
-def _value(member: enum.Enum) -> Any:
-    return member.value
-
-
-def _integer(value: Any, place: str, error: type[QSyncError], minimum: int = 0) -> int:
-    check_integer(value, place, minimum=minimum, error=error)
-    return int(value)
-
-
-def _number(value: Any, place: str, error: type[QSyncError], minimum: float = 0.0) -> float:
-    check_number(value, place, minimum=minimum, error=error)
-    return float(value)
-
-
-def _member(value: Any, place: str, error: type[QSyncError], kind: type[enum.Enum]) -> enum.Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(str(member.value) for member in kind)
-        raise error(f"{place} is {value!r}, but allowed are {allowed}") from None
-
-
-def _text(value: Any, place: str, error: type[QSyncError]) -> str:
+def _text(value: Any, place: str, *, error: type[QSyncError]) -> str:
     if not isinstance(value, str) or not value:
         raise error(f"{place} is {value!r}, but it must be a text that is not empty")
     return value
 
 
-def _any_text(value: Any, place: str, error: type[QSyncError]) -> str:
-    if not isinstance(value, str):
-        raise error(f"{place} is {value!r}, but it must be a text")
-    return value
+def _of_kind(kinds: Any, complaint: str, show: Callable[[Any], str] = repr) -> Callable[..., Any]:
+    def read(value: Any, place: str, *, error: type[QSyncError]) -> Any:
+        if not isinstance(value, kinds):
+            raise error(f"{place} is {show(value)}, but {complaint}")
+        return value
+
+    return read
 
 
-def _flag(value: Any, place: str, error: type[QSyncError]) -> bool:
-    if not isinstance(value, bool):
-        raise error(f"{place} is {value!r}, but allowed are true and false")
-    return value
+_any_text = _of_kind(str, "it must be a text")
+_flag = _of_kind(bool, "allowed are true and false")
+_list = _of_kind((list, tuple), "it must be a list", kind_name)
+_object = _of_kind((dict, Mapping), "it must be an object", kind_name)
 
 
-def _list(value: Any, place: str, error: type[QSyncError]) -> list[Any]:
-    if not isinstance(value, list):
-        raise error(f"{place} is {kind_name(value)}, but it must be a list")
-    return value
-
-
-def _texts(values: Any, place: str, error: type[QSyncError]) -> tuple[str, ...]:
-    for value in _list(values, place, error):
+def _texts(values: Any, place: str, *, error: type[QSyncError]) -> tuple[str, ...]:
+    for value in _list(values, place, error=error):
         if not isinstance(value, str):
             raise error(f"{place} holds {value!r}, but it must be a list of texts")
     return tuple(values)
-
-
-def _object(value: Any, place: str, error: type[QSyncError]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise error(f"{place} is {kind_name(value)}, but it must be an object")
-    return value
-
-
-def _finite(value: float) -> bool:
-    """Whether a number is finite as a float, which a large integer is not."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False

@@ -33,11 +33,7 @@ def read_text(
 ) -> str:
     """Read a UTF-8 file of bounded size; endless ones (devices, pipes) are refused too.
 
-    Args:
-        path: The file.
-        kind: Kind of file for errors, such as ``"JSON"``.
-        largest_bytes: Largest size that is read.
-        error: Kind of error to raise.
+    ``kind`` names the kind of file in errors, such as ``"JSON"``.
 
     Raises:
         QSyncError: Of kind ``error``: missing, unreadable, too large, or not UTF-8.
@@ -48,13 +44,10 @@ def read_text(
         if data is None:
             raise error(f"{where}: the file has more than the {largest_bytes} bytes that are read; give a {kind} file")
         return data.decode("utf-8")
-    except OSError as failure:
-        advice = f"give the path of a {kind} file"
-        raise error(f"cannot read {where!r}: {failure.strerror or failure}; {advice}") from failure
     except UnicodeDecodeError as failure:
         raise error(f"{where}: not UTF-8 text (byte {failure.start}); give a {kind} file") from failure
-    except ValueError as failure:  # a path with a null character
-        raise error(f"cannot read {where!r}: {failure}; give the path of a {kind} file") from failure
+    except (OSError, ValueError) as failure:
+        raise error(f"cannot read {where!r}: {reason_of(failure)}; give the path of a {kind} file") from failure
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncError] = ProblemError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 import threading
@@ -68,9 +69,7 @@ def delayed_interrupts() -> Iterator[None]:
 def reporting(progress: Report | bool | None, title: str) -> Iterator[Report]:
     """Yield a function to report progress to; after Ctrl-C it raises KeyboardInterrupt (see `lasting_interrupts`).
 
-    Args:
-        progress: A function; True for a bar, False for nothing, None for a bar if standard error is a terminal.
-        title: Text before the bar.
+    ``progress`` is a function, or True for a bar, False for nothing, None for a bar if standard error is a terminal.
     """
     with lasting_interrupts() as check, _shown(progress, title) as show:
 
@@ -86,42 +85,30 @@ def _shown(progress: Report | bool | None, title: str) -> Iterator[Report]:
     if callable(progress):
         yield progress
         return
-    if progress is False or (progress is None and not _is_terminal()):
-        yield lambda done, total, label: None
-        return
-    # Imported only for a bar, so that other commands start faster.
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    description = TextColumn("{task.description}")
-    with Progress(*columns, description, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
+    with _bar(progress, title, "MofNCompleteColumn", "TimeRemainingColumn", text="{task.description}") as update:
+        yield lambda done, total, label: update(completed=done, total=total, description=label)
 
 
 @contextlib.contextmanager
 def waiting(show: bool | None, title: str, limit_s: float | None = None) -> Iterator[None]:
-    """Show a bar with the elapsed time of work of unknown length, and its time limit.
+    """Show a bar with the elapsed time of work of unknown length, and its time limit in seconds.
 
-    Args:
-        show: As in `reporting`: True, False, or None for a terminal only.
-        title: Text before the bar.
-        limit_s: Time limit in seconds, if there is one.
+    ``show`` is True, False, or None for a terminal only.
     """
-    if show is False or (show is None and not _is_terminal()):
-        with lasting_interrupts():
-            yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     limit = "no time limit" if limit_s is None else f"of at most {limit_s:g} s"
-    columns = (TextColumn(title), BarColumn(), TimeElapsedColumn(), TextColumn(limit))
-    with lasting_interrupts(), Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        bar.add_task("", total=None)
+    with lasting_interrupts(), _bar(show, title, "TimeElapsedColumn", text=limit):
         yield
 
 
-def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()  # it may be closed
+@contextlib.contextmanager
+def _bar(show: bool | None, title: str, *columns: str, text: str) -> Iterator[Callable[..., None]]:
+    """Yield a function that changes the task of a bar, if one is shown (None: on a terminal)."""
+    if show is False or (show is None and not (sys.stderr is not None and sys.stderr.isatty())):  # it may be closed
+        yield lambda **changes: None
+        return
+    from rich import progress as rich  # only for a bar, so that other commands start faster
+    from rich.console import Console
+
+    parts = (rich.TextColumn(title), rich.BarColumn(), *(getattr(rich, name)() for name in columns))
+    with rich.Progress(*parts, rich.TextColumn(text), console=Console(stderr=True), transient=True) as bar:
+        yield functools.partial(bar.update, bar.add_task("", total=None))

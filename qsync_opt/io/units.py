@@ -91,13 +91,9 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9
 def parse_quantity(value: object, units: Mapping[str, float], what: str) -> float:
     """Read a positive quantity with its unit.
 
-    Args:
-        value: A text such as ``"16 GiB"``; a bare number is refused, because it does not say what it counts.
-        units: Allowed units, each with its size in the base unit.
-        what: Names the value in errors.
-
-    Returns:
-        The quantity in the base unit of ``units``.
+    ``value`` is a text such as ``"16 GiB"``; a bare number is refused, because it does not say what it counts.
+    ``units`` are the allowed ones, each with its size in the base unit, which the result is in. ``what`` names the
+    value in errors.
 
     Raises:
         ProblemError: Not a text, no number, unknown unit, zero or infinite.

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io import Fields, Json, decode, encode, freeze, parse_json, read_json, write_json
+from qsync_opt.io import Fields, Json, decode, encode, parse_json, read_json, write_json
 from qsync_opt.views import Displayed, Tabular
 
 
@@ -33,25 +33,15 @@ class Role(enum.StrEnum):
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {
-        "bool": 1,
-        "uint8": 1,
-        "uint16": 2,
-        "uint32": 4,
-        "uint64": 8,
-        "int8": 1,
-        "int16": 2,
-        "int32": 4,
-        "int64": 8,
-        "float8_e4m3fn": 1,
-        "float8_e4m3fnuz": 1,
-        "float8_e5m2": 1,
-        "float8_e5m2fnuz": 1,
-        "bfloat16": 2,
-        "float16": 2,
-        "float32": 4,
-        "float64": 8,
-        "complex64": 8,
-        "complex128": 16,
+        name: num_bytes
+        for num_bytes, names in (
+            (1, "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"),
+            (2, "uint16 int16 bfloat16 float16"),
+            (4, "uint32 int32 float32"),
+            (8, "uint64 int64 float64 complex64"),
+            (16, "complex128"),
+        )
+        for name in names.split()
     }
 )
 """Element type (as named by numpy and torch) to bytes per element."""
@@ -96,10 +86,10 @@ class ParameterSpec:
 
 def _read_parameter(data: Any, where: str) -> ParameterSpec:
     fields = Fields(data, where, error=ModelError)
-    spec = TensorSpec(shape=fields.integers("shape"), dtype=fields.text("dtype"))
-    parameter = ParameterSpec(name=fields.text("name"), spec=spec)
+    name = fields.text("name")
+    shape_and_type = {key: fields.take(key) for key in ("shape", "dtype")}
     fields.finish()
-    return parameter
+    return ParameterSpec(name=name, spec=decode(TensorSpec, shape_and_type, where, error=ModelError))
 
 
 def _write_parameter(parameter: ParameterSpec) -> dict[str, Any]:
@@ -204,9 +194,8 @@ class OpGraph(Displayed, Tabular):
                     raise ModelError(f"operator {operator.name!r} uses unknown parameter {parameter!r}")
             index[operator.name] = position
             consumers[operator.name] = []
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_consumers", {name: tuple(users) for name, users in consumers.items()})
-        freeze(self, "_index", "_consumers")
+        object.__setattr__(self, "_index", MappingProxyType(index))
+        object.__setattr__(self, "_consumers", MappingProxyType({name: tuple(u) for name, u in consumers.items()}))
 
     def __len__(self) -> int:
         return len(self.operators)
@@ -246,37 +235,29 @@ class OpGraph(Displayed, Tabular):
         return tuple(sorted(fixed - {operator.op_type for operator in self.by_role(Role.DEPENDENT)}))
 
     def distances_to_input(self) -> Mapping[str, int]:
-        """Number of adjustable operators before each operator on the longest path from the model's inputs.
-
-        Returns:
-            Operator name to count, the operator itself excluded.
+        """Number of adjustable operators before each operator (itself excluded) on the longest path from the inputs.
 
         Source:
             Ours: the longest path, so that a residual shortcut does not make an operator look shallow, counted over
             adjustable operators, because only these add quantization noise.
         """
-        distance: dict[str, int] = {}
-        for operator in self.operators:
-            distance[operator.name] = max((self._reach(distance, source) for source in operator.inputs), default=0)
-        return MappingProxyType(distance)
+        return self._distances(self.operators, {operator.name: operator.inputs for operator in self})
 
     def distances_to_loss(self) -> Mapping[str, int]:
-        """Number of adjustable operators behind each operator on the longest path to the model's results.
+        """Number of adjustable operators behind each operator (itself excluded) on the longest path to the results.
 
-        Returns:
-            Operator name to count, the operator itself excluded.
-
-        Source:
-            Ours, as in ``distances_to_input``.
+        Source: ours, as in ``distances_to_input``.
         """
-        distance: dict[str, int] = {}
-        for operator in reversed(self.operators):
-            users = self._consumers[operator.name]
-            distance[operator.name] = max((self._reach(distance, user) for user in users), default=0)
-        return MappingProxyType(distance)
+        return self._distances(self.operators[::-1], self._consumers)
 
-    def _reach(self, distance: Mapping[str, int], name: str) -> int:
-        return distance[name] + (self[name].role is Role.ADJUSTABLE)
+    def _distances(
+        self, operators: tuple[Operator, ...], neighbors: Mapping[str, tuple[str, ...]]
+    ) -> Mapping[str, int]:
+        distances: dict[str, int] = {}
+        for operator in operators:
+            reached = (distances[n] + (self[n].role is Role.ADJUSTABLE) for n in neighbors[operator.name])
+            distances[operator.name] = max(reached, default=0)
+        return MappingProxyType(distances)
 
     def fingerprint(self) -> str:
         """Hex digest of names, kinds, edges and shapes; equal on all ranks that captured the same model."""

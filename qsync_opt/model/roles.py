@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from qsync_opt.errors import ModelError
+from qsync_opt.io import check_member
 from qsync_opt.model.graph import Role
 
 
@@ -134,17 +135,13 @@ DEPENDENT = """
 """
 
 
-def _table() -> Mapping[str, Role]:
-    table: dict[str, Role] = {}
-    for role, kinds in ((Role.ADJUSTABLE, ADJUSTABLE), (Role.FIXED, FIXED), (Role.DEPENDENT, DEPENDENT)):
-        for kind in kinds.split():
-            if kind in table:
-                raise ModelError(f"operation {kind!r} is repeated in the role table: {table[kind]} and {role}")
-            table[kind] = role
-    return MappingProxyType(table)
-
-
-ROLE_TABLE: Mapping[str, Role] = _table()
+ROLE_TABLE: Mapping[str, Role] = MappingProxyType(
+    {
+        kind: role
+        for role, kinds in ((Role.ADJUSTABLE, ADJUSTABLE), (Role.FIXED, FIXED), (Role.DEPENDENT, DEPENDENT))
+        for kind in kinds.split()
+    }
+)
 """Kind of operator to role, without a user's changes."""
 
 
@@ -172,8 +169,12 @@ class RoleTable:
     by_name: Mapping[str, Role] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_type", _checked_roles(self.by_type, "operation"))
-        object.__setattr__(self, "by_name", _checked_roles(self.by_name, "name pattern"))
+        for field_name, what in (("by_type", "operation"), ("by_name", "name pattern")):
+            roles = {
+                key: check_member(Role, role, f"role of {what} {key!r}", error=ModelError)
+                for key, role in getattr(self, field_name).items()
+            }
+            object.__setattr__(self, field_name, MappingProxyType(roles))
         for kind, role in self.by_type.items():
             if role is Role.ADJUSTABLE:
                 _check_adjustable(kind, f"operation {kind!r}")
@@ -182,8 +183,8 @@ class RoleTable:
         self, *, by_type: Mapping[str, Role] | None = None, by_name: Mapping[str, Role] | None = None
     ) -> RoleTable:
         """A table with further changes, which win over the present ones."""
-        names = dict(by_name or {})
-        names.update((pattern, role) for pattern, role in self.by_name.items() if pattern not in names)
+        further = by_name or {}  # first, since the first pattern that matches wins
+        names = {**further, **self.by_name, **further}
         return replace(self, by_type={**self.by_type, **(by_type or {})}, by_name=names)
 
     def lookup(self, name: str, op_type: str) -> Role | None:
@@ -211,15 +212,6 @@ class RoleTable:
                 raise ModelError(
                     f"role pattern {pattern!r} fits no operator: names look like {names[0]!r} and {names[-1]!r}"
                 )
-
-
-def _checked_roles(roles: Mapping[str, Role], what: str) -> Mapping[str, Role]:
-    checked: dict[str, Role] = {}
-    for key, role in roles.items():
-        if role not in {member.value for member in Role}:
-            raise ModelError(f"{what} {key!r} is given role {role!r}: allowed are {', '.join(Role)}")
-        checked[key] = Role(role)
-    return MappingProxyType(checked)
 
 
 def _check_adjustable(kind: str, what: str) -> None:

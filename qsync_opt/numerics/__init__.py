@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, closest_precision, formats_for, number_format
-    from qsync_opt.numerics.quantizers import FormatQuantizer, Quantizer
-    from qsync_opt.numerics.rounding import (
+    from qsync_opt.numerics.formats import (
         CAST_FORMATS,
+        FORMATS,
         GRADIENT_KINDS,
         LARGEST,
         SCALED_FORMATS,
@@ -19,13 +18,20 @@ if TYPE_CHECKING:
         WIDE_FP8_LARGEST,
         WIDE_FP8_MANTISSA_BITS,
         WIDE_FP8_SMALLEST_EXPONENT,
+        FormatQuantizer,
         Granularity,
+        PrecisionFormats,
+        Quantizer,
         Rounding,
+        check_precisions,
         closed_form_variance,
+        closest_precision,
         fixed_point_variance,
         floating_point_variance,
+        formats_for,
         noise_kind,
         noise_kinds,
+        number_format,
         smallest_exponent,
     )
 else:
@@ -34,6 +40,6 @@ else:
 __all__ = [
     "CAST_FORMATS", "FORMATS", "GRADIENT_KINDS", "LARGEST", "SCALED_FORMATS", "WIDE_FP8", "WIDE_FP8_LARGEST",
     "WIDE_FP8_MANTISSA_BITS", "WIDE_FP8_SMALLEST_EXPONENT", "FormatQuantizer", "Granularity", "PrecisionFormats",
-    "Quantizer", "Rounding", "closed_form_variance", "closest_precision", "fixed_point_variance",
+    "Quantizer", "Rounding", "check_precisions", "closed_form_variance", "closest_precision", "fixed_point_variance",
     "floating_point_variance", "formats_for", "noise_kind", "noise_kinds", "number_format", "smallest_exponent",
 ]  # fmt: skip

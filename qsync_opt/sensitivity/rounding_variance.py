@@ -1,6 +1,6 @@
 """Variance of one operator's own results when it rounds its tensors at a precision.
 
-For an operator ``z = sum_k x w`` with element variances v of its rounded tensors (``qsync_opt.numerics.rounding``), V
+For an operator ``z = sum_k x w`` with element variances v of its rounded tensors (``qsync_opt.numerics``), V
 the number of scalar multiplications and mean(.) over elements,
 
     Var[z]  = V * (v_x * mean(w^2) + v_w * mean(x^2) + v_x * v_w) + elements(z)  * v_z

@@ -74,7 +74,7 @@ class OperatorKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingFactor:
-    """Measured mean squared rounding error, as a multiple of the closed form in ``qsync_opt.numerics.rounding``.
+    """Measured mean squared rounding error, as a multiple of the closed form in ``qsync_opt.numerics``.
 
     1 for elements spread evenly over many steps; below 1 for zeros and elements far smaller than one step; far above 1
     for elements that are subnormal in a float format, or flushed to zero.

@@ -50,7 +50,7 @@ def weight_sensitivities(
     Raises:
         ProblemError: A weight that the graph names is not in ``weights``.
 
-    Source: ours; the error of a step is that of `qsync_opt.numerics.rounding`.
+    Source: ours; the error of a step is that of `qsync_opt.numerics`.
     """
     table: dict[str, dict[str, float]] = {}
     for operator in graph.by_role(Role.ADJUSTABLE):

@@ -10,7 +10,6 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.solving import PROOF_GAP, PointStatus, TerminationStatus, relative_gap
     from qsync_opt.training.blocks import identical_blocks, merge_groups
-    from qsync_opt.training.breakdown import MemoryTimeline, memory_breakdown, memory_timeline
     from qsync_opt.training.buckets import (
         BucketOptions,
         GradientBucket,
@@ -32,11 +31,17 @@ if TYPE_CHECKING:
         evaluate_device,
         iteration_time,
     )
-    from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, Saving, overview
-    from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY
+    from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, overview
+    from qsync_opt.training.memory import (
+        MEMORY_KEY,
+        OPERATORS_KEY,
+        MemoryTimeline,
+        memory_breakdown,
+        memory_timeline,
+    )
     from qsync_opt.training.pareto import GAPS, Front, FrontCache, front_key, pareto_front
     from qsync_opt.training.plan import Plan, load_plan, plan_from_json, uniform_plan
-    from qsync_opt.training.planner import FastestPlan, fastest, solve
+    from qsync_opt.training.planner import Answer, FastestPlan, Solution, SolveOptions, fastest, solve
     from qsync_opt.training.pricing import problem_inputs, problem_role, uniform_precisions
     from qsync_opt.training.problem import (
         MI_ELEMENTS,
@@ -47,11 +52,11 @@ if TYPE_CHECKING:
         Problem,
         ProblemDevice,
         ProblemOperator,
+        load_problem,
+        problem_from_json,
     )
-    from qsync_opt.training.problem_file import load_problem, problem_from_json
     from qsync_opt.training.propagation import follow_inputs, precisions_by_rank, propagate
     from qsync_opt.training.replanning import Change, Replanning, replan
-    from qsync_opt.training.solution import Answer, Solution, SolveOptions
     from qsync_opt.training.timeline import (
         COMMUNICATION,
         COMPUTE,
@@ -70,7 +75,7 @@ __all__ = [
     "OPERATORS_KEY", "PROOF_GAP", "Alternative", "Answer", "BucketOptions", "CastCost", "Change", "Communication",
     "DeviceEvaluation", "Evaluation", "Explainer", "Explanation", "FastestPlan", "Front", "FrontCache",
     "GradientBucket", "MeasuredPasses", "MemoryTimeline", "OperatorCost", "Overview", "Plan", "PlanDifference",
-    "PointStatus", "Problem", "ProblemDevice", "ProblemOperator", "Replanning", "Saving", "Solution",
+    "PointStatus", "Problem", "ProblemDevice", "ProblemOperator", "Replanning", "Solution",
     "SolveOptions", "TerminationStatus", "Timeline", "TimelineEvent", "broken_limits", "build_problem", "calibrate",
     "cast_buffers_kib", "compare_plans", "evaluate", "evaluate_device", "fastest", "follow_inputs", "front_key",
     "gradient_buckets", "gradient_users", "identical_blocks", "iteration_time", "load_plan", "load_problem",

@@ -16,16 +16,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
-    """Groups of adjustable operators at the same place of identical blocks.
+    """Groups of at least two adjustable operators at the same place of identical blocks, for ``tied`` of `solve`.
 
     Two operators belong together if their names differ only in the numbers of the module path, and if type, elements of
-    output and the precisions of every device type agree. Costs may differ: measured ones always do.
-
-    Args:
-        problem: The problem.
-
-    Returns:
-        Groups of at least two names, in forward order, for the option ``tied`` of `planner.solve`.
+    output and the precisions of every device type agree. Costs may differ: measured ones always do. Names are in
+    forward order.
 
     Source: ours.
     """
@@ -39,13 +34,7 @@ def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
 
 
 def merge_groups(groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Merge the groups that share a name, since a tie is transitive.
-
-    Args:
-        groups: Of names, in any order.
-
-    Returns:
-        Disjoint groups, those merged last at the end.
+    """Merge the groups that share a name, since a tie is transitive; those merged last come at the end.
 
     Raises:
         ProblemError: A group is empty.

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Annotated, Self
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import check_integer, check_number
+from qsync_opt.io import Json, check_fields, check_number
 from qsync_opt.model import OpGraph, ParameterSpec
 
-FIRST_BUCKET_BYTES = 1024 * 1024
-BUCKET_BYTES = 25 * 1024 * 1024
 _TRANSPOSED = frozenset({"linear", "addmm"})
 """Kinds that transpose their weight first, so that its gradient takes one more node than that of the bias."""
 
@@ -31,14 +29,13 @@ class BucketOptions:
     order of registration. `of_ddp` takes the arguments of DistributedDataParallel.
     """
 
-    first_bytes: int = FIRST_BUCKET_BYTES
-    cap_bytes: int = BUCKET_BYTES
+    first_bytes: Annotated[int, Json(minimum=1)] = 2**20
+    cap_bytes: Annotated[int, Json(minimum=1)] = 25 * 2**20
     gradient_as_view: bool = False
     find_unused: bool = False
 
     def __post_init__(self) -> None:
-        check_integer(self.first_bytes, "buckets: first_bytes", minimum=1)
-        check_integer(self.cap_bytes, "buckets: cap_bytes", minimum=1)
+        check_fields(self, "buckets")
 
     @classmethod
     def of_ddp(
@@ -98,13 +95,8 @@ def gradient_buckets(graph: OpGraph, options: BucketOptions | None = None) -> tu
     reads come last and are counted as ready at the end of backward; DistributedDataParallel trains with such only with
     ``find_unused``, which has them ready before the backward pass.
 
-    Args:
-        graph: The model.
-        options: Sizes at which buckets are closed, and in which order they are filled.
-
-    Returns:
-        The buckets; gradients are counted in the parameters' own type. Empty for a model without parameters. A bucket
-        that is ready before its predecessor waits for it and has the predecessor's operator.
+    Gradients are counted in the parameters' own type. A bucket that is ready before its predecessor waits for it and
+    has the predecessor's operator. There is none for a model without parameters.
 
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 3.2, and torch's reducer (``reducer.cpp``).
     """

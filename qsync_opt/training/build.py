@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
 
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
@@ -13,11 +13,10 @@ from qsync_opt.io import check_number
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import FORMATS, PrecisionFormats
 from qsync_opt.sensitivity import SensitivityTable, SensitivityValues
-from qsync_opt.training import planner
 from qsync_opt.training.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
-from qsync_opt.training.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
+from qsync_opt.training.evaluation import BYTES_PER_KIB, evaluate_device
 from qsync_opt.training.memory import MemoryModel, model_memory
-from qsync_opt.training.plan import Plan
+from qsync_opt.training.planner import fastest
 from qsync_opt.training.pricing import device_tables, price_operators, problem_inputs, problem_role
 from qsync_opt.training.problem import (
     NO_LIMIT_NS,
@@ -32,10 +31,6 @@ from qsync_opt.training.propagation import propagate
 
 Sensitivities = Mapping[str, Mapping[str, float]]
 """Operator to precision to sensitivity of one worker."""
-Excluded = Mapping[str, Mapping[str, str]]
-"""Operator to excluded precision to the reason."""
-Fastest = Callable[[Problem], Plan | None]
-"""Finds the fastest plan that fits into memory, whatever the latency limit; None if no plan fits."""
 SEARCH_SECONDS = 60.0
 """Time limit of the planner's own search for the fastest plan."""
 _UNLIMITED_KIB = 2**50
@@ -51,8 +46,6 @@ def build_problem(
     cast_sharing: str = "edge",
     buckets: BucketOptions | None = None,
     latency_limit_ns: int | None = None,
-    fastest: Fastest | None = None,
-    excluded: Excluded | None = None,
     sensitivity_estimate: str | None = None,
     by_device: Mapping[str, Sensitivities] | None = None,
 ) -> Problem:
@@ -63,14 +56,12 @@ def build_problem(
         profiles: Profile per device type; where one is missing, the path in the cluster file is read.
         sensitivities: For each adjustable operator and precision the sensitivity of one worker; it is multiplied by
             the count of the type, because the gradient's variance adds up over workers. FP32 may be left out (0).
+            Precisions that a `SensitivityTable` or `SensitivityValues` excludes are not planned.
         cluster: Device types and network.
         slack: Lengthens the iteration time of the fastest plan to the latency limit (0.1: by ten percent).
         cast_sharing: ``"edge"`` or ``"producer"``, how the runtime casts an output with several users.
         buckets: How DistributedDataParallel groups gradients.
         latency_limit_ns: Limit on the iteration time; None: that of the fastest plan that fits, times 1 + slack.
-        fastest: Finds that plan; None: `qsync_opt.fastest`.
-        excluded: Precisions that an operator must not get, each with the reason in words. None: those that
-            ``sensitivities`` names, if it is a `SensitivityTable` or `SensitivityValues`.
         sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
         by_device: Sensitivities of single device types, in place of ``sensitivities``: border formats differ between
             types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
@@ -113,8 +104,7 @@ def build_problem(
         profile, own = used[device.name], by_device.get(device.name, sensitivities)
         tables = device_tables(graph, profile, device)
         if device.role is DeviceRole.PLANNED:
-            named = own.excluded if isinstance(own, SensitivityTable | SensitivityValues) else {}
-            tables = _without(tables, named if excluded is None else excluded)
+            tables = _without(tables, own.excluded if isinstance(own, SensitivityTable | SensitivityValues) else {})
         memory = model_memory(
             graph, profile, tables, distributed=distributed, gradient_as_view=buckets.gradient_as_view
         )
@@ -138,7 +128,7 @@ def build_problem(
     problem = replace(problem, devices=planned, communication=communication, formats=_formats(planned), extras=extras)
     if latency_limit_ns is not None:
         return problem
-    return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack, fastest))
+    return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack))
 
 
 def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cluster) -> dict[str, DeviceProfile]:
@@ -158,9 +148,9 @@ def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cl
 
 
 def _without(
-    tables: Mapping[str, Mapping[str, MeasuredCost]], excluded: Excluded
+    tables: Mapping[str, Mapping[str, MeasuredCost]], excluded: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, MeasuredCost]]:
-    """Tables without the excluded precisions."""
+    """Tables without the excluded precisions, each of which has a reason."""
     result = {}
     for operator, table in tables.items():
         reasons = excluded.get(operator, {})
@@ -261,22 +251,14 @@ def _peer_ready_ns(problem: Problem, cluster: Cluster) -> tuple[int, ...]:
     return tuple(ready_ns)
 
 
-def _latency_limit_ns(problem: Problem, slack: float, fastest: Fastest | None) -> int:
+def _latency_limit_ns(problem: Problem, slack: float) -> int:
     """Iteration time of the fastest plan that fits into memory, times 1 + slack.
 
     Where nothing fits, memory limits are ignored: solving will then name the memory limit that is too low.
     """
-    search = fastest or _planner_fastest
-    unlimited = replace(problem, latency_limit_ns=NO_LIMIT_NS)
-    plan = search(unlimited)
-    if plan is None:
-        roomy = tuple(replace(device, memory_limit_kib=_UNLIMITED_KIB) for device in problem.devices)
-        plan = search(replace(unlimited, devices=roomy))
-    if plan is None:
-        raise ProblemError(f"no fastest plan was found for {problem.name!r}; give latency_limit_ns")
-    return math.floor(evaluate(unlimited, plan).iteration_ns * (1.0 + slack))
-
-
-def _planner_fastest(problem: Problem) -> Plan | None:
-    fastest = planner.fastest(problem, time_limit_s=SEARCH_SECONDS)
-    return None if fastest is None else fastest.plan
+    roomy = tuple(replace(device, memory_limit_kib=_UNLIMITED_KIB) for device in problem.devices)
+    for devices in (problem.devices, roomy):
+        unlimited = replace(problem, latency_limit_ns=NO_LIMIT_NS, devices=devices)
+        if (answer := fastest(unlimited, time_limit_s=SEARCH_SECONDS)) is not None:
+            return math.floor(answer.iteration_ns * (1.0 + slack))
+    raise ProblemError(f"no fastest plan was found for {problem.name!r}; give latency_limit_ns")

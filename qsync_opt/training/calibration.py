@@ -6,9 +6,11 @@ accumulation of gradients. All of them grow with the number of operators, so one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import DeviceProfile, IterationCheck, IterationOverhead
@@ -20,6 +22,7 @@ from qsync_opt.training.evaluation import evaluate_device
 from qsync_opt.training.pricing import device_tables, price_operators, uniform_precisions
 
 _ALONE = "alone"
+_FORWARD, _BACKWARD = "forward_ns_per_operator", "backward_ns_per_operator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +45,8 @@ def calibrate(graph: OpGraph, profile: DeviceProfile, measured: Mapping[str, Mea
     """Fit the overhead per operator to whole iterations and return the profile with it.
 
     The overhead of backward makes the relative errors of the backward passes sum to zero, that of forward then those
-    of both passes together; neither is below zero. ``profile.overhead.residual`` is the error that remains.
-
-    Args:
-        graph: The model.
-        profile: Of the device; an overhead in it is replaced.
-        measured: By precision, whole iterations under the uniform plan of that precision.
+    of both passes together; neither is below zero. ``profile.overhead.residual`` is the error that remains. An overhead
+    that the profile has is replaced. ``measured`` are, by precision, iterations under that precision's uniform plan.
 
     Source: ours.
     """
@@ -56,26 +55,25 @@ def calibrate(graph: OpGraph, profile: DeviceProfile, measured: Mapping[str, Mea
         return bare
     predictors = {precision: UniformPredictor(graph, bare, precision) for precision in measured}
 
-    def relative_error(overhead: IterationOverhead, *, whole: bool) -> float:
-        """Sum over the precisions, of the backward pass or the whole iteration."""
-        total = 0.0
-        for precision, passes in measured.items():
-            forward_ns, backward_ns = predictors[precision].predict(overhead)
-            predicted_ns = backward_ns + (forward_ns if whole else 0)
-            total += predicted_ns / (passes.backward_ns + (passes.forward_ns if whole else 0)) - 1.0
-        return total
+    def relative_error(fitted: IterationOverhead, part: str, ns: int) -> float:
+        """With so many ns in one part, summed over the precisions; of both passes if the part is that of forward."""
+        change: Any = {part: ns}
+        overhead = replace(fitted, **change)
+        first = 0 if part == _FORWARD else 1
+        pairs = (
+            (predictors[precision].predict(overhead)[first:], (passes.forward_ns, passes.backward_ns)[first:])
+            for precision, passes in measured.items()
+        )
+        return sum(sum(predicted_ns) / sum(actual_ns) - 1.0 for predicted_ns, actual_ns in pairs)
 
     # An overhead that fills the longest pass by itself is too much.
     limit_ns = 1 + max(max(p.forward_ns, p.backward_ns) for p in measured.values()) // len(graph)
+    candidates = range(1, limit_ns + 1)
     fitted = IterationOverhead()
-    backward_ns = _largest(
-        lambda ns: relative_error(replace(fitted, backward_ns_per_operator=ns), whole=False) <= 0, limit_ns
-    )
-    fitted = replace(fitted, backward_ns_per_operator=backward_ns)
-    forward_ns = _largest(
-        lambda ns: relative_error(replace(fitted, forward_ns_per_operator=ns), whole=True) <= 0, limit_ns
-    )
-    fitted = replace(fitted, forward_ns_per_operator=forward_ns)
+    for part in (_BACKWARD, _FORWARD):
+        # Errors grow with the overhead, so that the number of candidates that are small enough is the largest of them.
+        change: Any = {part: bisect.bisect(candidates, 0.0, key=partial(relative_error, fitted, part))}
+        fitted = replace(fitted, **change)
     checks = []
     for precision, passes in measured.items():
         summed, predicted = (predictors[precision].predict(each) for each in (IterationOverhead(), fitted))
@@ -94,25 +92,17 @@ def calibrate(graph: OpGraph, profile: DeviceProfile, measured: Mapping[str, Mea
 
 
 class UniformPredictor:
-    """Predicts the passes of one worker's uniform plan under different overheads.
+    """Predicts the passes of one worker under different overheads, each adjustable operator in ``precision``.
 
-    Args:
-        graph: The model.
-        profile: Of the device; its own overhead does not matter.
-        precision: Of every adjustable operator, or the next finer one that it has.
+    One that lacks it runs in the next finer one that it has; the overhead of the profile itself does not matter.
     """
 
     def __init__(self, graph: OpGraph, profile: DeviceProfile, precision: str) -> None:
         device = _alone(profile)
         network = Network(latency_s=0.0, bandwidth_bytes_per_s=1.0, source="one worker sends nothing")
         insensitive = {operator.name: dict.fromkeys(FORMATS, 0.0) for operator in graph.by_role(Role.ADJUSTABLE)}
-        problem = build_problem(
-            graph,
-            {_ALONE: profile},
-            insensitive,
-            Cluster(name=_ALONE, devices=(device,), network=network),
-            latency_limit_ns=0,
-        )
+        cluster = Cluster(name=_ALONE, devices=(device,), network=network)
+        problem = build_problem(graph, {_ALONE: profile}, insensitive, cluster, latency_limit_ns=0)
         self._graph = graph
         self._profile = profile
         self._tables = device_tables(graph, profile, device)
@@ -133,12 +123,3 @@ class UniformPredictor:
 
 def _alone(profile: DeviceProfile) -> DeviceType:
     return DeviceType(name=_ALONE, count=1, memory_limit_bytes=2**60, precisions=tuple(profile.formats))
-
-
-def _largest(holds: Callable[[int], bool], limit: int) -> int:
-    """Largest integer in 0..limit for which a property holds that holds for all below it; 0 if it never holds."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low

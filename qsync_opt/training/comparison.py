@@ -61,15 +61,9 @@ class PlanDifference:
 
 
 def compare_plans(first: Plan, second: Plan, problem: Problem | None = None) -> PlanDifference:
-    """Compare two plans operator by operator.
+    """Compare two plans operator by operator; with their problem dependent ones too, and both plans are evaluated.
 
-    Args:
-        first: The plan before.
-        second: The plan after.
-        problem: With their problem dependent operators are compared too, and both plans are evaluated.
-
-    Returns:
-        The changes, in the problem's order or else in that of the plans; device types of either plan.
+    Changes are in the problem's order or else in that of the plans, for the device types of either plan.
 
     Raises:
         ProblemError: A plan does not fit the problem.
@@ -79,28 +73,20 @@ def compare_plans(first: Plan, second: Plan, problem: Problem | None = None) -> 
     before: Mapping[str, Mapping[str, str]] = first.devices if problem is None else first.resolve(problem)
     after: Mapping[str, Mapping[str, str]] = second.devices if problem is None else second.resolve(problem)
     decided = None if problem is None else {operator.name for operator in problem.adjustable}
+    changes = {}
+    for device in dict.fromkeys((*before, *after)):
+        old, new = before.get(device, {}), after.get(device, {})
+        changes[device] = tuple(
+            OperatorChange(
+                operator=name, before=old.get(name), after=new.get(name), decided=decided is None or name in decided
+            )
+            for name in dict.fromkeys((*old, *new))
+            if old.get(name) != new.get(name)
+        )
     return PlanDifference(
         first=first,
         second=second,
-        changes={
-            device: _changes(before.get(device, {}), after.get(device, {}), decided)
-            for device in dict.fromkeys((*before, *after))
-        },
+        changes=changes,
         before=None if problem is None else evaluate(problem, first),
         after=None if problem is None else evaluate(problem, second),
-    )
-
-
-def _changes(
-    first: Mapping[str, str], second: Mapping[str, str], decided: set[str] | None
-) -> tuple[OperatorChange, ...]:
-    return tuple(
-        OperatorChange(
-            operator=name,
-            before=first.get(name),
-            after=second.get(name),
-            decided=decided is None or name in decided,
-        )
-        for name in dict.fromkeys((*first, *second))
-        if first.get(name) != second.get(name)
     )

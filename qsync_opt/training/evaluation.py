@@ -13,7 +13,6 @@ from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
 from qsync_opt.views import Tabular
 
-NS_PER_S = 10**9
 BYTES_PER_KIB = 1024
 
 
@@ -124,7 +123,7 @@ class Evaluation(Tabular):
     @property
     def iteration_s(self) -> float:
         """Iteration time in seconds."""
-        return self.iteration_ns / NS_PER_S
+        return self.iteration_ns / 10**9
 
     @property
     def memory_kib(self) -> dict[str, int]:
@@ -143,25 +142,12 @@ class Evaluation(Tabular):
 
     def to_json(self) -> dict[str, object]:
         """The keys that ``qsync-opt evaluate --json`` prints."""
-        return {
-            "objective": self.objective,
-            "iteration_ns": self.iteration_ns,
-            "memory_kib": self.memory_kib,
-            "sensitivity": self.sensitivity,
-            "feasible": self.feasible,
-            "violations": list(self.violations),
-        }
+        keys = ("objective", "iteration_ns", "memory_kib", "sensitivity", "feasible")
+        return {**{key: getattr(self, key) for key in keys}, "violations": list(self.violations)}
 
 
 def evaluate(problem: Problem, plan: Plan) -> Evaluation:
-    """Time, memory, sensitivity and feasibility of a plan.
-
-    Args:
-        problem: The problem.
-        plan: A plan for it.
-
-    Returns:
-        The evaluation; times in nanoseconds, memory in KiB, both exact integers.
+    """Time, memory, sensitivity and feasibility of a plan; times in nanoseconds, memory in KiB, both exact integers.
 
     Raises:
         ProblemError: The plan does not belong to the problem, or contradicts it, or is none.

@@ -10,6 +10,7 @@ import heapq
 from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from qsync_opt.errors import ProblemError
@@ -103,6 +104,11 @@ class Explanation:
     decided_by: tuple[str, ...]
 
     @property
+    def fastest(self) -> Alternative | None:
+        """The alternative with which the device type computes fastest; None if there is none."""
+        return min(self.alternatives, key=lambda a: (a.compute_change_ns, a.sensitivity_change), default=None)
+
+    @property
     def reason(self) -> str:
         """Why the operator has its precision, in one to three sentences."""
         if self.role is Role.FIXED:
@@ -138,27 +144,19 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """An operator that would compute faster in another precision; ``instead`` is the one that saves most."""
-
-    explanation: Explanation
-    instead: Alternative
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
     """The operators of one device type that matter most under a plan.
 
     ``adjustable`` counts the operators that a plan decides on; ``sensitivity`` is that of the whole device type.
     ``sensitive`` are the operators of highest sensitivity above 0; ``savings`` those whose change alone would shorten
-    the computation of the device type most.
+    the computation of the device type most, by their ``fastest`` alternative.
     """
 
     device: str
     adjustable: int
     sensitivity: float
     sensitive: tuple[Explanation, ...]
-    savings: tuple[Saving, ...]
+    savings: tuple[Explanation, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
@@ -166,23 +164,20 @@ class Overview:
             "adjustable": self.adjustable,
             "sensitivity": self.sensitivity,
             "most_sensitive": [explanation.to_json() for explanation in self.sensitive],
-            "most_saving": [{**s.explanation.to_json(), "instead": s.instead.precision} for s in self.savings],
+            "most_saving": [
+                {**each.to_json(), "instead": each.fastest and each.fastest.precision} for each in self.savings
+            ],
         }
 
 
 class Explainer:
-    """Explains any operator of a plan, which is evaluated once."""
+    """Explains any operator of a plan, feasible or not, which is evaluated once.
+
+    Raises:
+        ProblemError: The plan does not belong to the problem, or contradicts it.
+    """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        """Evaluate the plan.
-
-        Args:
-            problem: The problem.
-            plan: A plan for it, feasible or not.
-
-        Raises:
-            ProblemError: The plan does not belong to the problem, or contradicts it.
-        """
         self.problem = problem
         self.evaluation = evaluate(problem, plan)
         self._precisions = plan.resolve(problem)
@@ -215,6 +210,8 @@ class Explainer:
         steps = precisions_by_rank(self.problem, table, operator)
         here = steps.index(time.precision)
         adjustable = node.role is Role.ADJUSTABLE
+        inputs = node.inputs if node.role is Role.DEPENDENT else ()
+        ranks = {source: self._delivered_rank(table, self._precisions[device][source]) for source in inputs}
         lower = [self._alternative(operator, table, step) for step in steps[:here] if adjustable]
         higher = [self._alternative(operator, table, step) for step in steps[here + 1 :] if adjustable]
         return Explanation(
@@ -232,36 +229,37 @@ class Explainer:
             alternatives=(*lower, *higher),
             next_lower=lower[-1] if lower else None,
             next_higher=higher[0] if higher else None,
-            decided_by=self._decided_by(operator, table) if node.role is Role.DEPENDENT else (),
+            decided_by=tuple(source for source, rank in ranks.items() if rank == max(ranks.values())),
         )
-
-    def compute_change_ns(self, operator: str, device: str, precision: str) -> int:
-        """`Alternative.compute_change_ns` of an adjustable operator, without the rest of the alternative."""
-        return self._change(operator, self.problem.device(device), precision).compute_ns
-
-    def _decided_by(self, operator: str, device: ProblemDevice) -> tuple[str, ...]:
-        precisions = self._precisions[device.name]
-        ranks = {
-            source: self._delivered_rank(device, precisions[source]) for source in self._operators[operator].inputs
-        }
-        return tuple(source for source, rank in ranks.items() if rank == max(ranks.values()))
 
     def _delivered_rank(self, device: ProblemDevice, precision: str) -> int:
         return self.problem.rank(device.precisions[precision].output)
 
+    def compute_change_ns(self, operator: str, device: str, precision: str) -> int:
+        """`Alternative.compute_change_ns` of an adjustable operator, without the rest of the alternative."""
+        table = self.problem.device(device)
+        changed = self._changed_precisions(operator, table, precision)
+        forward_ns, backward_ns = self._time_changes(table, changed, self._cast_changes(table, changed))
+        return forward_ns + sum(backward_ns.values())
+
     def _alternative(self, operator: str, device: ProblemDevice, precision: str) -> Alternative:
-        change = self._change(operator, device, precision)
-        before = self.evaluation.devices[device.name]
+        before, old = self.evaluation.devices[device.name], self._precisions[device.name]
+        changed = self._changed_precisions(operator, device, precision)
+        casts = self._cast_changes(device, changed)
+        forward_ns, backward_ns = self._time_changes(device, changed, casts)
+        compute_ns = forward_ns + sum(backward_ns.values())
+        costs = [(device.operators[name][old[name]], device.operators[name][new]) for name, new in changed.items()]
+        memory_kib = sum(new_cost.memory_kib - old_cost.memory_kib for old_cost, new_cost in costs) + sum(
+            times * cast_buffers_kib(self.problem, (cast,)) for cast, times in casts.items() if _is_forward(cast)
+        )
         ready = list(before.bucket_ready_ns)
         for bucket, first in self._first_of_bucket.items():
-            ready[bucket] += change.forward_ns + sum(
-                ns for position, ns in change.backward_ns.items() if position >= first
-            )
+            ready[bucket] += forward_ns + sum(ns for position, ns in backward_ns.items() if position >= first)
         after = replace(
             before,
             bucket_ready_ns=tuple(ready),
-            backward_end_ns=before.backward_end_ns + change.compute_ns,
-            memory_kib=before.memory_kib + change.memory_kib,
+            backward_end_ns=before.backward_end_ns + compute_ns,
+            memory_kib=before.memory_kib + memory_kib,
         )
         devices = tuple(after if d.name == device.name else d for d in self.evaluation.devices.values())
         _, iteration_ns = iteration_time(self.problem, devices)
@@ -270,46 +268,34 @@ class Explainer:
             precision=precision,
             iteration_change_ns=iteration_ns - self.evaluation.iteration_ns,
             own_iteration_change_ns=own_iteration_ns - self._own_iteration_ns[device.name],
-            compute_change_ns=change.compute_ns,
-            memory_change_kib=change.memory_kib,
-            sensitivity_change=change.sensitivity,
-            added_casts=tuple(change.casts.elements()),
-            removed_casts=tuple((-change.casts).elements()),
-            pushed=change.pushed,
+            compute_change_ns=compute_ns,
+            memory_change_kib=memory_kib,
+            sensitivity_change=sum((new_cost.sensitivity - old_cost.sensitivity for old_cost, new_cost in costs), 0.0),
+            added_casts=tuple(casts.elements()),
+            removed_casts=tuple((-casts).elements()),
+            pushed=tuple(
+                Pushed(operator=name, before=old[name], after=new) for name, new in changed.items() if name != operator
+            ),
             broken=broken_limits(self.problem, devices, iteration_ns),
         )
 
-    def _change(self, operator: str, device: ProblemDevice, precision: str) -> _Change:
+    def _time_changes(
+        self, device: ProblemDevice, changed: Mapping[str, str], casts: Counter[CastTime]
+    ) -> tuple[int, dict[int, int]]:
+        """Changes of the forward time, and of the backward time by position, in ns."""
         old = self._precisions[device.name]
-        changed = self._changed_precisions(operator, device, precision)
-        forward_ns, memory_kib, sensitivity = 0, 0, 0.0
-        backward_ns: dict[int, int] = {}
-        for name, after in changed.items():
-            before_cost, after_cost = device.operators[name][old[name]], device.operators[name][after]
+        forward_ns, backward_ns = 0, {}
+        for name, new in changed.items():
+            before_cost, after_cost = device.operators[name][old[name]], device.operators[name][new]
             forward_ns += after_cost.forward_ns - before_cost.forward_ns
             backward_ns[self._positions[name]] = after_cost.backward_ns - before_cost.backward_ns
-            memory_kib += after_cost.memory_kib - before_cost.memory_kib
-            sensitivity += after_cost.sensitivity - before_cost.sensitivity
-        casts = self._cast_changes(device, changed)
         for cast, times in casts.items():
-            if cast.charged_to == cast.consumer:  # a forward cast; backward ones are charged to the producer
+            if _is_forward(cast):
                 forward_ns += times * cast.duration_ns
-                memory_kib += times * cast_buffers_kib(self.problem, (cast,))
             else:
                 position = self._positions[cast.charged_to]
                 backward_ns[position] = backward_ns.get(position, 0) + times * cast.duration_ns
-        return _Change(
-            forward_ns=forward_ns,
-            backward_ns=backward_ns,
-            memory_kib=memory_kib,
-            sensitivity=sensitivity,
-            casts=casts,
-            pushed=tuple(
-                Pushed(operator=name, before=old[name], after=after)
-                for name, after in changed.items()
-                if name != operator
-            ),
-        )
+        return forward_ns, backward_ns
 
     def _changed_precisions(self, operator: str, device: ProblemDevice, precision: str) -> dict[str, str]:
         """New precision of an operator and of the dependent ones that follow it, in forward order."""
@@ -337,9 +323,7 @@ class Explainer:
         """How often each cast happens more (or, below zero, less) than before."""
         old = self._precisions[device.name]
         new = ChainMap(dict(changed), old)
-        producers = dict.fromkeys(changed)
-        for name in changed:
-            producers.update(dict.fromkeys(self._operators[name].inputs))
+        producers = dict.fromkeys(chain(changed, *(self._operators[name].inputs for name in changed)))
         difference: Counter[CastTime] = Counter()
         for producer in producers:
             users: Sequence[str] = self._users[producer]
@@ -368,12 +352,7 @@ class Explainer:
 
 
 def overview(explainer: Explainer, device: str, count: int = OVERVIEW_OPERATORS) -> Overview:
-    """Find the operators of a plan that matter most on one device type.
-
-    Args:
-        explainer: Of the plan.
-        device: Name of a device type of its problem.
-        count: Operators of each kind at most.
+    """The operators of a plan that matter most on one device type, at most ``count`` of each kind.
 
     Raises:
         ProblemError: No such device type, or ``count`` is below 1.
@@ -382,8 +361,7 @@ def overview(explainer: Explainer, device: str, count: int = OVERVIEW_OPERATORS)
     """
     if count < 1:
         raise ProblemError(f"count is {count}, but an overview needs at least 1 operator")
-    problem = explainer.problem
-    table = problem.device(device).operators
+    table = explainer.problem.device(device).operators
     evaluation = explainer.evaluation.devices[device]
     own = {time.name: table[time.name][time.precision].sensitivity for time in evaluation.operators}
     sensitive = sorted((name for name, value in own.items() if value > 0), key=lambda name: -own[name])[:count]
@@ -391,37 +369,20 @@ def overview(explainer: Explainer, device: str, count: int = OVERVIEW_OPERATORS)
         operator.name: min(
             explainer.compute_change_ns(operator.name, device, precision) for precision in table[operator.name]
         )
-        for operator in problem.adjustable
+        for operator in explainer.problem.adjustable
     }
     faster = sorted((name for name, change in change_ns.items() if change < 0), key=change_ns.__getitem__)[:count]
-    savings = []
-    for name in faster:
-        explanation = explainer.explain(name, device)
-        instead = min(explanation.alternatives, key=lambda a: (a.compute_change_ns, a.sensitivity_change))
-        savings.append(Saving(explanation=explanation, instead=instead))
     return Overview(
         device=device,
-        adjustable=len(problem.adjustable),
+        adjustable=len(change_ns),
         sensitivity=evaluation.sensitivity,
         sensitive=tuple(explainer.explain(name, device) for name in sensitive),
-        savings=tuple(savings),
+        savings=tuple(explainer.explain(name, device) for name in faster),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    """New minus old of one device type; ``backward_ns`` by position, ``casts`` below zero where they are removed."""
-
-    forward_ns: int
-    backward_ns: Mapping[int, int]
-    memory_kib: int
-    sensitivity: float
-    casts: Counter[CastTime]
-    pushed: tuple[Pushed, ...]
-
-    @property
-    def compute_ns(self) -> int:
-        return self.forward_ns + sum(self.backward_ns.values())
+def _is_forward(cast: CastTime) -> bool:
+    return cast.charged_to == cast.consumer  # backward casts are charged to the producer
 
 
 def _sentence(verb: str, alternative: Alternative) -> str:

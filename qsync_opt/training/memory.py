@@ -28,11 +28,13 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from qsync_opt.costs import DeviceProfile, MeasuredCost
-from qsync_opt.io import check_fields, encode
+from qsync_opt.errors import ProblemError
+from qsync_opt.io import check_fields, check_integer, decode, encode
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import number_format
 from qsync_opt.training.buckets import gradient_users
-from qsync_opt.training.evaluation import BYTES_PER_KIB
+from qsync_opt.training.evaluation import BYTES_PER_KIB, DeviceEvaluation, cast_buffers_kib
+from qsync_opt.training.problem import Problem
 
 CostTables = Mapping[str, Mapping[str, MeasuredCost]]
 """Operator to precision to measured cost, restricted to what a device type may use."""
@@ -101,12 +103,8 @@ def model_memory(
 ) -> MemoryModel:
     """Build the memory model of one device type.
 
-    Args:
-        graph: The model.
-        profile: Formats and optimizer state of the device.
-        tables: The precisions that each operator may run in.
-        distributed: Whether gradients go through all-reduce buckets (more than one worker).
-        gradient_as_view: Gradients live in the buckets instead of beside them.
+    ``distributed`` says whether gradients go through all-reduce buckets (more than one worker), ``gradient_as_view``
+    whether they live in these instead of beside them.
 
     Source: ours (see the module's text).
     """
@@ -249,3 +247,106 @@ def _live_bytes(graph: OpGraph, roots: Mapping[str, str], owners: Mapping[str, s
                 changes[position] += size[name]
                 changes[last[name] + 1] -= size[name]
     return list(accumulate(forward))[:-1], list(accumulate(backward))[:-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Predicted memory of one worker under a plan by purpose, in bytes; ``activations_bytes`` includes rounding."""
+
+    device: str
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buckets_bytes: int
+    activations_bytes: int
+    casts_bytes: int
+    transient_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it; equal to the memory that `evaluate` gives."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "device")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTimeline:
+    """Memory of one worker over one iteration, in bytes at times in ns.
+
+    From ``times_ns[i]`` on, ``live_bytes[i]`` of activations and cast buffers exist: an operator's from its forward
+    pass until its backward pass is done. Parameters, optimizer state and all-reduce buckets stay throughout.
+    Gradients and transient buffers are one allowance in the problem, which covers their worst moment, at
+    ``peak_operator``; added throughout, it makes the highest point the memory that `evaluate` gives.
+    """
+
+    breakdown: MemoryBreakdown
+    times_ns: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    peak_ns: int
+    peak_operator: str
+
+
+def memory_breakdown(problem: Problem, device: DeviceEvaluation) -> MemoryBreakdown:
+    """Split the predicted memory of one evaluated device under a plan by purpose.
+
+    Raises:
+        ProblemError: The problem has no note ``x-memory`` of the static part, as `build_problem` makes it (it was
+            written by hand or by another tool).
+    """
+    static = _static_memory(problem, device.name)
+    casts_kib = sum(cast_buffers_kib(problem, time.forward_casts) for time in device.operators)
+    return MemoryBreakdown(
+        device=device.name,
+        **static.parts,
+        casts_bytes=casts_kib * BYTES_PER_KIB,
+        activations_bytes=(device.memory_kib - casts_kib) * BYTES_PER_KIB - static.total_bytes,
+    )
+
+
+def memory_timeline(problem: Problem, device: DeviceEvaluation) -> MemoryTimeline | None:
+    """The memory timeline of one evaluated device under a plan.
+
+    None if the problem lacks what `build_problem` notes under ``x-memory`` and ``x-memory-operators``.
+
+    Raises:
+        ProblemError: The notes contradict the problem.
+
+    Source: ours; the life of an activation follows `qsync_opt.training.memory`.
+    """
+    charges = problem.extras.get(("devices", device.name, OPERATORS_KEY))
+    if charges is None or ("devices", device.name, MEMORY_KEY) not in problem.extras:
+        return None
+    what = f"devices {device.name!r}: {OPERATORS_KEY}"
+    if not isinstance(charges, Mapping):
+        raise ProblemError(f"{what} is {charges!r}, but it must map operators to bytes")
+    for name, num_bytes in charges.items():
+        problem.index(name)
+        check_integer(num_bytes, f"{what}: {name!r}")
+    static, charged = _static_memory(problem, device.name), sum(charges.values())
+    if charged != (total := static.total_bytes):
+        raise ProblemError(f"{what} adds up to {charged} bytes, but {MEMORY_KEY} to {total}; build the problem again")
+    costs = problem.device(device.name).operators
+    own_bytes = {}
+    for time in device.operators:
+        kib = costs[time.name][time.precision].memory_kib + cast_buffers_kib(problem, time.forward_casts)
+        own_bytes[time.name] = kib * BYTES_PER_KIB - charges.get(time.name, 0)
+    steps = [(time.forward_total_ns, own_bytes[time.name]) for time in device.operators]
+    steps += [(time.backward_total_ns, -own_bytes[time.name]) for time in reversed(device.operators)]
+    durations_ns, changes_bytes = zip(*steps, strict=True)
+    times_ns = tuple(accumulate(durations_ns, initial=0))
+    return MemoryTimeline(
+        breakdown=memory_breakdown(problem, device),
+        times_ns=times_ns,
+        live_bytes=tuple(accumulate(changes_bytes, initial=0)),
+        peak_ns=times_ns[len(device.operators)],
+        peak_operator=static.peak_operator,
+    )
+
+
+def _static_memory(problem: Problem, device: str) -> StaticMemory:
+    note = problem.extras.get(("devices", device, MEMORY_KEY))
+    if note is None:
+        raise ProblemError(
+            f"problem {problem.name!r} does not say what the memory of {device!r} is made of (key "
+            f"{MEMORY_KEY!r}); build it with build_problem"
+        )
+    return decode(StaticMemory, note, f"devices {device!r}: {MEMORY_KEY}")

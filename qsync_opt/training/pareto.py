@@ -15,19 +15,17 @@ from typing import Any
 
 from qsync_opt import __version__
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
-from qsync_opt.io import Fields, MeasurementCache, encode, write_json
-from qsync_opt.solving import relative_gap
+from qsync_opt.io import MeasurementCache, decode, encode, write_json
+from qsync_opt.solving import AGREEMENT, relative_gap
 from qsync_opt.systems import system
 from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan, plan_from_json
+from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
 from qsync_opt.views import Displayed, Tabular
 
 FRONT_FORMAT = "qsync-front/1"
 GAPS: Mapping[str, float] = MappingProxyType({"greedy": 1e-2, "exact": 0.0})
 """Method of a front to the relative gap of its points."""
-_AGREEMENT = 1e-6
-"""Largest relative difference between a claimed and the evaluated objective."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -127,6 +125,8 @@ def pareto_front(
 ) -> Front:
     """Find plans that trade sensitivity for time or memory; each reuses the work of the one before.
 
+    The front is empty if no plan keeps the other limits.
+
     Args:
         problem: The problem; its own limit on the time, or on the memory, is ignored.
         against: ``"latency"`` or ``"memory"``.
@@ -135,9 +135,6 @@ def pareto_front(
         points: Number of limits to try; None for every point of the front (against latency only).
         cache: Folder in which points are kept, so that an interrupted front resumes; None keeps them nowhere.
         progress: Called with the number of limits tried, their total (0: not known) and the number of cached ones.
-
-    Returns:
-        The front; empty if no plan keeps the other limits.
 
     Raises:
         UnsupportedError: An option has a value that is not allowed.
@@ -158,10 +155,8 @@ def pareto_front(
         "progress": None if progress is None else lambda done, total: progress(done, total, store.num_reused),
     }
     try:
-        if device is None:
-            claims = search("latency front")(problem, **options)
-        else:
-            claims = search("memory front")(problem, device, **options)
+        where, arguments = ("latency front", ()) if device is None else ("memory front", (device,))
+        claims = search(where)(problem, *arguments, **options)
     except KeyboardInterrupt:
         kept = f"{store.num_new + store.num_reused} points are kept in {cache}; the same call goes on from there"
         raise KeyboardInterrupt("no point is kept, there was no cache" if cache is None else kept) from None
@@ -198,7 +193,7 @@ def _checked(problem: Problem, point: Any, device: str | None) -> TradeOff:
     agrees = (
         evaluation.iteration_ns == point.iteration_ns
         and evaluation.memory_kib == dict(point.memory_kib)
-        and abs(evaluation.objective - point.objective) <= _AGREEMENT * max(abs(evaluation.objective), 1e-300)
+        and abs(evaluation.objective - point.objective) <= AGREEMENT * max(abs(evaluation.objective), 1e-300)
     )
     if not agrees:
         raise SolverError(
@@ -220,17 +215,14 @@ def _checked(problem: Problem, point: Any, device: str | None) -> TradeOff:
 class FrontCache:
     """Points of one problem and gap, one per file: a `qsync_opt.formulations.training.front.PointStore`.
 
-    Args:
-        folder: Where to keep them; None keeps them for this process only.
-        problem: The problem; any change of it makes other files.
-        gap: Relative gap of the points.
-        make_point: Builds a point from its fields.
+    ``folder`` None keeps them for this process only; any change of the problem makes other files. ``kind`` is the class
+    of the points.
 
     Raises:
         ProblemError: The folder cannot be created.
     """
 
-    def __init__(self, folder: Path | None, problem: Problem, gap: float, make_point: Any) -> None:
+    def __init__(self, folder: Path | None, problem: Problem, gap: float, kind: Any) -> None:
         text = json.dumps(problem.to_json(), sort_keys=True)
         environment = {
             "what": "front",
@@ -239,7 +231,7 @@ class FrontCache:
             "version": __version__,
         }
         self._cache = MeasurementCache(folder, environment)
-        self._make_point = make_point
+        self._kind = kind
         self.num_reused = 0
         self.num_new = 0
 
@@ -249,7 +241,7 @@ class FrontCache:
         if data is None:
             return None
         try:
-            point = None if data.get("point") is None else self._read(Fields(data["point"], "cached point"))
+            point = None if data.get("point") is None else decode(self._kind, data["point"], "cached point")
         except ProblemError as failure:
             _LOGGER.warning("seeking again a point whose entry in the cache is unusable: %s", failure)
             return None
@@ -258,20 +250,9 @@ class FrontCache:
 
     def put(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int], point: Any) -> None:
         """See `PointStore.put`."""
-        data = None if point is None else {**encode(point), "plan": point.plan.to_json()}
-        self._cache.put(front_key(latency_limit_ns, memory_limits_kib), {"point": data})
+        data = {"point": None if point is None else encode(point)}
+        self._cache.put(front_key(latency_limit_ns, memory_limits_kib), data)
         self.num_new += 1
-
-    def _read(self, fields: Fields) -> Any:
-        memory = Fields(fields.take("memory_kib"), "cached point: memory_kib")
-        return self._make_point(
-            limit=fields.integer("limit"),
-            objective=fields.number("objective"),
-            bound=fields.number("bound"),
-            iteration_ns=fields.integer("iteration_ns"),
-            memory_kib={name: memory.integer(name) for name in memory},
-            plan=plan_from_json(fields.take("plan")),
-        )
 
 
 def front_key(latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> str:

@@ -11,8 +11,8 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     Extras,
     Json,
-    are_plain_names,
-    check_name,
+    Name,
+    check_fields,
     decode,
     encode,
     freeze,
@@ -40,39 +40,20 @@ class Plan(Displayed, Tabular):
     dependent and fixed ones may be. ``solution`` says where the plan came from and is never trusted.
     """
 
-    problem: str
-    devices: Mapping[str, Mapping[str, str]]
+    problem: Name
+    devices: Mapping[Name, Mapping[Name, str]]
     solution: Annotated[Mapping[str, Any] | None, Json(omitted=True)] = None
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ProblemError("the plan has no devices; it must name at least one device type")
-        check_name(self.problem, "plan: problem name")
-        for device, plan in self.devices.items():
-            check_name(device, "plan: device name")
-            if not isinstance(plan, Mapping):
-                raise ProblemError(f"plan for device {device!r} is {plan!r}, but it must map operator to precision")
-            if are_plain_names(plan) and are_plain_names(plan.values()):
-                continue
-            for operator, precision in plan.items():
-                check_name(operator, f"plan for device {device!r}: operator name")
-                if not isinstance(precision, str) or not precision:
-                    raise ProblemError(
-                        f"plan for device {device!r}: operator {operator!r} has {precision!r}, "
-                        "but a precision is a text such as 'FP16'"
-                    )
+        check_fields(self, "plan")
         freeze(self, "devices", depth=2)
         freeze(self, "extras", *(() if self.solution is None else ("solution",)))
 
     def resolve(self, problem: Problem) -> dict[str, dict[str, str]]:
-        """Precision of every operator, device by device, with dependent and fixed operators recomputed.
-
-        Args:
-            problem: The problem that the plan is for.
-
-        Returns:
-            Device to operator to precision, in the problem's order.
+        """Device to operator to precision, in the problem's order, with dependent and fixed operators recomputed.
 
         Raises:
             ProblemError: The plan is for other devices or operators, picks a precision that a table lacks, or
@@ -140,10 +121,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
 
 
-def plan_from_json(data: Any) -> Plan:
-    """Build a `Plan` from the JSON data of a plan file; see `load_plan`."""
+def plan_from_json(data: Any, where: str = "plan") -> Plan:
+    """Build a `Plan` from the JSON data of a plan file; see `load_plan`. ``where`` names the data in errors."""
     clean, extras = split_extras(data)
-    return decode(Plan, clean, "plan", version=PLAN_FORMAT, extras=extras)
+    return decode(Plan, clean, where, version=PLAN_FORMAT, extras=extras)
 
 
 def _some(names: list[str]) -> str:
@@ -152,12 +133,9 @@ def _some(names: list[str]) -> str:
 
 
 def uniform_plan(problem: Problem, precision: str | None = None) -> Plan:
-    """Return the plan that gives every adjustable operator one precision, as far as its table has it.
+    """Return the plan that gives every adjustable operator one precision; None: the lowest that each one has.
 
-    Args:
-        problem: The problem.
-        precision: An operator whose table lacks it takes the lowest that it has above, or else the highest that it
-            has. None: the lowest precision that each operator has.
+    An operator whose table lacks it takes the lowest that it has above, or else the highest that it has.
 
     Raises:
         ProblemError: The problem has no such format.

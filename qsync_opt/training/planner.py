@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qsync_opt import solving
 from qsync_opt.costs import carried_estimates
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.io import check_number
@@ -18,9 +19,44 @@ from qsync_opt.systems import system
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Answer, Solution, SolveOptions
+from qsync_opt.views import Displayed
 
 _LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolveOptions(solving.SolveOptions):
+    """How a method should solve; see `qsync_opt.solving.SolveOptions`.
+
+    ``start`` is a plan to start from; each group of ``tied`` operators gets one precision.
+    """
+
+    start: Plan | None = None
+    tied: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(solving.Answer):
+    """What a formulation claims, before it is checked.
+
+    ``devices`` maps device to adjustable operator to precision; None where there is no plan.
+    """
+
+    devices: Mapping[str, Mapping[str, str]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Solution(Displayed, solving.Solution[Plan, Evaluation]):
+    """A checked plan; its objective is the plan's total sensitivity."""
+
+    @property
+    def iteration_ns(self) -> int | None:
+        """Iteration time of the plan in nanoseconds."""
+        return None if self.evaluation is None else self.evaluation.iteration_ns
+
+    def details(self) -> dict[str, Any]:
+        """Iteration time in nanoseconds, memory in KiB and sensitivity by device."""
+        return {key: getattr(self.evaluation, key, None) for key in ("iteration_ns", "memory_kib", "sensitivity")}
 
 
 def solve(
@@ -91,8 +127,33 @@ def solve(
     if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
         reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
         answer = replace(answer, reason=reason)
-    _check_ties(answer, tied, name)
-    return _checked(problem, answer, name)
+    for device, plan_of_device in (answer.devices or {}).items():
+        for group in tied:
+            precisions = {plan_of_device[operator] for operator in group}
+            if len(precisions) > 1:
+                raise SolverError(
+                    f"{name} gave the tied operators {', '.join(map(repr, group))} of device {device!r} different "
+                    f"precisions: {', '.join(sorted(precisions))}"
+                )
+    plan = None if answer.devices is None else Plan(problem=problem.name, devices=answer.devices)
+    evaluation = None if plan is None else evaluate(problem, plan)
+    if evaluation is not None:
+        check_claim(answer, evaluation, name)
+    solution = Solution(
+        termination=answer.termination,
+        plan=plan,
+        evaluation=evaluation,
+        bound=answer.bound,
+        method=name,
+        solver=answer.solver,
+        build_seconds=answer.build_seconds,
+        solve_seconds=answer.solve_seconds,
+        reason=answer.reason,
+    )
+    if plan is None:
+        return solution
+    estimates = carried_estimates(problem.extras)
+    return replace(solution, plan=replace(plan, solution=solution.provenance(), extras=estimates))
 
 
 def _formulation(method: Any) -> Any:
@@ -120,57 +181,6 @@ def _check_arguments(problem: object, start: object, tied: Sequence[object]) -> 
             raise ProblemError(
                 f"tied holds {group!r}, but each group must be a sequence of names: tied=[('first', 'second')]"
             )
-
-
-def _check_ties(answer: Answer, tied: Sequence[Sequence[str]], method: str) -> None:
-    """Operators that were to share a precision must share it on every device type."""
-    for device, plan in (answer.devices or {}).items():
-        for group in tied:
-            found = {plan[name] for name in group}
-            if len(found) > 1:
-                raise SolverError(
-                    f"{method} gave the tied operators {', '.join(map(repr, group))} of device {device!r} different "
-                    f"precisions: {', '.join(sorted(found))}"
-                )
-
-
-def _checked(problem: Problem, answer: Answer, method: str) -> Solution:
-    """Evaluate the plan of an answer and compare it with what was claimed."""
-    plan: Plan | None = None
-    evaluation: Evaluation | None = None
-    if answer.devices is not None:
-        plan = Plan(problem=problem.name, devices=answer.devices)
-        evaluation = evaluate(problem, plan)
-        check_claim(answer, evaluation, method)
-    solution = Solution(
-        termination=answer.termination,
-        plan=plan,
-        evaluation=evaluation,
-        bound=answer.bound,
-        method=method,
-        solver=answer.solver,
-        build_seconds=answer.build_seconds,
-        solve_seconds=answer.solve_seconds,
-        reason=answer.reason,
-    )
-    if plan is None:
-        return solution
-    return Solution(
-        termination=solution.termination,
-        plan=Plan(
-            problem=plan.problem,
-            devices=plan.devices,
-            solution=solution.provenance(),
-            extras=carried_estimates(problem.extras),
-        ),
-        evaluation=evaluation,
-        bound=solution.bound,
-        method=method,
-        solver=solution.solver,
-        build_seconds=solution.build_seconds,
-        solve_seconds=solution.solve_seconds,
-        reason=solution.reason,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,12 +246,11 @@ def fastest(
         raise UnsupportedError(f"seeking the fastest plan, only method 'exact' uses a solver, not {method!r}")
     choice = solver if solver is not None else default_solver()
     engine = None if choice is None else create(Kind.SOLVER, choice)
-    found = system("training").search("fastest")(
-        problem, method, engine, deadline, budget=sensitivity_budget, tied=tied
-    )
-    if found is None:
+    search = system("training").search("fastest")
+    answer = search(problem, method, engine, deadline, budget=sensitivity_budget, tied=tied)
+    if answer is None:
         return None
-    plan = Plan(problem=problem.name, devices=found.devices)
+    plan = Plan(problem=problem.name, devices=answer.devices)
     evaluation = evaluate(problem, plan)
     over = [device.name for device in evaluation.devices.values() if device.memory_kib > device.memory_limit_kib]
     if over:
@@ -251,8 +260,8 @@ def fastest(
     return FastestPlan(
         plan=plan,
         evaluation=evaluation,
-        bound_ns=found.bound_ns,
-        proved=found.proved,
-        method=found.method,
+        bound_ns=answer.bound_ns,
+        proved=answer.proved,
+        method=answer.method,
         solve_seconds=time.monotonic() - started,
     )

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qsync_opt.cluster import DeviceRole, DeviceType
-from qsync_opt.costs import DeviceProfile, MeasuredCost
+from qsync_opt.costs import DeviceProfile, IterationOverhead, MeasuredCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
-from qsync_opt.numerics import number_format
+from qsync_opt.numerics import closest_precision, number_format
 
 GETITEM = "getitem"
 """Kind of the operators that take one result of an operator with several."""
@@ -62,9 +62,9 @@ def device_tables(graph: OpGraph, profile: DeviceProfile, device: DeviceType) ->
         if role is Role.DEPENDENT:
             allowed = [precision for precision in costs if precision in delivered]
         elif role is Role.FIXED:
-            allowed = [_at_least(costs, "FP32")]
+            allowed = [closest_precision(costs, "FP32")]
         elif device.role is DeviceRole.FIXED:
-            allowed = [_at_least(costs, device.precisions[0])]
+            allowed = [closest_precision(costs, device.precisions[0])]
         else:
             allowed = [precision for precision in costs if precision in device.precisions]
         if not allowed:
@@ -81,11 +81,7 @@ def uniform_precisions(
 ) -> dict[str, str]:
     """Precision of every operator when each adjustable one runs in ``precision``, or the next finer that it has.
 
-    Args:
-        graph: The model.
-        profile: Gives the formats that operators deliver.
-        tables: The precisions that each operator may run in.
-        precision: Of the adjustable operators.
+    ``tables`` are the precisions that each operator may run in (`device_tables`).
 
     Source: ours; dependent operators follow the rule of the problem format.
     """
@@ -94,12 +90,12 @@ def uniform_precisions(
         table = tables[operator.name]
         role = problem_role(operator)
         if role is Role.ADJUSTABLE:
-            result[operator.name] = _at_least(table, precision)
+            result[operator.name] = closest_precision(table, precision)
         elif role is Role.FIXED:
             result[operator.name] = next(iter(table))
         else:
             outputs = [profile.formats[result[source]].output for source in problem_inputs(operator)]
-            result[operator.name] = _at_least(table, max(outputs, key=_rank))
+            result[operator.name] = closest_precision(table, max(outputs, key=_rank))
     return result
 
 
@@ -111,21 +107,15 @@ def price_operators(graph: OpGraph, profile: DeviceProfile, tables: Mapping[str,
 
     Source: the two queues follow dPRO's replayer (MLSys 2022); charging them to operators is ours.
     """
-    times = {
-        operator.name: {
-            precision: (cost.forward_ns, cost.backward_ns + _gradient_sums_ns(graph, profile, operator, precision))
-            for precision, cost in tables[operator.name].items()
-        }
-        for operator in graph
-    }
-    if profile.device.kind != "cpu":
-        return _with_launches(graph, profile, tables, times)
-    added_forward_ns = profile.overhead.forward_ns_per_operator
-    added_backward_ns = profile.overhead.backward_ns_per_operator
-    return {
-        name: {precision: (f + added_forward_ns, b + added_backward_ns) for precision, (f, b) in table.items()}
-        for name, table in times.items()
-    }
+    is_cpu = profile.device.kind == "cpu"
+    added = profile.overhead if is_cpu else IterationOverhead()
+    times: Times = {operator.name: {} for operator in graph}
+    for operator in graph:
+        for precision, cost in tables[operator.name].items():
+            forward_ns = cost.forward_ns + added.forward_ns_per_operator
+            sums_ns = _gradient_sums_ns(graph, profile, operator, precision)
+            times[operator.name][precision] = forward_ns, cost.backward_ns + sums_ns + added.backward_ns_per_operator
+    return times if is_cpu else _with_launches(graph, profile, tables, times)
 
 
 def _gradient_sums_ns(graph: OpGraph, profile: DeviceProfile, operator: Operator, precision: str) -> int:
@@ -182,9 +172,3 @@ def _with_launches(
 
 def _rank(precision: str) -> int:
     return number_format(precision).rank
-
-
-def _at_least(costs: Mapping[str, MeasuredCost], precision: str) -> str:
-    """The coarsest precision of a table that is at least as fine as ``precision``, else the finest."""
-    ladder = sorted(costs, key=_rank)
-    return next((step for step in ladder if _rank(step) >= _rank(precision)), ladder[-1])

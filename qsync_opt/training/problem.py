@@ -16,14 +16,19 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     LARGEST_INTEGER,
     Extras,
+    Fields,
     Json,
+    Name,
+    check_fields,
     check_integer,
-    check_name,
     check_number,
+    decode,
     encode,
     freeze,
     merge_extras,
     near_match,
+    read_json,
+    split_extras,
     write_json,
 )
 from qsync_opt.model import Role
@@ -44,27 +49,15 @@ CAST_SHARINGS = ("edge", "producer")
 class ProblemOperator:
     """One operator: its role, the operators it reads, and the all-reduce bucket that waits for its gradient."""
 
-    name: str
+    name: Name
     type: str
-    role: Annotated[Role, Json(read=lambda value, place: value)]  # checked below
+    role: Role
     inputs: tuple[str, ...] = ()
     output_elements: int
     bucket: int | None = None
 
     def __post_init__(self) -> None:
-        check_name(self.name, "operator name")
-        what = f"operator {self.name!r}"
-        if not isinstance(self.type, str) or not self.type:
-            raise ProblemError(f"{what}: type is {self.type!r}, but it must be a text that is not empty")
-        try:
-            object.__setattr__(self, "role", Role(self.role))
-        except ValueError:
-            near = near_match(str(self.role), Role)
-            raise ProblemError(f"{what}: role is {self.role!r}{near}; allowed are {', '.join(Role)}") from None
-        object.__setattr__(self, "inputs", tuple(self.inputs))
-        check_integer(self.output_elements, f"{what}: output_elements")
-        if self.bucket is not None:
-            check_integer(self.bucket, f"{what}: bucket (an index, or null)")
+        check_fields(self, f"operator {self.name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +71,7 @@ class Communication:
     peer_ready_ns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("allreduce_ns", "peer_ready_ns"):
-            values = tuple(getattr(self, name))
-            for i, value in enumerate(values):
-                check_integer(value, f"communication: {name}[{i}]")
-            object.__setattr__(self, name, values)
+        check_fields(self, "communication")
         if len(self.allreduce_ns) != len(self.peer_ready_ns):
             raise ProblemError(
                 f"communication: allreduce_ns has {len(self.allreduce_ns)} buckets and peer_ready_ns "
@@ -98,8 +87,7 @@ class CastCost:
     ns_per_mi_elements: int
 
     def __post_init__(self) -> None:
-        check_integer(self.base_ns, "base_ns")
-        check_integer(self.ns_per_mi_elements, "ns_per_mi_elements")
+        check_fields(self, "cast")
 
     def time_ns(self, elements: int) -> int:
         """Nanoseconds to cast ``elements`` elements, rounded down."""
@@ -116,14 +104,24 @@ class OperatorCost:
     sensitivity: float
 
     def __post_init__(self) -> None:
+        # By hand, because a problem has thousands of these.
         check_integer(self.forward_ns, "forward_ns")
         check_integer(self.backward_ns, "backward_ns")
         check_integer(self.memory_kib, "memory_kib")
-        check_number(self.sensitivity, "sensitivity")
-        object.__setattr__(self, "sensitivity", float(self.sensitivity))
+        object.__setattr__(self, "sensitivity", check_number(self.sensitivity, "sensitivity"))
 
 
-def _casts_to_json(casts: Mapping[tuple[str, str], CastCost]) -> dict[str, Any]:
+def _read_casts(data: Any, place: str) -> dict[tuple[str, str], CastCost]:
+    fields, casts = Fields(data, place), {}
+    for key in fields:
+        source, _, target = key.partition(">")
+        if not source or not target:
+            raise ProblemError(f"{place} {key!r}: the key must read FROM>TO, such as 'FP16>INT8'")
+        casts[source, target] = decode(CastCost, fields.take(key), f"{place} {key!r}")
+    return casts
+
+
+def _write_casts(casts: Mapping[tuple[str, str], CastCost]) -> dict[str, Any]:
     return {f"{source}>{target}": encode(cost) for (source, target), cost in casts.items()}
 
 
@@ -135,18 +133,16 @@ class ProblemDevice:
     cost.
     """
 
-    name: str
-    count: int
+    name: Name
+    count: Annotated[int, Json(minimum=1)]
     memory_limit_kib: int
     precisions: Mapping[str, PrecisionFormats]
-    casts: Annotated[Mapping[tuple[str, str], CastCost], Json(read=lambda value, place: value, write=_casts_to_json)]
+    casts: Annotated[Mapping[tuple[str, str], CastCost], Json(read=_read_casts, write=_write_casts)]
     operators: Mapping[str, Mapping[str, OperatorCost]]
 
     def __post_init__(self) -> None:
-        check_name(self.name, "device name")
         what = f"device {self.name!r}"
-        check_integer(self.count, f"{what}: count", minimum=1)
-        check_integer(self.memory_limit_kib, f"{what}: memory_limit_kib")
+        check_fields(self, what)
         if not self.precisions:
             raise ProblemError(f"{what}: precisions is empty, but a device needs at least one")
         for operator, table in self.operators.items():
@@ -189,8 +185,7 @@ class Optimum:
     devices: Mapping[str, Mapping[str, str]]
 
     def __post_init__(self) -> None:
-        check_number(self.objective, "optimum: objective")
-        check_number(self.bound, "optimum: bound")
+        check_fields(self, "optimum")
         freeze(self, "devices", depth=2)
 
 
@@ -207,14 +202,14 @@ class Problem(Displayed, Tabular):
     Source: the problem file format of this package, "qsync-problem/1"; the problem is QSync's (IPDPS 2024).
     """
 
-    name: str
-    formats: Mapping[str, int]
+    name: Name
+    formats: Mapping[Name, Annotated[int, Json(minimum=1)]]
     operators: tuple[ProblemOperator, ...]
     communication: Communication
     optimizer_ns: int
     latency_limit_ns: int
     devices: tuple[ProblemDevice, ...]
-    optimum: Optimum | None = None
+    optimum: Annotated[Optimum | None, Json(optional=True)] = None
     cast_sharing: Annotated[str, Json(omitted=True)] = "edge"
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
     _ranks: Mapping[str, int] = field(init=False, repr=False, compare=False)
@@ -222,9 +217,7 @@ class Problem(Displayed, Tabular):
     _devices: Mapping[str, ProblemDevice] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_name(self.name, "problem name")
-        check_integer(self.optimizer_ns, "optimizer_ns")
-        check_integer(self.latency_limit_ns, "latency_limit_ns")
+        check_fields(self, "problem")
         if self.cast_sharing not in CAST_SHARINGS:
             raise ProblemError(
                 f"cast_sharing is {self.cast_sharing!r}, but allowed are {' or '.join(map(repr, CAST_SHARINGS))}"
@@ -234,11 +227,9 @@ class Problem(Displayed, Tabular):
         freeze(self, "formats", "extras")
         if not self.formats:
             raise ProblemError("formats is empty, but a problem needs at least one number format")
-        for name, num_bytes in self.formats.items():
-            check_name(name, "format name")
+        for name in self.formats:
             if ">" in name:
                 raise ProblemError(f"format name is {name!r}, but '>' separates the two formats of a cast")
-            check_integer(num_bytes, f"formats: bytes per element of {name}", minimum=1)
         object.__setattr__(self, "_ranks", {name: rank for rank, name in enumerate(self.formats)})
         object.__setattr__(self, "_index", self._check_operators())
         object.__setattr__(self, "_devices", self._check_devices())
@@ -275,11 +266,9 @@ class Problem(Displayed, Tabular):
         for device in self.devices:
             if device.name in devices:
                 raise ProblemError(f"device {device.name!r} is named twice; names must be unique")
-            self._check_formats(device)
-            self._check_tables(device)
-            devices[device.name] = device
-        for device in self.devices:
+            self._check_device(device)
             self._check_sums(device)
+            devices[device.name] = device
             for source, target, producer, consumer in missing_casts(self, device):
                 raise ProblemError(
                     f"device {device.name!r}: the cast {source}>{target} is needed between {producer!r} and "
@@ -287,25 +276,19 @@ class Problem(Displayed, Tabular):
                 )
         return devices
 
-    def _check_formats(self, device: ProblemDevice) -> None:
-        """Precisions, border formats and casts must name formats of this problem."""
+    def _check_device(self, device: ProblemDevice) -> None:
+        """Formats must be those of this problem; every operator needs a table, a fixed one exactly one precision."""
         what = f"device {device.name!r}"
-        used: list[tuple[str, str]] = []
+        used = [(name, "precisions") for name in device.precisions]
         for precision, borders in device.precisions.items():
-            used.append((precision, "precisions"))
             used += [(getattr(borders, f.name), f"{f.name} of {precision}") for f in fields(borders)]
-        for pair in device.casts:
-            used += [(name, f"cast {'>'.join(pair)}") for name in pair]
+        used += [(name, f"cast {'>'.join(pair)}") for pair in device.casts for name in pair]
         for name, place in used:
-            if name not in self._ranks:
+            if name not in self.formats:
                 raise ProblemError(
                     f"{what}: {place} names the format {name!r}, which formats lacks; allowed are "
                     f"{', '.join(self.formats)}"
                 )
-
-    def _check_tables(self, device: ProblemDevice) -> None:
-        """Every operator needs a table, and a fixed one exactly one precision."""
-        what = f"device {device.name!r}"
         for operator in self.operators:
             table = device.operators.get(operator.name)
             if table is None:
@@ -325,7 +308,8 @@ class Problem(Displayed, Tabular):
         """Some plan's sums on a device, or the products that they are made of, must not overflow."""
         elements = {operator.name: operator.output_elements for operator in self.operators}
         widest = max(self.formats.values())
-        time_ns, memory_kib, sensitivity = 0, 0, 0.0
+        time_ns = sum(self.communication.allreduce_ns) + max(self.communication.peer_ready_ns, default=0)
+        time_ns, memory_kib, sensitivity = time_ns + self.optimizer_ns, 0, 0.0
         for operator in self.operators:
             table = device.operators[operator.name].values()
             time_ns += max(cost.forward_ns for cost in table) + max(cost.backward_ns for cost in table)
@@ -334,8 +318,6 @@ class Problem(Displayed, Tabular):
             for source in operator.inputs:
                 time_ns += 2 * max((cast.time_ns(elements[source]) for cast in device.casts.values()), default=0)
                 memory_kib += elements[source] * widest // 2**10 + 1
-        time_ns += sum(self.communication.allreduce_ns) + max(self.communication.peer_ready_ns, default=0)
-        time_ns += self.optimizer_ns
         what = f"device {device.name!r}"
         for sums, total in (("times in ns", time_ns), ("memory in KiB with cast buffers", memory_kib)):
             if total > LARGEST_INTEGER:
@@ -386,3 +368,25 @@ class Problem(Displayed, Tabular):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the problem file, whole or not at all."""
         write_json(path, self.to_json())
+
+
+def load_problem(path: str | os.PathLike[str]) -> Problem:
+    """Read and check a problem file.
+
+    Raises:
+        ProblemError: The file is missing, truncated, of another format version, or breaks a rule of the format; one
+            line that names the file, the place and what is allowed.
+
+    Source: the problem file format of this package, "qsync-problem/1".
+    """
+    data = read_json(path, (PROBLEM_FORMAT,))
+    try:
+        return problem_from_json(data)
+    except ProblemError as failure:
+        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
+
+
+def problem_from_json(data: Any) -> Problem:
+    """Build a `Problem` from the JSON data of a problem file; see `load_problem`."""
+    clean, extras = split_extras(data)
+    return decode(Problem, clean, "problem", version=PROBLEM_FORMAT, extras=extras)

@@ -24,10 +24,8 @@ def precisions_by_rank(problem: Problem, device: ProblemDevice, operator: str) -
 def follow_inputs(problem: Problem, steps: tuple[str, ...], delivered: int) -> str:
     """Precision that a dependent operator takes.
 
-    Args:
-        problem: Gives the ranks.
-        steps: The operator's precisions, lowest rank first (`precisions_by_rank`).
-        delivered: Highest rank among the formats that its inputs deliver; -1 if it has no inputs.
+    ``steps`` are its precisions, lowest rank first (`precisions_by_rank`), ``delivered`` is the highest rank among the
+    formats that its inputs deliver; -1 if it has no inputs.
 
     Source: the problem file format of this package; torch's type promotion follows the same rule.
     """
@@ -35,15 +33,9 @@ def follow_inputs(problem: Problem, steps: tuple[str, ...], delivered: int) -> s
 
 
 def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str]) -> dict[str, str]:
-    """Precision of every operator on a device.
+    """Operator to precision on a device, in forward order.
 
-    Args:
-        problem: The problem.
-        device: One of its devices.
-        choices: Precision of every adjustable operator; further entries are ignored.
-
-    Returns:
-        Operator to precision, in forward order.
+    ``choices`` has the precision of every adjustable operator; further entries are ignored.
 
     Raises:
         ProblemError: An adjustable operator is missing, or gets a precision that its table lacks.
@@ -64,9 +56,7 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
         elif operator.role is Role.FIXED:
             result[operator.name] = next(iter(table))
         else:
-            delivered = -1
-            for source in operator.inputs:
-                delivered = max(delivered, output_rank[result[source]])
+            delivered = max((output_rank[result[source]] for source in operator.inputs), default=-1)
             key = (tuple(table), delivered)
             if key not in by_table:
                 by_table[key] = follow_inputs(problem, precisions_by_rank(problem, device, operator.name), delivered)

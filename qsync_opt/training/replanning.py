@@ -17,9 +17,8 @@ from qsync_opt.io import check_number, freeze
 from qsync_opt.training.comparison import compare_plans
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan
-from qsync_opt.training.planner import solve
+from qsync_opt.training.planner import Solution, solve
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Solution
 
 Change = tuple[str | None, str]
 """Precision before (None: the operator was not planned) and after."""
@@ -58,18 +57,9 @@ def replan(
 ) -> Replanning:
     """Solve a changed problem and decide whether to replace the plan in use.
 
-    Args:
-        problem: As it is now: new sensitivities, limits or times.
-        current: The plan in use.
-        improvement: Least share by which a new plan must lower the total sensitivity (0.1: by 10 %); 0 takes any better
-            one. A plan that breaks a limit now, or that does not fit the problem, is replaced in any case.
-        method: As in `solve`.
-        solver: As in `solve`.
-        time_limit_s: As in `solve`.
-        tied: As in `solve`.
-
-    Returns:
-        The decision.
+    ``problem`` is as it is now, with new sensitivities, limits or times; ``current`` is the plan in use. A new plan
+    must lower the total sensitivity by the share ``improvement`` (0.1: by 10 %); 0 takes any better one. A plan that
+    breaks a limit now, or that does not fit the problem, is replaced in any case. All else is as in `solve`.
 
     Raises:
         ProblemError: ``improvement`` is not a share; no plan keeps the limits now (the text says which clash).
@@ -89,25 +79,19 @@ def replan(
         misfit = str(error)
     solution = solve(problem, method, solver=solver, time_limit_s=time_limit_s, tied=tied)
     if solution.plan is None or solution.evaluation is None:
-        if before is not None and before.feasible:
-            return Replanning(
-                plan=current,
-                replaced=False,
-                before=before,
-                after=before,
-                changes={},
-                reason=f"the plan in use is kept: method {solution.method!r} found no other ({solution.reason})",
-                solution=solution,
-            )
-        kind = ProblemError if solution.termination == "infeasible" else SolverError
-        raise kind(f"there is no plan for problem {problem.name!r} as it is now: {solution.reason}")
-    changes = _changes(problem, current, solution.plan)
-    reason, replaced = _verdict(before, misfit, solution.evaluation, changes, improvement)
+        if before is None or not before.feasible:
+            kind = ProblemError if solution.termination == "infeasible" else SolverError
+            raise kind(f"there is no plan for problem {problem.name!r} as it is now: {solution.reason}")
+        plan, after, changes, replaced = current, before, {}, False
+        reason = f"the plan in use is kept: method {solution.method!r} found no other ({solution.reason})"
+    else:
+        plan, after, changes = solution.plan, solution.evaluation, _changes(problem, current, solution.plan)
+        reason, replaced = _verdict(before, misfit, after, changes, improvement)
     return Replanning(
-        plan=solution.plan if replaced else current,
+        plan=plan if replaced else current,
         replaced=replaced,
         before=before,
-        after=solution.evaluation,
+        after=after,
         changes=changes if replaced else {},
         reason=reason,
         solution=solution,

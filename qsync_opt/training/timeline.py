@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import check_integer, freeze, write_json
+from qsync_opt.io import check_fields, freeze, write_json
 from qsync_opt.training.evaluation import DeviceEvaluation, Evaluation, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
@@ -32,8 +32,7 @@ class TimelineEvent:
     details: Mapping[str, str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_integer(self.start_ns, f"event {self.name!r}: start_ns")
-        check_integer(self.duration_ns, f"event {self.name!r}: duration_ns")
+        check_fields(self, f"event {self.name!r}")
         freeze(self, "details")
 
     @property
@@ -72,14 +71,7 @@ def replay(problem: Problem, plan: Plan) -> Timeline:
     """Lay out one iteration of a plan event by event.
 
     One worker of each device type has a compute lane (casts, operators, optimizer) and a communication lane (the
-    all-reduce of each bucket, at the same time on all workers).
-
-    Args:
-        problem: The problem.
-        plan: A plan for it.
-
-    Returns:
-        The timeline; its end is the iteration time that `evaluate` gives.
+    all-reduce of each bucket, at the same time on all workers). The end is the iteration time that `evaluate` gives.
 
     Raises:
         ProblemError: The plan does not belong to the problem.
@@ -124,9 +116,8 @@ def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
 def _all_reduces(worker: str, problem: Problem, evaluation: Evaluation) -> Iterator[TimelineEvent]:
     communication = problem.communication
     free_ns = 0
-    for k, (start_ns, duration_ns) in enumerate(
-        zip(evaluation.bucket_start_ns, communication.allreduce_ns, strict=True)
-    ):
+    spans = zip(evaluation.bucket_start_ns, communication.allreduce_ns, strict=True)
+    for k, (start_ns, duration_ns) in enumerate(spans):
         ready_ns = {device.name: device.bucket_ready_ns[k] for device in evaluation.devices.values()}
         ready_ns |= {"devices of fixed precision": communication.peer_ready_ns[k], "the bucket before": free_ns}
         yield TimelineEvent(

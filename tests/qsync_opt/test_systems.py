@@ -76,7 +76,7 @@ def packing(monkeypatch):
     }
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: points.get(group, []))
     # These tests are modules of pytest's own naming: load what the texts name from here.
-    monkeypatch.setattr(systems, "_attribute", lambda target: globals()[target.partition(":")[2]])
+    monkeypatch.setattr(systems, "attribute", lambda target: globals()[target.partition(":")[2]])
     monkeypatch.setattr(EntryPoint, "load", lambda self: globals()[self.value.partition(":")[2]])
     monkeypatch.setattr(registry.Entry, "load", lambda self: globals()[self.target.partition(":")[2]])
     for cached in (systems.systems, registry.entries):
@@ -128,7 +128,7 @@ def test_two_packages_cannot_claim_one_system(packing, monkeypatch):
 @pytest.mark.parametrize("system", systems.BUILT_IN, ids=lambda system: system.name)
 def test_every_text_of_a_built_in_system_names_something(system):
     for target in (system.problem, system.plan, *system.searches.values(), *filter(None, [system.commands])):
-        assert systems._attribute(target) is not None
+        assert systems.attribute(target) is not None
     assert system.methods
     assert system.runtime is None or registry.find(registry.Kind.RUNTIME, system.runtime)
 

@@ -7,8 +7,12 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import chain
+from operator import or_
 
 from qsync_opt.errors import ModelError
 from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec, parse_graph
@@ -95,8 +99,8 @@ def match_graph(model: OnnxModel, where: str) -> OpGraph:
         nodes[owner].append(node)
     _check_products(graph, nodes, model, where)
     _check_dataflow(graph, model, where)
-    operators = tuple(replace(o, onnx_nodes=tuple(node.name for node in nodes[o.name])) for o in graph)
-    return OpGraph(name=graph.name, operators=operators, parameters=graph.parameters)
+    named = tuple(replace(o, onnx_nodes=tuple(node.name for node in nodes[o.name])) for o in graph)
+    return replace(graph, operators=named)
 
 
 def _check_products(graph: OpGraph, nodes: dict[str, list[OnnxNode]], model: OnnxModel, where: str) -> None:
@@ -118,10 +122,7 @@ def _check_dataflow(graph: OpGraph, model: OnnxModel, where: str) -> None:
     """Refuse a floating-point edge between nodes of two operators without a path between the operators."""
     ancestors: dict[str, int] = {}  # sets of operators as the bits of integers
     for position, operator in enumerate(graph):
-        bits = 1 << position
-        for source in operator.inputs:
-            bits |= ancestors[source]
-        ancestors[operator.name] = bits
+        ancestors[operator.name] = reduce(or_, map(ancestors.__getitem__, operator.inputs), 1 << position)
     producers: dict[str, str] = {}
     for node in model.nodes:
         owner = node.metadata[OPERATOR_KEY]
@@ -149,12 +150,9 @@ def build_graph(model: OnnxModel, roles: RoleTable) -> tuple[OpGraph, set[str]]:
         ModelError: Unknown shape, no operators, or a role pattern that matches none.
     """
     builder = _Builder(model, roles)
-    parameters = []
-    for name in model.parameters:
-        spec = model.specs[name]
-        assert spec is not None
-        parameters.append(ParameterSpec(name=name, spec=spec))
-    graph = OpGraph(name=model.name, operators=tuple(builder.operators()), parameters=tuple(parameters))
+    specs = {name: spec for name in model.parameters if (spec := model.specs[name]) is not None}
+    parameters = tuple(ParameterSpec(name=name, spec=spec) for name, spec in specs.items())
+    graph = OpGraph(name=model.name, operators=tuple(builder.operators()), parameters=parameters)
     roles.check_patterns(tuple(operator.name for operator in graph))
     return graph, builder.unknown
 
@@ -168,11 +166,10 @@ class _Builder:
         self._producers: dict[str, str] = {}
         # Values that do not depend on the inputs; results computed from them are FP32 under every plan.
         self._constants = set(model.states)
-        self._users: dict[str, set[str]] = {}
+        self._users: dict[str, set[str]] = defaultdict(set)
         for name, nodes in self._groups.items():
-            for node in nodes:
-                for value in node.inputs:
-                    self._users.setdefault(value, set()).add(name)
+            for value in chain.from_iterable(node.inputs for node in nodes):
+                self._users[value].add(name)
 
     def operators(self) -> Iterable[Operator]:
         for value in self._model.inputs:
@@ -185,28 +182,21 @@ class _Builder:
     def _input(self, value: str, spec: TensorSpec) -> Operator:
         name = f"input/{value}"
         self._producers[value] = name
-        return Operator(
-            name=name,
-            op_type="input",
-            role=Role.FIXED,
-            output_specs=(spec,),
-            signature=_signature("input", (spec,), ()),
-        )
+        signature = _signature("input", (spec,), ())
+        return Operator(name=name, op_type="input", role=Role.FIXED, output_specs=(spec,), signature=signature)
 
     def _operator(self, name: str, nodes: Sequence[OnnxNode]) -> Operator:
         kind, module = _kind_and_module(nodes)
         inner = {value for node in nodes for value in node.outputs}
         reads = [v for node in nodes for v in node.inputs if v and v not in inner]
-        outputs = [v for v in inner if self._users.get(v, set()) - {name} or v in self._model.outputs]
+        outputs = [v for v in inner if self._users[v] - {name} or v in self._model.outputs]
         outputs = sorted(outputs or inner, key=[v for node in nodes for v in node.outputs].index)
         input_specs, output_specs = self._specs(nodes, reads), self._specs(nodes, outputs)
         role = self._role(name, kind, nodes, reads, output_specs)
         if all(node.kind == "Constant" for node in nodes):
             self._constants.update(inner)
         self._producers.update((value, name) for value in inner)
-        moved = (
-            0 if all(node.kind in _VIEWS for node in nodes) else sum(s.num_bytes for s in input_specs + output_specs)
-        )
+        is_view = all(node.kind in _VIEWS for node in nodes)
         return Operator(
             name=name,
             op_type=kind,
@@ -218,7 +208,7 @@ class _Builder:
             parameters=tuple(dict.fromkeys(value for value in reads if value in self._model.parameters)),
             onnx_nodes=tuple(node.name for node in nodes),
             flops=sum(node_flops(node, self._model) for node in nodes),
-            num_bytes=moved,
+            num_bytes=0 if is_view else sum(spec.num_bytes for spec in input_specs + output_specs),
             signature=_signature(kind, (*input_specs, *output_specs), [(n.kind, dict(n.attributes)) for n in nodes]),
         )
 
@@ -249,17 +239,15 @@ class _Builder:
         )
 
     def _edges(self, reads: Sequence[str], role: Role) -> tuple[str, ...]:
-        sources: list[str] = []
-        large = any(_carries_precision(self._model, value) for value in reads if value not in self._constants)
-        for value in reads:
-            spec = self._model.specs.get(value)
-            if value in self._constants or value not in self._producers or (spec is not None and not spec.is_floating):
-                continue
-            # In type promotion 0-dim operands follow the others.
-            if role is Role.DEPENDENT and large and spec is not None and not spec.shape:
-                continue
-            sources.append(self._producers[value])
-        return tuple(sources)
+        produced = [v for v in reads if v not in self._constants and v in self._producers]
+        specs = {value: self._model.specs.get(value) for value in produced}
+        # In type promotion 0-dim operands follow the others.
+        skip_scalars = role is Role.DEPENDENT and any(_carries_precision(self._model, value) for value in produced)
+        return tuple(
+            self._producers[value]
+            for value in produced
+            if (spec := specs[value]) is None or (spec.is_floating and (spec.shape or not skip_scalars))
+        )
 
 
 def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
@@ -269,21 +257,16 @@ def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
         by_call.setdefault(node.metadata.get(_CALL_KEY, f"\0{node.outputs}"), []).append(node)
     order = {id(node): position for position, node in enumerate(nodes)}
     groups: dict[str, list[OnnxNode]] = {}
-    occurrences: dict[str, int] = {}
+    occurrences: Counter[str] = Counter()
     # Ordered by last nodes, because constants shared with a later group come early.
     for members in sorted(by_call.values(), key=lambda members: order[id(members[-1])]):
-        base = _base_name(members)
-        occurrence = occurrences.get(base, 0)
-        occurrences[base] = occurrence + 1
-        groups[base if occurrence == 0 else f"{base}_{occurrence}"] = members
+        kind, module = _kind_and_module(members)
+        base = f"{module}/{kind}" if module else kind
+        if _CALL_KEY not in members[0].metadata:
+            base = members[0].name
+        groups[f"{base}_{occurrences[base]}" if occurrences[base] else base] = members
+        occurrences[base] += 1
     return groups
-
-
-def _base_name(nodes: Sequence[OnnxNode]) -> str:
-    if _CALL_KEY not in nodes[0].metadata:
-        return nodes[0].name
-    kind, module = _kind_and_module(nodes)
-    return f"{module}/{kind}" if module else kind
 
 
 def _kind_and_module(nodes: Sequence[OnnxNode]) -> tuple[str, str]:

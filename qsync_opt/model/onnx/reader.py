@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from onnx import inliner, shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from qsync_opt.errors import ModelError, first_line
+from qsync_opt.errors import ModelError, first_line, reason_of
 from qsync_opt.io import read_bounded
 from qsync_opt.model.graph import DTYPE_BYTES, OpGraph, TensorSpec
 from qsync_opt.model.onnx.graph import GRAPH_KEY, AttributeValue, OnnxModel, OnnxNode, build_graph, match_graph
@@ -48,15 +48,12 @@ and for sparse files that are larger than the memory (MemoryError)."""
 def read_onnx(
     source: str | os.PathLike[str] | onnx.ModelProto, *, roles: RoleTable | None = None, name: str | None = None
 ) -> OpGraph:
-    """Read the operators of an ONNX model; external weights are not loaded.
+    """Read the operators of an ONNX model, which is not changed; external weights are not loaded.
 
-    Args:
-        source: Path of the file, or the model itself, which is not changed.
-        roles: The role table; None: the default one. Files written by ``capture`` contain their roles and take none.
-        name: Of the graph; None: the one in the model.
+    There is one operator per torch operation where the metadata has them, else one per node.
 
-    Returns:
-        One operator per torch operation where the metadata has them, else one per node.
+    ``roles`` None is the default table; files written by ``capture`` contain their roles and take none. ``name`` None
+    is the one in the model.
 
     Raises:
         ModelError: No such file, not ONNX or truncated, a shape that is not fixed or not known, control flow, or
@@ -89,13 +86,9 @@ def read_onnx(
 
 
 def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, WeightStatistics]:
-    """Statistics of the weights of an ONNX model; external files are read one by one.
+    """Statistics of the weights of an ONNX model by initializer, for floating-point ones of at least two dimensions.
 
-    Args:
-        source: Path of the file, or the model itself (with external weights relative to the working directory).
-
-    Returns:
-        Initializer to statistics, for floating-point initializers of at least two dimensions.
+    External files are read one by one; those of a model that is no file are relative to the working directory.
 
     Raises:
         ModelError: No such file, not ONNX, or an external file of weights is missing or too short.
@@ -132,14 +125,11 @@ def load_proto(path: Path) -> onnx.ModelProto:
                 f"ONNX file {path} has more than {_LARGEST_BYTES} bytes: keep its weights in external files"
             )
         proto = onnx.load_model_from_string(data)
-    except OSError as error:
-        raise ModelError(
-            f"cannot read ONNX file {path}: {error.strerror or error}; give the path of an ONNX model"
-        ) from error
     except DecodeError as error:
         raise ModelError(f"ONNX file {path} is truncated or not ONNX: {error}; export the model again") from error
-    except ValueError as error:  # a path with a null character
-        raise ModelError(f"cannot read ONNX file {str(path)!r}: {error}") from error
+    except (OSError, ValueError) as error:
+        advice = "give the path of an ONNX model"
+        raise ModelError(f"cannot read ONNX file {str(path)!r}: {reason_of(error)}; {advice}") from error
     if proto.ir_version <= 0 or not proto.opset_import:
         raise ModelError(f"file {path} is not an ONNX model: it has no IR version or no operator set")
     return proto
@@ -307,7 +297,10 @@ def _records(proto: onnx.ModelProto, where: str, name: str | None) -> OnnxModel:
     graph = proto.graph
     if graph.sparse_initializer:
         raise ModelError(f"{where} has sparse initializer {graph.sparse_initializer[0].values.name!r}: make it dense")
-    states = {tensor.name: tensor for tensor in graph.initializer}
+    states = {
+        tensor.name: TensorSpec(shape=tuple(tensor.dims), dtype=_dtype(tensor.data_type, tensor.name, where))
+        for tensor in graph.initializer
+    }
     specs: dict[str, TensorSpec | None] = {}
     unfixed: dict[str, str] = {}
     kinds: dict[str, str] = {}
@@ -315,8 +308,7 @@ def _records(proto: onnx.ModelProto, where: str, name: str | None) -> OnnxModel:
         kinds[info.name] = next((p.value for p in info.metadata_props if p.key == _STATE_KIND), "")
         if info.name not in states:
             _note_spec(specs, unfixed, info, where)
-    for tensor in graph.initializer:
-        specs[tensor.name] = TensorSpec(shape=tuple(tensor.dims), dtype=_dtype(tensor.data_type, tensor.name, where))
+    specs |= states
     inputs = tuple(info.name for info in graph.input if info.name not in states)
     for name_of_input in inputs:
         if name_of_input not in specs:
@@ -325,6 +317,9 @@ def _records(proto: onnx.ModelProto, where: str, name: str | None) -> OnnxModel:
                 "dimensions that have names (onnx.tools.update_model_dims) or export with fixed shapes"
             )
     nodes = tuple(_node(node, position, where) for position, node in enumerate(graph.node))
+    # Buffers are marked as such by the metadata, or by their use.
+    buffers = {name for name, kind in kinds.items() if kind and kind != "PARAMETER"}
+    buffers.update(*(node.inputs[3:5] for node in nodes if node.kind == "BatchNormalization"))
     return OnnxModel(
         name=name or graph.name or "onnx",
         nodes=nodes,
@@ -333,7 +328,7 @@ def _records(proto: onnx.ModelProto, where: str, name: str | None) -> OnnxModel:
         inputs=inputs,
         outputs=tuple(info.name for info in graph.output),
         states=frozenset(states),
-        parameters=_parameters(states, specs, kinds, nodes),
+        parameters=tuple(name for name in states if name not in buffers and states[name].is_floating),
         metadata={entry.key: entry.value for entry in proto.metadata_props},
     )
 
@@ -403,19 +398,3 @@ def _attribute(attribute: onnx.AttributeProto, node: str, where: str) -> Attribu
     if isinstance(value, Iterable):
         return tuple(item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in value)
     return type(value).__name__
-
-
-def _parameters(
-    states: Mapping[str, Any],
-    specs: Mapping[str, TensorSpec | None],
-    kinds: Mapping[str, str],
-    nodes: Iterable[OnnxNode],
-) -> tuple[str, ...]:
-    """Floating-point initializers that neither the metadata nor their use marks as buffers."""
-    buffers = {name for name, kind in kinds.items() if kind and kind != "PARAMETER"}
-    for node in nodes:
-        if node.kind == "BatchNormalization":
-            buffers.update(node.inputs[3:5])
-    return tuple(
-        name for name in states if name not in buffers and (spec := specs[name]) is not None and spec.is_floating
-    )

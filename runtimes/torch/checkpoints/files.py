@@ -190,7 +190,8 @@ def manifest_of(path: Path) -> dict[str, FileFact]:
     fields = Fields(read_json(path / MANIFEST, (MANIFEST_FORMAT,)), str(path / MANIFEST))
     fields.version(MANIFEST_FORMAT)
     facts: dict[str, FileFact] = {}
-    for name, entry in fields.children("files"):
+    for name, value in fields.mapping("files").items():
+        entry = Fields(value, f"{fields.where}: files {name!r}")
         if Path(name).name != name:
             fields.fail(f"files name {name!r}, but a file of this folder is needed")
         facts[name] = {"bytes": entry.integer("bytes"), "sha256": entry.text("sha256")}

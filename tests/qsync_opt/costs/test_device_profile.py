@@ -66,7 +66,7 @@ def test_residual_and_description(graph: OpGraph) -> None:
             {"base_ns": 1, "ns_per_mi_elements": 1, "worst_error": 0, "samples": 0},
             "no pair|not a pair",
         ),
-        (["formats", "INT8", "output"], "INT4", "unknown format 'INT4'"),
+        (["formats", "INT8", "output"], "INT4", "unknown precision 'INT4'"),
         (["operators", "embed"], "nowhere", "refers to measurement 'nowhere'"),
         (["device", "kind"], "tpu", "kind is 'tpu', but allowed are cpu, cuda"),
         (["optimizer", "step_ns"], "fast", "step_ns is 'fast'"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pytest
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.io import Json, check_fields, decode, encode, freeze
+from qsync_opt.io import Json, Name, check_fields, decode, encode, freeze
 
 
 class Colour(enum.StrEnum):
@@ -38,7 +38,7 @@ class Whole:
     counts: Mapping[str, int] = field(default_factory=dict)
     by_name: Mapping[str, Part] = field(default_factory=dict)
     table: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    options: Annotated[Mapping[str, str], Json(checked=False)] = field(default_factory=dict)
+    options: Mapping[Name, Name] = field(default_factory=dict)
     point: Annotated[complex, Json(read=lambda data, place: complex(*data), write=lambda z: [z.real, z.imag])] = 0j
     anything: Any = None
     later: Annotated[int, Json(optional=True)] = 7

@@ -169,13 +169,10 @@ def test_numbers_are_checked(value):
         (lambda f: f.text("empty"), "empty is ''"),
         (lambda f: f.sequence("map"), "map is an object, but it must be a list"),
         (lambda f: f.mapping("list"), "list is a list, but it must be an object"),
-        (lambda f: f.texts("list"), "list of texts"),
-        (lambda f: f.integers("mixed"), "mixed[1] is 'b'"),
-        (lambda f: list(f.children("map")), "thing: map 'k' is a number, but it must be an object"),
     ],
 )
 def test_fields_name_place_and_kind(call, needle):
-    fields = Fields({"empty": "", "map": {"k": 1}, "list": [1], "mixed": [1, "b"]}, "thing")
+    fields = Fields({"empty": "", "map": {"k": 1}, "list": [1]}, "thing")
     with pytest.raises(ProblemError) as caught:
         call(fields)
     assert needle in str(caught.value)

@@ -4,6 +4,7 @@ import pytest
 
 from qsync_opt.errors import ModelError
 from qsync_opt.model import ADJUSTABLE, ATEN_PRODUCTS, ROLE_TABLE, Role, RoleTable, decide_role
+from qsync_opt.model.roles import DEPENDENT, FIXED
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,8 @@ FLOATS = {"delivers_floating": True, "reads_floating": True, "reads_state": Fals
 )
 def test_promotion(listed: Role | None, change: dict[str, bool], decided: Role) -> None:
     assert decide_role(listed, **(FLOATS | change)) is decided
+
+
+def test_every_kind_has_one_role() -> None:
+    kinds = [kind for text in (ADJUSTABLE, FIXED, DEPENDENT) for kind in text.split()]
+    assert len(set(kinds)) == len(kinds) == len(ROLE_TABLE)

@@ -8,6 +8,7 @@ import pytest
 from qsync_opt.costs import DeviceProfile
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import OpGraph, Role
+from qsync_opt.sensitivity import SensitivityValues
 from qsync_opt.testing import (
     FORWARD_NS,
     make_cluster,
@@ -17,7 +18,7 @@ from qsync_opt.testing import (
     make_sensitivities,
     residual_graph,
 )
-from qsync_opt.training import BucketOptions, Plan, Problem, build_problem, evaluate, load_problem, uniform_plan
+from qsync_opt.training import BucketOptions, Problem, build_problem, evaluate, fastest, load_problem, uniform_plan
 
 SMALL_BUCKETS = BucketOptions(first_bytes=1, cap_bytes=1)
 
@@ -59,8 +60,12 @@ def test_times_roles_edges_and_sensitivities_arrive(graph: OpGraph) -> None:
     assert problem.formats == {"INT8": 1, "BF16": 2, "FP32": 4}
 
 
+def _excluding(graph: OpGraph, reasons: dict[str, str]) -> SensitivityValues:
+    return SensitivityValues(unit="made up", values_of=make_sensitivities(graph), excluded={"up": reasons})
+
+
 def test_excluded_precisions_leave_the_table(graph: OpGraph) -> None:
-    problem = _build(graph, latency_limit_ns=5, excluded={"up": {"BF16": "overflows"}})
+    problem = _build(graph, latency_limit_ns=5, sensitivities=_excluding(graph, {"BF16": "overflows"}))
     assert "BF16" not in problem.device("slow").operators["up"]
     assert "BF16" in problem.device("slow").operators["down"]
 
@@ -68,7 +73,7 @@ def test_excluded_precisions_leave_the_table(graph: OpGraph) -> None:
 def test_excluding_everything_is_an_error_with_the_reasons(graph: OpGraph) -> None:
     everything = dict.fromkeys(("INT8", "BF16", "FP32"), "too coarse")
     with pytest.raises(ProblemError, match=r"must get none of its precisions .*BF16: too coarse"):
-        _build(graph, latency_limit_ns=5, excluded={"up": everything})
+        _build(graph, latency_limit_ns=5, sensitivities=_excluding(graph, everything))
 
 
 def test_buckets_are_launched_in_order_of_readiness(graph: OpGraph) -> None:
@@ -109,17 +114,10 @@ def test_a_slow_peer_holds_the_iteration_even_after_its_last_bucket() -> None:
 
 
 def test_the_limit_is_that_of_the_fastest_plan_that_fits(graph: OpGraph) -> None:
-    seen: list[Problem] = []
-
-    def fastest(problem: Problem) -> Plan:
-        seen.append(problem)
-        return uniform_plan(problem, "BF16")
-
-    problem = _build(graph, fastest=fastest, slack=0.25)
-    time_ns = evaluate(seen[0], uniform_plan(seen[0], "BF16")).iteration_ns
-    assert problem.latency_limit_ns == int(time_ns * 1.25)
-    # No plan may be cut off while the fastest one is looked for.
-    assert all(evaluate(seen[0], uniform_plan(seen[0], p)).feasible for p in ("INT8", "BF16", "FP32"))
+    problem = _build(graph, slack=0.25)
+    answer = fastest(problem)
+    assert answer is not None
+    assert problem.latency_limit_ns == int(answer.iteration_ns * 1.25)
 
 
 def test_the_planner_finds_the_fastest_plan(graph: OpGraph) -> None:

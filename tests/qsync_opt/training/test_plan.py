@@ -12,8 +12,8 @@ def _plan(**operators):
 @pytest.mark.parametrize(
     ("arguments", "needle"),
     [
-        ({"problem": "p", "devices": {"T4": ["a"]}}, "plan for device 'T4' is ['a'], but it must map"),
-        ({"problem": None, "devices": {"T4": {}}}, "plan: problem name is None"),
+        ({"problem": "p", "devices": {"T4": ["a"]}}, "devices 'T4' is a list, but it must be an object"),
+        ({"problem": None, "devices": {"T4": {}}}, "plan: problem is None"),
     ],
 )
 def test_plans_made_in_code_are_checked_too(arguments, needle):
@@ -96,5 +96,5 @@ def test_bad_plan_files(data, needle):
 
 
 def test_precisions_in_code_are_texts():
-    with pytest.raises(ProblemError, match="operator 'a' has 16"):
+    with pytest.raises(ProblemError, match="devices 'T4': a is 16, but it must be a text"):
         _plan(a=16)
