@@ -74,17 +74,21 @@ def test_file_round_trip(tmp_path: Path) -> None:
     [
         ('"qsync-statistics/3"', '"qsync-statistics/9"', "format is 'qsync-statistics/9'"),
         ('"batches": 1', '"batches": 0', "batches is 0"),
-        ('"batches": 1', '"batches": "one"', "batches is a text: int is needed"),
-        ('"batches": 1', '"batches": true', "batches is true or false: int is needed"),
+        ('"batches": 1', '"batches": "one"', "batches is 'one', but it must be an integer of at least 1"),
+        ('"batches": 1', '"batches": true', "batches is True, but it must be an integer of at least 1"),
         ('"batches": 1', '"batches": 1, "extra": 2', "unknown key 'extra'"),
         ('"square_sum": 5.0', '"square_sum": NaN', "NaN"),
         ('"square_sum": 5.0', '"square_sum": -5.0', r"second.*square_sum is -5.0"),
         ('"square_sum": 5.0', '"square_sum": 1e999', r"square_sum is inf"),
-        ('"square_sum": 5.0', '"sum": 5.0', "unknown key 'sum'"),
-        ('"kind": "product"', '"kind": "sum"', "kind is 'sum': allowed are product, lookup, attention"),
-        ('"first>output/tensor"', '"first>out/tensor"', "unknown alignment 'first>out/tensor'"),
-        ('"INT8/tensor"', '"INT4/tensor"', "unknown rounding 'INT4/tensor'"),
-        ('"calls": 1,', "", "lacks key 'calls'"),
+        (
+            '"square_sum": 5.0',
+            '"sum": 5.0',
+            r"'fc/linear': second: the key 'square_sum' is missing.*collect the statistics again",
+        ),
+        ('"kind": "product"', '"kind": "sum"', "kind is 'sum', but allowed are product, lookup, attention"),
+        ('"first>output/tensor"', '"first>out/tensor"', "alignment: unknown key 'first>out/tensor'"),
+        ('"INT8/tensor"', '"INT4/tensor"', "first: rounding: unknown key 'INT4/tensor'"),
+        ('"calls": 1,', "", "the key 'calls' is missing"),
     ],
 )
 def test_bad_files_are_refused_with_the_place_and_the_value(old: str, new: str, message: str) -> None:
