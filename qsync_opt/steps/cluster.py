@@ -49,8 +49,8 @@ def worker_step(name: str, predictor: StepPredictor, step: PlannedStep) -> Worke
     return WorkerStep(
         name=name,
         segments=tuple(predictor.segments_of(step)),
-        finish=predictor.cycle.finish,
-        optimizer=predictor.cycle.optimizer,
+        finish=predictor.finish,
+        optimizer=predictor.optimizer,
         lead=predictor.lead_of(step),
     )
 
