@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import OpGraph
 from qsync_opt.steps.cases import StepFlow, result_format
 from qsync_opt.steps.costs import PHASE_LABELS, Case, CaseCost, RecordedTimelines, StepCheck, StepCosts
-from qsync_opt.steps.memory import Kept, Lifetimes
-from qsync_opt.steps.memory_timeline import Block, MemoryTimeline, changes_of, mean_timeline, owner_of, timeline_of
+from qsync_opt.steps.memory import Lifetimes
+from qsync_opt.steps.memory_timeline import Block, changes_of, mean_timeline, owner_of, timeline_of
 from qsync_opt.steps.queues import NEVER, Work, launched
 from qsync_opt.steps.sample import KeptTensors, StepSample
 from qsync_opt.steps.trace import BACKWARD, BEGIN, CLIP, COPIES, END, FORWARD, PHASES, Span
@@ -50,20 +50,6 @@ class _Timing(NamedTuple):
             for offset, duration, _ in span.kernels
         ]
         return launched(round(span.host_ns * scale), kernels)
-
-
-class _Observation(NamedTuple):
-    """One operator in one recorded step; its fields are averaged, peaks maximized."""
-
-    output: str
-    saves: Kept
-    forward: Work
-    backward: Work
-    result_bytes: int
-    nets: tuple[int, int]
-    peaks: tuple[int, int]
-    kernel_ns: int
-    timeline: dict[tuple[int, int], int] | None
 
 
 def fit_step_costs(
@@ -106,7 +92,7 @@ def fit_step_costs(
     labels = (*PHASE_LABELS, *(label for label in (COPIES, CLIP) if label in recorded))
     phases: dict[str, list[Work]] = {label: [] for label in labels}
     phase_peaks: dict[str, int] = dict.fromkeys(labels, 0)
-    observations: dict[Case, list[_Observation]] = {}
+    observations: dict[Case, list[CaseCost]] = {}
     outside: list[Sequence[Block]] = []
     timelines: list[RecordedTimelines] = []
     for sample in samples:
@@ -122,8 +108,7 @@ def fit_step_costs(
         for case, observation in zip(cases, observed, strict=True):
             observations.setdefault(case, []).append(observation)
         if sample.blocks:
-            own = tuple(_mean_timeline([observation]) for observation in observed)
-            timelines.append(RecordedTimelines(tuple(cases), own))
+            timelines.append(RecordedTimelines(tuple(cases), tuple(cost.timeline for cost in observed)))
         for label in labels:
             phase, _, end = label.partition("|")
             key = (phase, END if end else BEGIN)
@@ -197,27 +182,30 @@ def _observed(
     timing: _Timing,
     formats: Sequence[str],
     owned: Mapping[str, Sequence[Block]],
-) -> list[_Observation]:
-    """Observations of all operators, in order."""
+) -> list[CaseCost]:
+    """Costs of all operators in one recorded step, in order."""
     tensors = [sample.kept.get(operator.name, KeptTensors()) for operator in graph]
-    kept = [Kept(seen.inputs, seen.output) for seen in tensors]
-    releases = lifetimes.releases(kept)
+    releases = lifetimes.releases([(seen.inputs, seen.output) for seen in tensors])
     observed = []
     for i, operator in enumerate(graph):
         forward, backward = (sample.spans.spans.get((p, operator.name), _EMPTY) for p in (FORWARD, BACKWARD))
         changes = [sample.memory.spans.get((p, operator.name), _EMPTY).changes for p in (FORWARD, BACKWARD)]
         freed = [sum(tensors[r].result_bytes for r in by_position.get(i, ())) for by_position in releases]
         observed.append(
-            _Observation(
+            CaseCost(
                 output=formats[i],
-                saves=kept[i],
+                samples=1,
                 forward=timing.work(FORWARD, forward),
                 backward=timing.work(BACKWARD, backward),
+                saves_inputs=tensors[i].inputs,
+                saves_output=tensors[i].output,
                 result_bytes=tensors[i].result_bytes,
-                nets=(sum(changes[0]) + freed[0], sum(changes[1]) + freed[1]),
-                peaks=(_peak(changes[0]), _peak(changes[1])),
+                forward_net_bytes=sum(changes[0]) + freed[0],
+                backward_net_bytes=sum(changes[1]) + freed[1],
+                forward_peak_bytes=_peak(changes[0]),
+                backward_peak_bytes=_peak(changes[1]),
                 kernel_ns=forward.device_ns + backward.device_ns,
-                timeline=timeline_of(owned.get(operator.name, ()), i, len(graph)) if sample.blocks else None,
+                timeline=mean_timeline([timeline_of(owned.get(operator.name, ()), i, len(graph))]),
             )
         )
     return observed
@@ -317,29 +305,19 @@ def _median(scales: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _mean_cost(entries: Sequence[_Observation]) -> CaseCost:
-    forward_net, backward_net = (round(statistics.fmean(e.nets[k] for e in entries)) for k in (0, 1))
-    forward_peak, backward_peak = (max(e.peaks[k] for e in entries) for k in (0, 1))
-    first, count = entries[0], len(entries)
-    return CaseCost(
-        output=first.output,
-        samples=count,
+def _mean_cost(entries: Sequence[CaseCost]) -> CaseCost:
+    def of_all(summary: Callable[[Iterator[int]], float], *names: str) -> dict[str, Any]:
+        return {name: round(summary(getattr(entry, name) for entry in entries)) for name in names}
+
+    return replace(
+        entries[0],
+        samples=len(entries),
         forward=_mean_work([entry.forward for entry in entries]),
         backward=_mean_work([entry.backward for entry in entries]),
-        saves_inputs=first.saves.inputs,
-        saves_output=first.saves.output,
-        result_bytes=round(sum(entry.result_bytes for entry in entries) / count),
-        forward_net_bytes=forward_net,
-        backward_net_bytes=backward_net,
-        forward_peak_bytes=forward_peak,
-        backward_peak_bytes=backward_peak,
-        kernel_ns=round(sum(entry.kernel_ns for entry in entries) / count),
-        timeline=_mean_timeline(entries),
+        **of_all(statistics.fmean, "result_bytes", "forward_net_bytes", "backward_net_bytes", "kernel_ns"),
+        **of_all(max, "forward_peak_bytes", "backward_peak_bytes"),
+        timeline=mean_timeline([{entry[:2]: entry[2] for entry in cost.timeline} for cost in entries]),
     )
-
-
-def _mean_timeline(entries: Sequence[_Observation]) -> MemoryTimeline:
-    return mean_timeline([entry.timeline for entry in entries if entry.timeline is not None])
 
 
 def _mean_work(works: Sequence[Work]) -> Work:

@@ -13,13 +13,6 @@ from qsync_opt.steps.memory_timeline import MemoryTimeline, backward_moment, for
 from qsync_opt.training import gradient_users
 
 
-class Kept(NamedTuple):
-    """Tensors that an operator keeps for its backward pass: positions of inputs, and whether the result."""
-
-    inputs: tuple[int, ...]
-    output: bool
-
-
 class Releases(NamedTuple):
     """Results that are freed during or after the forward or backward pass of each operator (positions).
 
@@ -49,15 +42,18 @@ class Lifetimes:
             seen.add(root)
             name = root
 
-    def releases(self, kept: Sequence[Kept]) -> Releases:
-        """Operators that free each result, given what each operator keeps, in order."""
+    def releases(self, kept: Sequence[tuple[tuple[int, ...], bool]]) -> Releases:
+        """Operators that free each result.
+
+        ``kept`` is what each operator keeps for its backward pass, in order: positions of inputs, whether the result.
+        """
         first: dict[int, int] = {}
         # Backward runs from the last operator to the first: the first keeper is the last to release.
         for position in range(len(kept) - 1, -1, -1):
-            saves = kept[position]
-            for i in saves.inputs:
+            inputs, output = kept[position]
+            for i in inputs:
                 first[self._inputs[position][i]] = position
-            if saves.output:
+            if output:
                 first[self._roots[position]] = position
         forward: dict[int, list[int]] = {}
         backward: dict[int, list[int]] = {}
@@ -91,7 +87,7 @@ def step_memory(
 
     Source: ours; bytes follow the step moment by moment, as torch's allocator was observed to allocate and free them.
     """
-    releases = lifetimes.releases([Kept(case.saves_inputs, case.saves_output) for case in cases])
+    releases = lifetimes.releases([(case.saves_inputs, case.saves_output) for case in cases])
     begin = now = peak = costs.resident_bytes + costs.phase_peaks.get("copies", 0)
     where = ("copies", "") if now > costs.resident_bytes else ("forward", "")
     for repeated in range(min(micro_batches, 2)):
