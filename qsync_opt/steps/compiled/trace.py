@@ -39,8 +39,9 @@ from qsync_opt.steps.trace import (
     StepEvents,
     StepSpans,
     Window,
+    consecutive,
     fill,
-    phase_label,
+    split_steps,
     waits_of,
 )
 
@@ -143,28 +144,17 @@ def charge_compiled(
     Raises:
         ProblemError: A pass ran another number of graphs, or other kernels than scheduled.
     """
-    marks = {phase_label(phase): phase for phase in (FORWARD, BACKWARD, *_LATER)}
-    phases = [r for r in trace.events.ranges if r.label in marks]
-    starts = [i for i, r in enumerate(phases) if marks[r.label] == FORWARD]
-    if not starts:
-        raise ProblemError(f"the trace has no range {phase_label(FORWARD)!r}; record it with labelled phases")
     waits = waits_of(trace.events.launches)
     steps = []
-    for i, first in enumerate(starts):
-        last = starts[i + 1] if i + 1 < len(starts) else len(phases)
-        end = phases[last].start if last < len(phases) else phases[last - 1].end
-        ranges = {marks[r.label]: r for r in phases[first:last]}
-        if BACKWARD not in ranges:
-            raise ProblemError(f"the trace has a step without range {phase_label(BACKWARD)!r}")
+    for phases, end in split_steps(trace.events.ranges, (FORWARD, BACKWARD, *_LATER)):
+        ranges = dict(phases)
         windows: list[Window] = []
         entries: dict[str, Scheduled] = {}
         _pass_windows(trace, FORWARD, ranges[FORWARD], ranges[BACKWARD].start, forward, windows, entries)
-        later = sorted((ranges[p] for p in _LATER if p in ranges), key=lambda r: r.start)
-        until = later[0].start if later else end
+        later = [(r.start, phase) for phase, r in phases if phase in _LATER]
+        until = later[0][0] if later else end
         _pass_windows(trace, BACKWARD, ranges[BACKWARD], until, backward, windows, entries)
-        for k, phase in enumerate(later):
-            stop = later[k + 1].start if k + 1 < len(later) else end
-            windows.append(Window(phase.start, stop, (marks[phase.label], BEGIN)))
+        windows += consecutive([(start, (phase, BEGIN)) for start, phase in later], end)
         windows.sort()
         begin = ranges[FORWARD].start
         peak, later_bytes = _peaks(trace.events.changes, begin, until, end)
