@@ -29,7 +29,6 @@ from qsync_opt.cli.console import (
     print_json,
     print_table,
     signed,
-    whole,
 )
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import near_match
@@ -338,7 +337,7 @@ def audit(
     device: Annotated[
         list[str] | None, option("TYPE...", "device type of each worker, if the plan has several")
     ] = None,
-    top: Annotated[int, option("N", "operators to list", parser=whole)] = _SHOWN_OPERATORS,
+    top: Annotated[int, option("N", "operators to list")] = _SHOWN_OPERATORS,
     overlay: Annotated[str | None, option("FILE", "also write both as one trace for Perfetto")] = None,
     json: Json = False,
     verbose: Verbose = False,

@@ -18,7 +18,6 @@ from qsync_opt.cli.console import (
     Verbose,
     check_outputs,
     option,
-    real,
     registered,
 )
 from qsync_opt.cli.solving import finish, finish_fastest, refuse_options
@@ -72,10 +71,9 @@ def plan(
             "SHARE",
             "minimise the iteration time, raising the variance of the averaged gradient by at most this share of "
             "what it has anyway, such as 0.05; needs --statistics of two batches or more",
-            parser=real,
         ),
     ] = None,
-    slack: Annotated[float, option("X", "lengthen the fastest plan's time by X", parser=real)] = 0.0,
+    slack: Annotated[float, option("X", "lengthen the fastest plan's time by X")] = 0.0,
     optimizer: Annotated[str, option("NAME", "for estimates: adamw, momentum or sgd")] = "adamw",
     output: PlanOutput = None,
     save_problem: Annotated[str | None, option("PROBLEM", "write the problem to this file")] = None,

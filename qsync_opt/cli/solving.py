@@ -33,8 +33,6 @@ from qsync_opt.cli.console import (
     print_estimates,
     print_json,
     print_table,
-    real,
-    whole,
 )
 from qsync_opt.errors import ProblemError, UnsupportedError
 
@@ -49,7 +47,7 @@ def solve(
     method: Method = None,
     solver: Solver = None,
     time_limit: TimeLimit = None,
-    gap: Annotated[float | None, option("G", "relative gap at which to stop, such as 0.01", parser=real)] = None,
+    gap: Annotated[float | None, option("G", "relative gap at which to stop, such as 0.01")] = None,
     start: Annotated[str | None, option("PLAN", "plan file to start from; it need not be feasible")] = None,
     tied: Annotated[
         list[str] | None,
@@ -65,7 +63,6 @@ def solve(
             "B",
             "minimise the iteration time with at most this sensitivity: proved by the method exact, searched for "
             "by greedy",
-            parser=real,
         ),
     ] = None,
     output: PlanOutput = None,
@@ -289,7 +286,7 @@ def pareto(
     method: Annotated[
         str, option("greedy|exact", "exact: every point is proved", **choice("greedy", "exact"))
     ] = "greedy",
-    points: Annotated[int, option("N", "how many limits to try", parser=whole)] = 30,
+    points: Annotated[int, option("N", "how many limits to try")] = 30,
     whole_front: Annotated[
         bool, typer.Option("--whole", help="every point of the latency front, however many")
     ] = False,

@@ -77,19 +77,12 @@ def _(plan: Plan) -> Any:
 @table.register
 def _(evaluation: Evaluation) -> Any:
     """One row per device type and operator: its times and those of the casts that are charged to it."""
-    columns = ("device", "operator", "precision", "forward_ns", "backward_ns", "forward_casts_ns", "backward_casts_ns")
+    columns = ("device", "operator", "precision")
+    times = ("forward_ns", "backward_ns", "forward_casts_ns", "backward_casts_ns")
     return _frame(
-        columns,
+        columns + times,
         (
-            (
-                device.name,
-                time.name,
-                time.precision,
-                time.forward_ns,
-                time.backward_ns,
-                time.forward_casts_ns,
-                time.backward_casts_ns,
-            )
+            (device.name, time.name, time.precision, *(getattr(time, name) for name in times))
             for device in evaluation.devices.values()
             for time in device.operators
         ),
