@@ -37,7 +37,7 @@ from qsync_opt.cli.console import (
 from qsync_opt.errors import ProblemError, UnsupportedError
 
 if TYPE_CHECKING:
-    from qsync_opt.training import Evaluation, FastestPlan, Front, Plan, Problem, Solution
+    from qsync_opt.training import Evaluation, FastestPlan, Front, Plan, Problem, Solution, TerminationStatus
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -149,62 +149,55 @@ def finish_fastest(
     **labels: Any,
 ) -> int:
     """Write and print the fastest plan within a budget, or why there is none; return the exit status."""
+    from qsync_opt.training import Solution, TerminationStatus
+
     if fastest is None:
         ended, reason = _infeasibility(problem, budget, solver, time_limit_s)
-        if json:
-            print_json({**_fastest_json(None, method, ended, reason), **labels})
-        else:
-            print(f"{problem.name}: {reason}")
-        return EXIT_INFEASIBLE
-    if output is not None:
+    else:
+        ended, reason = (TerminationStatus.OPTIMAL if fastest.proved else TerminationStatus.FEASIBLE), None
+    if fastest is not None and output is not None:
         fastest.plan.save(output)
     if json:
-        print_json({**_fastest_json(fastest, method, "optimal" if fastest.proved else "feasible", None), **labels})
-        return EXIT_OK
-    proof = "proved least" if fastest.proved else f"at least {milliseconds(fastest.bound_ns)}"
-    print(f"{problem.name}: {fastest.method} in {fastest.solve_seconds:.2f} s")
-    print(f"iteration time  {milliseconds(fastest.iteration_ns)} ({proof})")
-    print(f"objective       {fastest.evaluation.objective:.9g} (budget {budget:.9g})")
-    _print_devices(problem, fastest.plan, fastest.evaluation)
-    print_estimates(problem.extras)
-    return EXIT_OK
+        solution = Solution(
+            termination=ended,
+            plan=None if fastest is None else fastest.plan,
+            evaluation=None if fastest is None else fastest.evaluation,
+            bound=None,  # of the sensitivity, which is not minimised
+            method=method,
+            solver=None if fastest is None else fastest.method,
+            build_seconds=0.0,
+            solve_seconds=0.0 if fastest is None else fastest.solve_seconds,
+            reason=reason,
+        )
+        bound_ns = None if fastest is None else fastest.bound_ns
+        print_json({**solution.to_json(), "iteration_bound_ns": bound_ns, **labels})
+    elif fastest is None:
+        print(f"{problem.name}: {reason}")
+    else:
+        proof = "proved least" if fastest.proved else f"at least {milliseconds(fastest.bound_ns)}"
+        print(f"{problem.name}: {fastest.method} in {fastest.solve_seconds:.2f} s")
+        print(f"iteration time  {milliseconds(fastest.iteration_ns)} ({proof})")
+        print(f"objective       {fastest.evaluation.objective:.9g} (budget {budget:.9g})")
+        _print_devices(problem, fastest.plan, fastest.evaluation)
+        print_estimates(problem.extras)
+    return EXIT_INFEASIBLE if fastest is None else EXIT_OK
 
 
 def _infeasibility(
     problem: Problem, budget: float, solver: str | None, time_limit_s: float | None
-) -> tuple[str, str | None]:
+) -> tuple[TerminationStatus, str | None]:
     """Termination and reason where no plan keeps the budget: the least sensitivity that memory allows."""
     from qsync_opt import training
 
     unhurried = replace(problem, latency_limit_ns=training.NO_LIMIT_NS)
     least = training.solve(unhurried, "exact", solver=solver, time_limit_s=time_limit_s)
-    if least.objective is None or least.bound is None:
-        return least.termination.value, least.reason
-    if least.bound > budget:
+    if least.objective is None:
+        return least.termination, least.reason
+    if least.bound is not None and least.bound > budget:
         text = f"no plan within the memory limits keeps a sensitivity of {budget:.9g}; the least that could be met is "
-        return "infeasible", text + f"{least.objective:.9g}"
-    return "time_limit", f"no plan with a sensitivity of at most {budget:.9g} was found; allow more time"
-
-
-def _fastest_json(fastest: FastestPlan | None, method: str, ended: str, reason: str | None) -> dict[str, Any]:
-    """The keys of solve, and the bound of the iteration time; what is minimised has no bound of sensitivity."""
-    evaluation = None if fastest is None else fastest.evaluation
-    return {
-        "termination": ended,
-        "point": "none" if fastest is None else "feasible",
-        "objective": None if evaluation is None else evaluation.objective,
-        "bound": None,
-        "gap": None,
-        "iteration_ns": None if fastest is None else fastest.iteration_ns,
-        "iteration_bound_ns": None if fastest is None else fastest.bound_ns,
-        "memory_kib": None if evaluation is None else evaluation.memory_kib,
-        "sensitivity": None if evaluation is None else evaluation.sensitivity,
-        "method": method,
-        "solver": None if fastest is None else fastest.method,
-        "build_seconds": 0.0,
-        "solve_seconds": 0.0 if fastest is None else fastest.solve_seconds,
-        "reason": reason,
-    }
+        return training.TerminationStatus.INFEASIBLE, text + f"{least.objective:.9g}"
+    text = f"no plan with a sensitivity of at most {budget:.9g} was found; allow more time"
+    return training.TerminationStatus.TIME_LIMIT, text
 
 
 def _print_solution(problem: Problem, solution: Solution) -> None:
