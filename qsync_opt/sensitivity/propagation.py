@@ -166,8 +166,6 @@ class Propagation:
         signal = self._signal(reader)
         return 1.0 if signal is None else signal.noise_weight
 
-    # -- measurements --------------------------------------------------------------------------------------------
-
     def _product(self, operator: Operator, position: int) -> tuple[OperatorStatistics, str] | None:
         """Statistics of a measured operator and the operand that one of its inputs is; None for any other input."""
         operand = self._operands.get(operator.name, {}).get(position)
@@ -184,8 +182,6 @@ class Propagation:
     def _sum_energy(self, operator: Operator) -> float:
         # An input that is no operator's output (a mask, a constant) can hold most of the energy of a sum.
         return max(self._energy[operator.name], sum(self._energy[source] for source in operator.inputs))
-
-    # -- energies ------------------------------------------------------------------------------------------------
 
     def _output_energy(self, operator: Operator) -> float:
         """Squared norm of an output: measured, seen by a measured reader, or derived from the inputs."""
@@ -255,8 +251,6 @@ class Propagation:
             return 1.0  # the loss
         return min(1.0, ratio(self._edge_energy[reader, position], self._gradient_energy[source]))
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
     def _effect_of_gradient_noise(self, operator: Operator) -> Effect:
         """Effect of relative noise on the whole gradient of an operator's output."""
         measured = self._statistics.find(operator.name)
@@ -270,8 +264,6 @@ class Propagation:
                 weight *= ratio(_incoherent_gradient(*product), _gradient_energy(*product))
             effect += self._gradient_effect[source].weighted(weight)
         return effect
-
-    # -- outputs -------------------------------------------------------------------------------------------------
 
     def _spread_output_effects(self, reader: Operator) -> None:
         """Add to every input of ``reader`` the effect of noise on it in and after ``reader``."""

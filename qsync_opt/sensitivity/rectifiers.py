@@ -69,8 +69,7 @@ def plan_variance(
     Raises:
         UnsupportedError: A table of another kind, or an operator or precision that it does not have.
 
-    Source:
-        Ours.
+    Source: ours.
     """
     return sum(plan_variance_parts(graph, statistics, table, plan))
 

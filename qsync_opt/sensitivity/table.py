@@ -17,7 +17,7 @@ SENSITIVITY_FORMAT = "qsync-sensitivities/1"
 
 
 class IndicatorKind(enum.StrEnum):
-    """How the noise of operators is weighed; the last four are baselines (``qsync_opt.sensitivity.baselines``)."""
+    """How the noise of operators is weighed; the last four are baselines (``qsync_opt.sensitivity.scores``)."""
 
     PROPAGATED = "propagated"
     """By a sweep through the graph with the collected norms (``qsync_opt.sensitivity.propagation``)."""
@@ -55,8 +55,7 @@ class Distances:
 
     Longest, so that a residual shortcut does not make an operator shallow.
 
-    Source:
-        Ours; QSync uses shortest paths (breadth-first layers).
+    Source: ours; QSync uses shortest paths (breadth-first layers).
     """
 
     to_input: Mapping[str, int]
@@ -132,8 +131,7 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
             ProblemError: No noise was measured, or it is 0; fewer than one worker.
             UnsupportedError: Sensitivities of a kind that is not a variance of the gradient.
 
-        Source:
-            Ours.
+        Source: ours.
         """
         if self.kind.unit != "squared gradient":
             raise UnsupportedError(
