@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,14 +45,8 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
-        return {
-            **self.data,
-            "area": self.area,
-            "name": self.name,
-            "health": self.health.value,
-            "detail": self.detail,
-            "advice": self.advice,
-        }
+        own = asdict(self)
+        return {**own.pop("data"), **own}
 
 
 _PACKAGES: tuple[tuple[str, str, str, str], ...] = (
@@ -114,7 +108,12 @@ def _plugins(kind: Kind) -> list[Finding]:
     findings = []
     for entry in entries(kind).values():
         if entry.origin != "qsync_opt":
-            findings += _attempt(kind, entry.name, partial(_foreign, kind, entry))
+
+            def load(entry: Entry = entry) -> list[Finding]:
+                entry.load()
+                return [Finding(area=kind, name=entry.name, health=Health.OK, detail=f"from {entry.origin}")]
+
+            findings += _attempt(kind, entry.name, load)
         elif entry.available:
             versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in entry.packages)
             findings.append(Finding(area=kind, name=entry.name, health=Health.OK, detail=versions or "built in"))
@@ -124,11 +123,6 @@ def _plugins(kind: Kind) -> list[Finding]:
                 Finding(area=kind, name=entry.name, health=Health.MISSING, detail=needs, advice=entry.install)
             )
     return findings
-
-
-def _foreign(kind: Kind, entry: Entry) -> list[Finding]:
-    entry.load()
-    return [Finding(area=kind, name=entry.name, health=Health.OK, detail=f"from {entry.origin}")]
 
 
 def _attempt(area: str, name: str, look: Callable[[], list[Finding]]) -> list[Finding]:

@@ -35,6 +35,7 @@ from qsync_opt.cli.console import (
     print_table,
 )
 from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.io import format_memory, write_text
 
 if TYPE_CHECKING:
     from qsync_opt.training import Evaluation, FastestPlan, Front, Plan, Problem, Solution, TerminationStatus
@@ -293,7 +294,7 @@ def pareto(
     verbose: Verbose = False,
 ) -> int:
     """Show the front of sensitivity against iteration time, or against the memory of a device type."""
-    from qsync_opt.io import reporting, write_text
+    from qsync_opt.io import reporting
     from qsync_opt.report import front_svg
     from qsync_opt.training import load_problem, pareto_front
 
@@ -323,7 +324,6 @@ def pareto(
 
 
 def _print_front(front: Front) -> None:
-    from qsync_opt.io import format_memory
     from qsync_opt.report import levels
 
     problem = front.problem
