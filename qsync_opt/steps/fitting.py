@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
@@ -28,28 +28,22 @@ _PACE = 1.1
 """Largest factor by which kernels run slower or faster; anything beyond has another cause and scales none."""
 
 
-class _Timing(NamedTuple):
-    """Conversion of one plan's traced times to those of untraced steps.
+_Conversion = Callable[[str, Span], Work]
+"""Of a traced span of a phase to work in untraced steps."""
 
-    Attributes:
-        host_scales: Untraced over traced time on the host, by phase.
-        latency_ns: From a launch to its kernel, traced.
-        gap_ns: From one kernel to the next.
-        pace: Untraced over traced time of kernels.
-    """
 
-    host_scales: Mapping[str, float]
-    latency_ns: float
-    gap_ns: float
-    pace: float
+def _conversion(host_scales: Mapping[str, float], latency_ns: float, gap_ns: float, pace: float) -> _Conversion:
+    """From untraced over traced time on the host by phase, traced latency of a launch, gap, and pace of kernels."""
 
-    def work(self, phase: str, span: Span) -> Work:
-        scale = self.host_scales[phase]
+    def work(phase: str, span: Span) -> Work:
+        scale = host_scales[phase]
         kernels = [
-            (round(offset * scale + self.latency_ns * scale), round(self.pace * duration + self.gap_ns))
+            (round(offset * scale + latency_ns * scale), round(pace * duration + gap_ns))
             for offset, duration, _ in span.kernels
         ]
         return launched(round(span.host_ns * scale), kernels)
+
+    return work
 
 
 def fit_step_costs(
@@ -87,6 +81,7 @@ def fit_step_costs(
     flow = StepFlow(graph, half_format)
     roots, held = _merged(samples)
     lifetimes = Lifetimes(graph, roots, held)
+    order = [operator.name for operator in graph]
     scales, gaps = _host_scales(samples), _device_gaps(samples)
     recorded = {phase for sample in samples for phase, _ in sample.spans.spans}
     labels = (*PHASE_LABELS, *(label for label in (COPIES, CLIP) if label in recorded))
@@ -97,14 +92,16 @@ def fit_step_costs(
     timelines: list[RecordedTimelines] = []
     for sample in samples:
         pace = (paces or {}).get(sample.name, 1.0)
-        timing = _Timing(scales[sample.name], sample.spans.latency_ns, gaps[sample.name], pace)
-        owned = _blocks_by_owner(sample, graph)
+        work = _conversion(scales[sample.name], sample.spans.latency_ns, gaps[sample.name], pace)
+        owned: dict[str, list[Block]] = {}
+        for block in sample.blocks:
+            owned.setdefault(owner_of(block, order), []).append(block)
         outside.append(owned.get("", ()))
         formats = _formats(sample, flow, half_format)
         cases = [
             flow.case(i, sample.precisions.get(operator.name, "FP32"), formats) for i, operator in enumerate(graph)
         ]
-        observed = _observed(sample, graph, lifetimes, timing, formats, owned)
+        observed = _observed(sample, graph, lifetimes, work, formats, owned)
         for case, observation in zip(cases, observed, strict=True):
             observations.setdefault(case, []).append(observation)
         if sample.blocks:
@@ -112,7 +109,7 @@ def fit_step_costs(
         for label in labels:
             phase, _, end = label.partition("|")
             key = (phase, END if end else BEGIN)
-            phases[label].append(timing.work(phase, sample.spans.spans.get(key, _EMPTY)))
+            phases[label].append(work(phase, sample.spans.spans.get(key, _EMPTY)))
             changes = sample.memory.spans.get(key, _EMPTY).changes
             phase_peaks[label] = max(phase_peaks[label], sum(changes) if sample.graphs else _peak(changes))
     return StepCosts(
@@ -179,7 +176,7 @@ def _observed(
     sample: StepSample,
     graph: OpGraph,
     lifetimes: Lifetimes,
-    timing: _Timing,
+    work: _Conversion,
     formats: Sequence[str],
     owned: Mapping[str, Sequence[Block]],
 ) -> list[CaseCost]:
@@ -195,8 +192,8 @@ def _observed(
             CaseCost(
                 output=formats[i],
                 samples=1,
-                forward=timing.work(FORWARD, forward),
-                backward=timing.work(BACKWARD, backward),
+                forward=work(FORWARD, forward),
+                backward=work(BACKWARD, backward),
                 saves_inputs=tensors[i].inputs,
                 saves_output=tensors[i].output,
                 result_bytes=tensors[i].result_bytes,
@@ -221,14 +218,6 @@ def _formats(sample: StepSample, flow: StepFlow, half_format: str) -> list[str]:
             output = result_format(operator, precision, [formats[source] for source in flow.inputs[i]], half_format)
         formats.append(output)
     return formats
-
-
-def _blocks_by_owner(sample: StepSample, graph: OpGraph) -> Mapping[str, Sequence[Block]]:
-    order = [operator.name for operator in graph]
-    owned: dict[str, list[Block]] = {}
-    for block in sample.blocks:
-        owned.setdefault(owner_of(block, order), []).append(block)
-    return owned
 
 
 def _merged(samples: Sequence[StepSample]) -> tuple[dict[str, str], dict[str, str]]:

@@ -116,13 +116,16 @@ def make_operator(
     )
 
 
-def make_graph(operators: Sequence[Operator], parameters: Mapping[str, int] | None = None) -> OpGraph:
-    """A graph; ``parameters`` maps names to numbers of elements, in registration order."""
-    specs = tuple(
-        ParameterSpec(name=name, spec=TensorSpec(shape=(elements,), dtype="float32"))
-        for name, elements in (parameters or {}).items()
-    )
-    return OpGraph(name="synthetic", operators=tuple(operators), parameters=specs)
+def make_graph(
+    operators: Sequence[Operator],
+    parameters: Mapping[str, int | tuple[int, ...]] | None = None,
+    *,
+    name: str = "synthetic",
+) -> OpGraph:
+    """A graph; ``parameters`` maps names to numbers of elements or shapes, in registration order."""
+    shapes = {key: (size,) if isinstance(size, int) else size for key, size in (parameters or {}).items()}
+    specs = [ParameterSpec(name=key, spec=TensorSpec(shape=shape, dtype="float32")) for key, shape in shapes.items()]
+    return OpGraph(name=name, operators=tuple(operators), parameters=tuple(specs))
 
 
 def residual_graph() -> OpGraph:
@@ -312,10 +315,7 @@ def sample_graph() -> OpGraph:
         make_operator("add", Role.DEPENDENT, ["fc2", "embed"]),
     )
     shapes = {"embed.weight": (64, 64), "norm.weight": (64,), "fc1.weight": (64, 64), "fc2.weight": (64, 64)}
-    parameters = tuple(
-        ParameterSpec(name=name, spec=TensorSpec(shape=shape, dtype="float32")) for name, shape in shapes.items()
-    )
-    return OpGraph(name="sample", operators=operators, parameters=parameters)
+    return make_graph(operators, shapes, name="sample")
 
 
 def sample_knowledge(graph: OpGraph) -> ModelKnowledge:
