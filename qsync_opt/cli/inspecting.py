@@ -190,9 +190,9 @@ def _print_explanation(explanation: Explanation) -> None:
         header = ("  precision", "sensitivity", "iteration", "own compute", "memory", "casts", "limits")
         rows = []
         for alternative in explanation.alternatives:
-            casts = f"+{len(alternative.added_casts)} -{len(alternative.removed_casts)}"
+            changed_casts = f"+{len(alternative.added_casts)} -{len(alternative.removed_casts)}"
             *changes, limits = _changes(alternative, "sensitivity", "iteration", "computing", "memory", "limits")
-            rows.append((f"  {alternative.precision}", *changes, casts, limits))
+            rows.append((f"  {alternative.precision}", *changes, changed_casts, limits))
         print_table(header, rows)
     for alternative in explanation.alternatives:
         for pushed in alternative.pushed:

@@ -41,7 +41,7 @@ from qsync_opt.sensitivity.statistics import (
     OperatorKind,
     OperatorStatistics,
 )
-from qsync_opt.sensitivity.table import Distances, IndicatorKind, OperatorSensitivity, SensitivityTable
+from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
 
 
 def sensitivities(
@@ -100,7 +100,7 @@ def sensitivities(
                 row[precision] = score(operator, precision, formats)
             else:
                 excluded.setdefault(operator.name, {})[precision] = reason
-    return SensitivityTable(kind=kind, details=details, excluded=excluded, distances=score.distances)
+    return SensitivityTable(kind=kind, details=details, excluded=excluded)
 
 
 def variance_weight(
@@ -202,9 +202,11 @@ class _Scorer:
     ) -> None:
         self._statistics, self._options, self._kind = statistics, options, kind
         self._gamma, self._seed, self._horizon = gamma, seed, horizon
-        self.distances = Distances(to_input=graph.distances_to_input(), to_loss=graph.distances_to_loss())
         if kind is IndicatorKind.PROPAGATED:
             self._propagation = Propagation(graph, statistics)
+        elif kind is IndicatorKind.DEPTH:
+            # True distances, not QSync's layers, so that a residual shortcut does not make an operator shallow.
+            self._to_input, self._to_loss = graph.distances_to_input(), graph.distances_to_loss()
         elif kind in (IndicatorKind.PROBED, IndicatorKind.LOSS, IndicatorKind.PROGRESS):
             self._rectifiers = Rectifiers(graph, statistics, adaptive=kind is IndicatorKind.PROGRESS)
 
@@ -250,11 +252,11 @@ class _Scorer:
 
     def _by_depth(self, operator: Operator, statistics: OperatorStatistics, results: OperatorVariances) -> _Parts:
         # The operator itself is the first of the d that its backward noise reaches.
-        depth = self.distances.to_input[operator.name] + 1
+        depth = self._to_input[operator.name] + 1
         own = _own(statistics, results)
         noises = (results.first_gradient, results.second_gradient, results.third_gradient)
         gradients = sum(noise.total for noise in noises if noise is not None)
-        forward = self._gamma * self.distances.to_loss[operator.name] * results.output.total
+        forward = self._gamma * self._to_loss[operator.name] * results.output.total
         return _Parts(depth * own, depth * (gradients - own), forward)
 
     def _probed(
@@ -315,8 +317,11 @@ def _fisher_score(statistics: OperatorStatistics, results: OperatorVariances) ->
 
 def _weight_variance(statistics: OperatorStatistics, noise: ElementNoise) -> float:
     """Variance of the rounded weights of an operator, summed over their elements; 0 without weights."""
-    weights = [name for name in ("first", "second") if getattr(statistics, f"{name}_parameter") is not None]
-    return sum(getattr(statistics, name).elements * sum(v for v, _ in noise.get(name, ())) for name in weights)
+    total = 0.0
+    for name in ("first", "second"):
+        if getattr(statistics, f"{name}_parameter") is not None:
+            total += getattr(statistics, name).elements * sum(variance for variance, _ in noise.get(name, ()))
+    return total
 
 
 def _random_score(operator: str, precision: str, seed: int) -> float:

@@ -9,7 +9,6 @@ The tensors of an operator are named by their place in the product ``output = fi
 from __future__ import annotations
 
 import enum
-import json
 import math
 import os
 from collections import Counter
@@ -19,7 +18,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Json, check_fields, check_number, decode, encode, freeze, parse_json, read_json, write_json
+from qsync_opt.io import Json, check_fields, check_number, decode, encode, freeze, read_json, write_json
 from qsync_opt.numerics import CAST_FORMATS, GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 
 _AGAIN = "; or collect the statistics again"
@@ -387,24 +386,6 @@ class ModelStatistics(_Numbers):
 FORMAT = "qsync-statistics/3"
 
 
-def statistics_to_json(statistics: ModelStatistics) -> str:
-    """The statistics as JSON text."""
-    return json.dumps(encode(statistics, version=FORMAT), indent=1, allow_nan=False)
-
-
-def statistics_from_json(text: str, *, source: str = "statistics") -> ModelStatistics:
-    """Read statistics from JSON text.
-
-    Args:
-        text: Written by ``statistics_to_json``.
-        source: Name of the file for error texts.
-
-    Raises:
-        ProblemError: Not JSON, another format, an unknown or missing key, a value that is not finite or negative.
-    """
-    return _from_data(parse_json(text, (FORMAT,), where=source), source)
-
-
 def save_statistics(statistics: ModelStatistics, path: str | os.PathLike[str]) -> None:
     """Write statistics to ``path``, complete or not at all.
 
@@ -420,10 +401,7 @@ def load_statistics(path: str | os.PathLike[str]) -> ModelStatistics:
     Raises:
         ProblemError: The file is missing or holds anything but valid statistics.
     """
-    return _from_data(read_json(path, (FORMAT,)), os.fspath(path))
-
-
-def _from_data(data: Any, where: str) -> ModelStatistics:
+    data, where = read_json(path, (FORMAT,)), os.fspath(path)
     try:
         return decode(ModelStatistics, data, where, version=FORMAT)
     except ProblemError as failure:

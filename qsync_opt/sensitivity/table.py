@@ -50,19 +50,6 @@ class IndicatorKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distances:
-    """Longest paths of operators to the model's input and its loss, counted in adjustable operators without their own.
-
-    Longest, so that a residual shortcut does not make an operator shallow.
-
-    Source: ours; QSync uses shortest paths (breadth-first layers).
-    """
-
-    to_input: Mapping[str, int]
-    to_loss: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSensitivity:
     """Sensitivity of one operator at one precision: the sum of its parts ``own``, ``backward`` and ``forward``.
 
@@ -93,7 +80,6 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
     kind: IndicatorKind
     details: Mapping[str, Mapping[str, OperatorSensitivity]]
     excluded: Mapping[str, Mapping[str, str]]
-    distances: Distances
 
     def __post_init__(self) -> None:
         freeze(self, "details", "excluded", depth=2)

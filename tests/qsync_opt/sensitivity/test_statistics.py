@@ -1,9 +1,11 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.io import encode
 from qsync_opt.numerics import Rounding
 from qsync_opt.sensitivity import (
     Gain,
@@ -17,8 +19,6 @@ from qsync_opt.sensitivity import (
     load_statistics,
     merge_statistics,
     save_statistics,
-    statistics_from_json,
-    statistics_to_json,
 )
 
 
@@ -62,6 +62,10 @@ def model(**changes: object) -> ModelStatistics:
     return ModelStatistics(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def _text() -> str:
+    return json.dumps(encode(model(), version="qsync-statistics/3"), indent=1)
+
+
 def test_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "statistics.json"
     save_statistics(model(), path)
@@ -91,16 +95,18 @@ def test_file_round_trip(tmp_path: Path) -> None:
         ('"calls": 1,', "", "the key 'calls' is missing"),
     ],
 )
-def test_bad_files_are_refused_with_the_place_and_the_value(old: str, new: str, message: str) -> None:
-    text = statistics_to_json(model())
+def test_bad_files_are_refused_with_the_place_and_the_value(old: str, new: str, message: str, tmp_path: Path) -> None:
+    text, path = _text(), tmp_path / "statistics.json"
     assert old in text
+    path.write_text(text.replace(old, new, 1))
     with pytest.raises(ProblemError, match=message):
-        statistics_from_json(text.replace(old, new, 1))
+        load_statistics(path)
 
 
 def test_truncated_and_missing_files(tmp_path: Path) -> None:
+    (tmp_path / "short.json").write_text(_text()[:-20])
     with pytest.raises(ProblemError, match="truncated"):
-        statistics_from_json(statistics_to_json(model())[:-20])
+        load_statistics(tmp_path / "short.json")
     with pytest.raises(ProblemError, match="cannot read"):
         load_statistics(tmp_path / "none.json")
 
