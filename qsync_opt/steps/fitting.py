@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -202,7 +203,7 @@ def _observed(
                 forward_peak_bytes=_peak(changes[0]),
                 backward_peak_bytes=_peak(changes[1]),
                 kernel_ns=forward.device_ns + backward.device_ns,
-                timeline=mean_timeline([timeline_of(owned.get(operator.name, ()), i, len(graph))]),
+                timeline=timeline_of(owned.get(operator.name, ()), i, len(graph)),
             )
         )
     return observed
@@ -305,7 +306,7 @@ def _mean_cost(entries: Sequence[CaseCost]) -> CaseCost:
         backward=_mean_work([entry.backward for entry in entries]),
         **of_all(statistics.fmean, "result_bytes", "forward_net_bytes", "backward_net_bytes", "kernel_ns"),
         **of_all(max, "forward_peak_bytes", "backward_peak_bytes"),
-        timeline=mean_timeline([{entry[:2]: entry[2] for entry in cost.timeline} for cost in entries]),
+        timeline=mean_timeline([entry.timeline for entry in entries]),
     )
 
 
@@ -320,9 +321,9 @@ def _mean_work(works: Sequence[Work]) -> Work:
 
 def _mean_outside(blocks: Sequence[Sequence[Block]], count: int) -> tuple[tuple[int, int], ...]:
     """Mean changes of memory that belongs to no operator, by moment."""
-    changes: dict[int, int] = {}
+    changes: Counter[int] = Counter()
     for moment, num_bytes in changes_of(itertools.chain(*blocks), count):
-        changes[moment] = changes.get(moment, 0) + num_bytes
+        changes[moment] += num_bytes
     return tuple((moment, round(total / len(blocks))) for moment, total in sorted(changes.items()) if total)
 
 

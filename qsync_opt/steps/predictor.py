@@ -15,10 +15,9 @@ from qsync_opt.io import check_integer, near_match
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.steps.cases import CaseComposer, StepFlow
 from qsync_opt.steps.costs import Case, CaseCost, StepCosts, check_step_costs, on_one_queue
-from qsync_opt.steps.memory import Lifetimes, StepMemory, compiled_step_memory, step_memory
+from qsync_opt.steps.memory import Lifetimes, StepMemory, TimelineLookup, compiled_step_memory, step_memory
 from qsync_opt.steps.memory_timeline import MemoryTimeline, moments
 from qsync_opt.steps.queues import NOTHING, Work, compose
-from qsync_opt.steps.timeline_lookup import TimelineLookup
 
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format of the result, time on the host, on the device forward and backward."""
