@@ -41,14 +41,6 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Uniform:
-    """One precision for the whole model: ``label`` is a format, or `LOWEST`."""
-
-    label: str
-    evaluation: Evaluation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fronts:
     """Sensitivity against iteration time within the memory limits, and against memory within the latency limit.
 
@@ -89,7 +81,8 @@ class Measured:
 class Report:
     """A plan, its evaluation, and what explains both.
 
-    ``explanations`` are by device, in the problem's order of operators. ``memory`` has None for a device of which the
+    ``explanations`` are by device, in the problem's order of operators. ``uniform`` has the evaluation of each plan of
+    one precision, by that precision, or `LOWEST`. ``memory`` has None for a device of which the
     problem knows only totals per operator. ``fronts`` is None if they were left out.
     """
 
@@ -97,7 +90,7 @@ class Report:
     plan: Plan
     evaluation: Evaluation
     explanations: Mapping[str, tuple[Explanation, ...]]
-    uniform: tuple[Uniform, ...]
+    uniform: Mapping[str, Evaluation]
     fronts: Fronts | None
     timeline: Timeline
     memory: Mapping[str, MemoryTimeline | None]
@@ -144,10 +137,7 @@ def make_report(
             device.name: tuple(explainer.explain(operator.name, device.name) for operator in problem.operators)
             for device in problem.devices
         },
-        uniform=tuple(
-            Uniform(label=label or LOWEST, evaluation=evaluate(problem, uniform_plan(problem, label)))
-            for label in labels
-        ),
+        uniform={label or LOWEST: evaluate(problem, uniform_plan(problem, label)) for label in labels},
         fronts=None if front == NO_FRONT else _fronts(problem, front, cache, progress),
         timeline=replay(problem, plan),
         memory={name: memory_timeline(problem, device) for name, device in explainer.evaluation.devices.items()},

@@ -112,11 +112,11 @@ def report_json(report: Report) -> dict[str, Any]:
         "fronts": _fronts(report.fronts),
         "uniform": [
             {
-                "label": row.label,
-                **_picked(row.evaluation, "objective", "iteration_ns", "feasible"),
-                "memory_kib": list(row.evaluation.memory_kib.values()),
+                "label": label,
+                **_picked(other, "objective", "iteration_ns", "feasible"),
+                "memory_kib": list(other.memory_kib.values()),
             }
-            for row in report.uniform
+            for label, other in report.uniform.items()
         ],
         "timeline": _timeline(report),
         "measured": _measured(report),

@@ -11,6 +11,7 @@ Source: QSync's and dPRO's replayers (IPDPS 2024, MLSys 2022), with a queue for 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -78,11 +79,8 @@ def bucket_segments(graph: OpGraph, buckets: Sequence[GradientBucket]) -> tuple[
 def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """For each bucket its segment, and the time of its all-reduce and all later ones, for `StepPredictor.steady_ns`."""
     _check_buckets(allreduce_ns, after_segment)
-    tails, behind = [], 0
-    for duration, segment in zip(reversed(allreduce_ns), reversed(after_segment), strict=True):
-        behind += duration
-        tails.append((segment, behind))
-    return tuple(reversed(tails))
+    behind = list(itertools.accumulate(reversed(allreduce_ns)))
+    return tuple(zip(after_segment, reversed(behind), strict=True))
 
 
 def _check_buckets(allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int | None = None) -> None:
