@@ -57,7 +57,7 @@ _CURVATURE = 0.5
 _SIGN_CHANGES = 2.0 / math.pi
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Effect:
     """Variance of all weight gradients per unit of noise-to-signal ratio (``kink``: per square root of it)."""
 
@@ -66,17 +66,11 @@ class Effect:
     kink: float = 0.0
 
     def __add__(self, other: Effect) -> Effect:
-        return Effect(
-            independent=self.independent + other.independent,
-            shared=self.shared + other.shared,
-            kink=self.kink + other.kink,
-        )
+        return Effect(self.independent + other.independent, self.shared + other.shared, self.kink + other.kink)
 
     def weighted(self, weight: float) -> Effect:
         """The effect of noise whose ratio is multiplied by ``weight`` before it arrives."""
-        return Effect(
-            independent=self.independent * weight, shared=self.shared * weight, kink=self.kink * math.sqrt(weight)
-        )
+        return Effect(self.independent * weight, self.shared * weight, self.kink * math.sqrt(weight))
 
     def variance(self, noise: Noise, energy: float) -> float:
         """Variance caused by noise on a signal of squared norm ``energy``."""
@@ -337,7 +331,5 @@ def _effect_on_own_weights(statistics: OperatorStatistics) -> Effect:
     for operand in ("first", "second"):
         has_gradient = getattr(statistics, f"{operand}_gradient") is not None
         if getattr(statistics, f"{operand}_parameter") is not None and has_gradient:
-            effect += Effect(
-                independent=_incoherent_gradient(statistics, operand), shared=_gradient_energy(statistics, operand)
-            )
+            effect += Effect(_incoherent_gradient(statistics, operand), _gradient_energy(statistics, operand))
     return effect

@@ -136,8 +136,7 @@ class Rectifiers:
             variance, measured = output_variances.get(name, 0.0), self._statistics.find(name)
             if measured is not None and variance > 0 and measured.output.square_sum > 0:
                 own[place] = variance / (measured.calls * measured.output.square_sum)
-        ratios: list[float] = (self._shares @ own).tolist()
-        return ratios
+        return [float(ratio) for ratio in self._shares @ own]
 
     def _scale_shares(self) -> None:
         """Scale the shares to the ratios that were measured with all products in INT8, where those are not 0."""
@@ -168,9 +167,8 @@ def sign_change_variance(measured: Sequence[float], ratio: float) -> float:
         return measured[-1] * math.sqrt(ratio / SIGN_CHANGE_RATIOS[-1])
     above = bisect.bisect_left(SIGN_CHANGE_RATIOS, ratio)
     low, high = measured[above - 1], measured[above]
-    share = math.log(ratio / SIGN_CHANGE_RATIOS[above - 1]) / math.log(
-        SIGN_CHANGE_RATIOS[above] / SIGN_CHANGE_RATIOS[above - 1]
-    )
+    before, behind = SIGN_CHANGE_RATIOS[above - 1], SIGN_CHANGE_RATIOS[above]
+    share = math.log(ratio / before) / math.log(behind / before)
     if low <= 0 or high <= 0:
         return low + share * (high - low)
     return low * math.exp(share * math.log(high / low))

@@ -28,6 +28,8 @@ _DTYPES = {
     8: ("int64", "uint64", "float64", "complex64"),
 }
 _ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names}
+_VIEWS = (".view_dtype", ".as_strided.default", ".permute.default")
+"""Ends of the names of library calls that return a view of their first operand; ``.view.`` is in others."""
 _TANGENT = "tangents_"
 """Prefix of the arguments of the backward pass that are gradients of the model's results."""
 
@@ -69,7 +71,7 @@ class _Pass:
     names: dict[str, list[_Storage]] = field(default_factory=dict)
 
     def allocate(self, num_bytes: int, statement: str) -> _Storage:
-        storage = _Storage(_rounded(num_bytes))
+        storage = _Storage(-(-num_bytes // ROUNDED_BYTES) * ROUNDED_BYTES)
         self.now += storage.num_bytes
         if self.now > self.peak:
             self.peak, self.statement = self.now, statement
@@ -170,7 +172,7 @@ def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]
         called = ast.unparse(value.func)
         if called.startswith("empty_strided"):
             state.bind(name, [state.allocate(_strided_bytes(value.args[0], value.args[1], value.args[2]), statement)])
-        elif called == "reinterpret_tensor" or _is_view(called):
+        elif called == "reinterpret_tensor" or ".view." in called or called.endswith(_VIEWS):
             state.bind(name, _viewed(state, value.args[0]))
         elif name in state.sizes:
             state.bind(name, [state.allocate(state.sizes[name], statement)])
@@ -188,11 +190,6 @@ def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]
             state.drop(member)
         elif isinstance(value, ast.Name):
             state.bind(name, state.names.get(value.id, ()))
-
-
-def _is_view(called: str) -> bool:
-    """Whether a library call returns a view of its first operand."""
-    return ".view." in called or called.endswith((".view_dtype", ".as_strided.default", ".permute.default"))
 
 
 def _viewed(state: _Pass, value: Any) -> list[_Storage]:
@@ -257,7 +254,3 @@ def _strided_bytes(shape: ast.expr, stride: ast.expr, dtype: Any) -> int:
         return 0
     reach = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
     return int(reach * _ITEM_BYTES[dtype.attr])
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ROUNDED_BYTES) * ROUNDED_BYTES

@@ -103,24 +103,21 @@ def match_calls(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> lis
     Raises:
         ProblemError: The graph launched another number of fused kernels than scheduled.
     """
-    expected = [i for i, entry in enumerate(schedule) if entry.fused]
-    seen = [i for i, call in enumerate(calls) if call.fused]
-    if len(expected) != len(seen):
+    expected, seen = (sum(one.fused for one in some) for some in (schedule, calls))
+    if expected != seen:
         raise ProblemError(
-            f"a compiled graph was to launch {len(expected)} fused kernels and launched {len(seen)}; its steps cannot "
-            "be charged to operators"
+            f"a compiled graph was to launch {expected} fused kernels and launched {seen}; its steps cannot be charged "
+            "to operators"
         )
-    entries: list[Scheduled | None] = [None] * len(calls)
-    for entry, call in zip(expected, seen, strict=True):
-        entries[call] = schedule[entry]
-    borders = zip([-1, *expected], [*expected, len(schedule)], [-1, *seen], [*seen, len(calls)], strict=True)
-    for first, last, begin, end in borders:
-        place = first + 1
-        for i in range(begin + 1, end):
-            name = calls[i].name.rpartition("::")[2]
-            match = next((k for k in range(place, last) if name in schedule[k].calls), None)
-            if match is not None:
-                entries[i], place = schedule[match], match + 1
+    entries: list[Scheduled | None] = []
+    place, count = 0, len(schedule)
+    for call in calls:
+        fused = next((k for k in range(place, count) if schedule[k].fused), count)
+        name = call.name.rpartition("::")[2]
+        among = (k for k in range(place, fused) if name in schedule[k].calls)
+        match = fused if call.fused else next(among, None)
+        entries.append(None if match is None else schedule[match])
+        place = place if match is None else match + 1
     return entries
 
 
