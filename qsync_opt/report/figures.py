@@ -38,13 +38,9 @@ _STYLE = """
 
 
 def front_svg(front: Front) -> str:
-    """Draw a front: use from left to right, sensitivity upwards; points that break a limit are hollow.
+    """Draw a front as an SVG document: use from left to right, sensitivity upwards.
 
-    Args:
-        front: The front; the problem's own limit is a dashed line.
-
-    Returns:
-        The SVG document.
+    Points that break a limit are hollow; the problem's own limit is a dashed line.
 
     Source: ours.
     """
@@ -137,9 +133,7 @@ def _legend(figure: Any, shades: dict[str, Any], place: str = "lower center") ->
 def plan_figure(plan: Plan, problem: Problem | None = None) -> Any:
     """Draw a plan: operators in order from left to right, one strip per device type, colored by precision.
 
-    Args:
-        plan: The plan.
-        problem: Its problem: dependent and fixed operators are then shown too.
+    With its ``problem``, dependent and fixed operators are shown too.
 
     Raises:
         NotInstalledError: matplotlib is missing.

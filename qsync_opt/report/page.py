@@ -44,12 +44,7 @@ _TOKEN = re.compile(r"\{\{(\w+)\}\}")
 
 
 def report_html(report: Report, *, note: str = "") -> str:
-    """Return the page of a report.
-
-    Args:
-        report: The report.
-        note: Text at the end of the page, such as its sources and date.
-    """
+    """Return the page of a report, which ends with ``note``, such as its sources and date."""
     style, script = ("\n".join(map(_resource, names)) for names in (_STYLES, _SCRIPTS))
     parts = {
         "policy": f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "

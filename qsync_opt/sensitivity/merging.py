@@ -37,12 +37,6 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
     Gradient noise is pooled from the scatter within each part, so that ranks on different data need no gradient of
     each other. The result does not depend on which rank merges, as long as the parts come in the same order.
 
-    Args:
-        parts: Statistics of the same model, for example one per rank.
-
-    Returns:
-        Statistics over all batches together.
-
     Raises:
         ProblemError: No parts, or parts of different models, operators or shapes.
 
@@ -81,15 +75,9 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
 
 
 def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int], *, calls: int) -> OperatorStatistics:
-    """Average statistics of one operator.
+    """Statistics of one operator that predict the weighted average of the variances that ``parts``, at least one, do.
 
-    Args:
-        parts: Statistics of the same operator, at least one.
-        weights: Weight of each part.
-        calls: Executions per training step that the result stands for.
-
-    Returns:
-        Statistics that predict the weighted average of the parts' variances.
+    ``calls`` are the executions per training step that the result stands for.
 
     Raises:
         ProblemError: The parts are of different operators, shapes or options.

@@ -155,9 +155,7 @@ class Rectifiers:
 def sign_change_variance(measured: Sequence[float], ratio: float) -> float:
     """``F(ratio)``, interpolated on logarithmic scales; beyond the measured ratios it is proportional to the root.
 
-    Args:
-        measured: Values at ``SIGN_CHANGE_RATIOS``.
-        ratio: Noise-to-signal ratio at the rectifier's input.
+    ``measured`` are its values at ``SIGN_CHANGE_RATIOS``, ``ratio`` is noise to signal at the rectifier's input.
     """
     if ratio <= 0:
         return 0.0

@@ -115,9 +115,7 @@ class TensorStatistics(_Numbers):
     def variance(self, kind: str | None, rounding: Rounding) -> float:
         """Mean squared rounding error per element: the closed form times the measured factor.
 
-        Args:
-            kind: One of ``noise_kinds``; None means not rounded at all.
-            rounding: Stochastic or nearest.
+        ``kind`` is one of ``noise_kinds``; None means not rounded at all.
         """
         if kind is None:
             return 0.0

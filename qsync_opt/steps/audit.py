@@ -65,13 +65,7 @@ class AuditedWorker:
 
 
 def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events: StepEvents) -> AuditedWorker:
-    """Compare the last recorded step of a worker with the predicted one.
-
-    Args:
-        name: Of the worker.
-        predictor: Of its device.
-        step: Its predicted plan.
-        events: Recorded inside ``step_labels``.
+    """Compare the last step of a worker, recorded inside ``step_labels``, with the predicted one.
 
     Raises:
         ProblemError: The trace has no labelled step, or is of another model or plan.
@@ -161,12 +155,7 @@ def predicted_timeline(name: str, predictor: StepPredictor, step: PlannedStep) -
 
 
 def overlay_json(timelines: Sequence[Timeline], measured: Mapping[str, StepEvents]) -> dict[str, Any]:
-    """A trace file with predicted and measured lanes side by side, each step beginning at zero.
-
-    Args:
-        timelines: Predicted, one per worker.
-        measured: Recorded events by worker.
-    """
+    """A trace file with lanes of predicted timelines and of measured events by worker; each step begins at zero."""
     rows: list[dict[str, Any]] = []
     for timeline in timelines:
         shift = len({row["pid"] for row in rows})

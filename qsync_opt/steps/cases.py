@@ -80,9 +80,8 @@ class StepFlow:
     def cases(self, plan: Mapping[str, str], lookup: Lookup) -> tuple[list[Case], list[str]]:
         """Cases and formats of all operators, in order.
 
-        Args:
-            plan: Precision of every adjustable operator; entries for others are ignored.
-            lookup: Returns the observed cost of a case, or None.
+        ``plan`` has the precision of every adjustable operator; entries for others are ignored. ``lookup`` returns the
+        observed cost of a case, or None.
         """
         formats: list[str] = []
         cases = []

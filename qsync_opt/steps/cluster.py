@@ -191,10 +191,6 @@ def cluster_timeline(step: ClusterStep, name: str = "cluster") -> Timeline:
     """The last simulated step, as a timeline for `qsync_opt.write_trace`: a lane per worker and stream.
 
     Time is zero when the first host begins, which may be before the step before has ended on other workers.
-
-    Args:
-        step: With lanes.
-        name: Of the timeline.
     """
     begin = min((start for lane in step.lanes.values() for _, _, start, _ in lane), default=0)
     events = [

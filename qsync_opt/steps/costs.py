@@ -293,10 +293,7 @@ def load_step_costs(path: str | os.PathLike[str]) -> StepCosts:
 def check_step_costs(costs: StepCosts, inputs: Mapping[str, int], moments: int) -> None:
     """Refuse costs that no prediction can be based on.
 
-    Args:
-        costs: Of a model.
-        inputs: Number of inputs of an operator, by signature.
-        moments: Of a step of the model (`qsync_opt.steps.memory_timeline.moments`).
+    ``inputs`` is the number of inputs of an operator, by signature; ``moments`` that of the moments of a step.
 
     Raises:
         ProblemError: A phase is missing, a time, share or format invalid, a case has another number of inputs than its

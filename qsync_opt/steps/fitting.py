@@ -157,9 +157,7 @@ def kernel_paces(samples: Sequence[StepSample], predicted: Mapping[str, int]) ->
     A card that has been busy for a second runs slower than a rested one, because it keeps to a power limit. Where the
     device paced the untraced steps of a plan, its kernels are scaled to agree with them.
 
-    Args:
-        samples: Recorded steps.
-        predicted: Their time by costs fitted without paces.
+    ``predicted`` is the time of every plan by costs fitted without paces.
 
     Source: ours.
     """

@@ -106,10 +106,7 @@ class StepPredictor:
             self._slots.append((name, first, tuple(others), self._tables[position], segment))
 
     def plan(self, plan: Mapping[str, str]) -> PlannedStep:
-        """Predict all operators under a plan.
-
-        Args:
-            plan: Precision of every adjustable operator.
+        """Predict all operators under a plan, the precision of every adjustable operator.
 
         Raises:
             ProblemError: It leaves an adjustable operator out, names one that the model lacks, or one was never

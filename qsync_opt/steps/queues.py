@@ -45,11 +45,9 @@ NOTHING = Work(0, 0, NEVER)
 
 
 def launched(host: int, kernels: Iterable[tuple[int, int]]) -> Work:
-    """Work of one stretch on the host that launches kernels.
+    """Work of one stretch of time ``host`` on the host that launches kernels.
 
-    Args:
-        host: Its time on the host.
-        kernels: Earliest start, from the beginning of the stretch, and duration of each kernel, in order.
+    ``kernels`` are earliest start, from the beginning of the stretch, and duration of each, in order.
     """
     device = 0
     lag = NEVER

@@ -53,10 +53,8 @@ def phase_label(phase: str) -> str:
 def operator_label(name: str, sequence: int, precision: str = "") -> str:
     """Label of the range around an operator.
 
-    Args:
-        name: Of the operator.
-        sequence: Number that the next autograd node will get.
-        precision: Under the applied plan, "" if there is none.
+    ``sequence`` is the number that the next autograd node will get, ``precision`` that of the applied plan, "" if there
+    is none.
     """
     return f"{PREFIX}{sequence}{':' if precision else ''}{precision}|{name}"
 

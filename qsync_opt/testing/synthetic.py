@@ -23,10 +23,7 @@ _MOST_INPUTS = 3
 def random_step_costs(graph: OpGraph, precisions: Sequence[str], *, seed: int = 0) -> StepCosts:
     """Step costs with random times and sizes, the same for the same arguments.
 
-    Args:
-        graph: The model.
-        precisions: Of every adjustable operator.
-        seed: Of the random numbers.
+    Every adjustable operator has all ``precisions``.
     """
     generator = random.Random(seed)
     flow = StepFlow(graph, "BF16")
@@ -181,10 +178,7 @@ def stacked_graph(blocks: int) -> OpGraph:
 def stacked_problem(blocks: int, *, devices: Sequence[str] = ("slow",), seed: int = 0) -> Problem:
     """The problem of `stacked_graph` on made-up device types, with limits that force a mix of precisions.
 
-    Args:
-        blocks: Number of blocks of ten operators.
-        devices: Names of device types, each slower than the one before.
-        seed: Of the sensitivities, which span two decades.
+    Each of ``devices`` is slower than the one before. Sensitivities span two decades; ``seed`` draws them.
     """
     graph = stacked_graph(blocks)
     source = random.Random(seed)
