@@ -75,9 +75,9 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
 
 
 def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int], *, calls: int) -> OperatorStatistics:
-    """Statistics of one operator that predict the weighted average of the variances that ``parts``, at least one, do.
+    """Statistics of one operator that predict the weighted average of the variances that its ``parts`` predict.
 
-    ``calls`` are the executions per training step that the result stands for.
+    At least one part is needed. ``calls`` are the executions per training step that the result stands for.
 
     Raises:
         ProblemError: The parts are of different operators, shapes or options.
