@@ -18,7 +18,11 @@ from typing import Any
 from qsync_opt.registry import Entry, Kind, entries
 
 DOCTOR_FORMAT = "qsync-doctor/1"
-_COMPILERS = {"C++ compiler": ("c++", "g++", "clang++"), "nvcc": ("nvcc",)}
+_COMPILERS = {
+    "C++ compiler": (("c++", "g++", "clang++"), "install g++ or clang++ to build the compiled kernels"),
+    "nvcc": (("nvcc",), "install the CUDA toolkit to build the compiled GPU kernels"),
+}
+"""Programs, and what to do without any of them."""
 _VERSION_SECONDS = 30
 
 
@@ -85,7 +89,7 @@ def examine() -> tuple[Finding, ...]:
     findings += [_package(*row) for row in _PACKAGES]
     for kind in Kind:
         findings += _attempt(kind, "registry", partial(_plugins, kind))
-    findings += [_compiler(name, programs) for name, programs in _COMPILERS.items()]
+    findings += [_compiler(name, *row) for name, row in _COMPILERS.items()]
     if importlib.util.find_spec("torch") is not None:
         findings += _attempt("device", "torch devices", _devices)
     if importlib.util.find_spec("onnxruntime") is not None:
@@ -135,13 +139,9 @@ def _attempt(area: str, name: str, look: Callable[[], list[Finding]]) -> list[Fi
         return [Finding(area=area, name=name, health=Health.BROKEN, detail=reason, advice=advice)]
 
 
-def _compiler(name: str, programs: tuple[str, ...]) -> Finding:
+def _compiler(name: str, programs: tuple[str, ...], advice: str) -> Finding:
     path = next(filter(None, map(shutil.which, programs)), None)
     if path is None:
-        advice = {
-            "C++ compiler": "install g++ or clang++ to build the compiled kernels",
-            "nvcc": "install the CUDA toolkit to build the compiled GPU kernels",
-        }[name]
         return Finding(area="compiler", name=name, health=Health.MISSING, advice=advice)
     try:
         result = subprocess.run(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.io import Json, check_fields, decode, freeze, read_json, split_extras
 from qsync_opt.training import (
     GAPS,
@@ -181,10 +181,6 @@ def load_measured(path: str | os.PathLike[str]) -> Measured:
     Raises:
         ProblemError: The file cannot be read, has another format, or holds anything but positive integers.
     """
-    data = read_json(path, (MEASURED_FORMAT,))
-    try:
-        # Null says the same as a missing key.
-        present = {key: value for key, value in split_extras(data)[0].items() if value is not None}
-        return decode(Measured, present, "measured", version=MEASURED_FORMAT)
-    except ProblemError as failure:
-        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
+    data = split_extras(read_json(path, (MEASURED_FORMAT,)))[0]
+    present = {key: value for key, value in data.items() if value is not None}  # null says the same as a missing key
+    return decode(Measured, present, f"{os.fspath(path)}: measured", version=MEASURED_FORMAT)

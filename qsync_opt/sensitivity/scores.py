@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.io import check_integer, check_number
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.sensitivity.propagation import Propagation, operand_edges, ratio
@@ -80,8 +81,7 @@ def sensitivities(
 
     Source: purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
     """
-    if not 0 <= gamma < math.inf:
-        raise UnsupportedError(f"gamma is {gamma!r}: a finite number of at least 0 is needed")
+    check_number(gamma, "gamma", error=UnsupportedError)
     _check_model(graph, statistics)
     horizon = _check_horizon(horizon)
     kind = _checked_kind(kind, graph, statistics)
@@ -124,8 +124,7 @@ def variance_weight(
     """
     if not 0 <= momentum < 1:
         raise UnsupportedError(f"momentum is {momentum!r}: allowed are numbers from 0 to below 1")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise UnsupportedError(f"steps is {steps!r}: allowed are whole numbers of at least 0")
+    check_integer(steps, "steps", error=UnsupportedError)
     return _check_horizon(steps * (learning_rate / (1 - momentum)) ** 2 * mean_square_gradient)
 
 
