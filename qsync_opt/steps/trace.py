@@ -117,14 +117,13 @@ class Change(NamedTuple):
 class StepEvents:
     """Events of a trace that are charged, each sequence sorted by start.
 
-    ``calls`` are starts of operations, ``waits`` those of calls in which the host waits for the device.
+    ``waits`` are starts of calls in which the host waits for the device.
     """
 
     ranges: Sequence[Range]
     nodes: Sequence[Node]
     launches: Sequence[Launch] = ()
     kernels: Sequence[Kernel] = ()
-    calls: Sequence[int] = ()
     changes: Sequence[Change] = ()
     waits: Sequence[int] = ()
 
@@ -135,16 +134,12 @@ class Span:
 
     Attributes:
         host_ns: Time on the host, without waiting.
-        calls: Operations.
-        launches: Of kernels.
         kernels: Offset of the launch on the host (within the span, without waiting), duration and name.
         changes: Bytes of memory allocated, or freed if below zero.
         blocked_ns: Time that launches waited for room in the device's queue.
     """
 
     host_ns: int = 0
-    calls: int = 0
-    launches: int = 0
     kernels: list[tuple[int, int, str]] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)
     blocked_ns: int = 0
@@ -328,9 +323,6 @@ def fill(
         waited = sum(duration for _, duration in waits_in.get(i, ()))
         span.host_ns += window.end - window.start - waited
         span.blocked_ns += waited
-    for time in events.calls:
-        if (place := index(time)) is not None:
-            spans[windows[place].key].calls += 1
     launch_of = {launch.correlation: launch for launch in events.launches}
     usage = Counter(kernel.stream for kernel in events.kernels)
     compute = max(usage, key=lambda stream: usage[stream], default=0)
@@ -344,7 +336,6 @@ def fill(
             continue
         launched.append((kernel, launch))
         span, begin = spans[windows[place].key], launch.start
-        span.launches += 1
         waited = sum(duration for start, duration in waits_in.get(place, ()) if start < begin)
         offset = offsets[place] + begin - windows[place].start - waited
         span.kernels.append((offset, kernel.end - kernel.start, kernel.name))
@@ -453,8 +444,6 @@ def _collect(event: Mapping[str, Any], events: Mapping[str, list[Any]]) -> None:
             # Nodes that accumulate gradients have no number, or the largest possible.
             number = int(arguments.get("Sequence number", -1))
             events["nodes"].append(Node(start, end, number if number < 2**62 else -1))
-        else:
-            events["calls"].append(start)
 
 
 def _ns(microseconds: Any) -> int:

@@ -261,8 +261,6 @@ def _divided(spans: Spans, entries: dict[str, Scheduled]) -> Spans:
             ]
             target.host_ns += host
             if k == 0:
-                target.calls += span.calls
-                target.launches += span.launches
                 target.changes += span.changes
                 target.blocked_ns += span.blocked_ns
     return divided
