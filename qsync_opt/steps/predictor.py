@@ -77,7 +77,20 @@ class StepPredictor:
         self._cases: dict[Case, CaseCost] = dict(costs.cases)
         self._composer = CaseComposer(graph, costs, flow)
         self._position = {operator.name: i for i, operator in enumerate(graph)}
-        self._set_borders(borders)
+        count = len(graph)
+        if list(borders) != sorted(set(borders), reverse=True) or any(not 0 <= b < count for b in borders):
+            raise ProblemError(
+                f"bucket borders {list(borders)} are not falling positions below {count}, as backward meets them"
+            )
+        self._borders = tuple(borders)
+        self._tables: list[dict[tuple[str, ...], _Entry]] = [{} for _ in range(count)]
+        self._slots = []
+        for position, operator in enumerate(graph):
+            first, *others = flow.inputs[position] or (-1,)
+            # Backward of an operator belongs to the first segment whose border it does not lie before.
+            segment = sum(position < border for border in borders)
+            name = operator.name if operator.role is Role.ADJUSTABLE else ""
+            self._slots.append((name, first, tuple(others), self._tables[position], segment))
         phases = costs.phases
         self._copies = phases.get("copies", NOTHING)
         self.finish = phases["backward|end"]
@@ -88,22 +101,6 @@ class StepPredictor:
             raise ProblemError(
                 f"segments slowed down by {list(slowed)} ns: {self.segments} numbers from 0 are needed, one per segment"
             )
-
-    def _set_borders(self, borders: Sequence[int]) -> None:
-        count = len(self.graph)
-        if list(borders) != sorted(set(borders), reverse=True) or any(not 0 <= b < count for b in borders):
-            raise ProblemError(
-                f"bucket borders {list(borders)} are not falling positions below {count}, as backward meets them"
-            )
-        self._borders = tuple(borders)
-        self._tables: list[dict[tuple[str, ...], _Entry]] = [{} for _ in range(count)]
-        self._slots = []
-        for position, operator in enumerate(self.graph):
-            first, *others = self._flow.inputs[position] or (-1,)
-            # Backward of an operator belongs to the first segment whose border it does not lie before.
-            segment = sum(position < border for border in borders)
-            name = operator.name if operator.role is Role.ADJUSTABLE else ""
-            self._slots.append((name, first, tuple(others), self._tables[position], segment))
 
     def plan(self, plan: Mapping[str, str]) -> PlannedStep:
         """Predict all operators under a plan, the precision of every adjustable operator.

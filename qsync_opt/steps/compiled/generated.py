@@ -13,6 +13,7 @@ Source: ours; the rules of the code are those of torch 2.11 to 2.13.
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ _DTYPES = {
 _ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names}
 _VIEWS = (".view_dtype", ".as_strided.default", ".permute.default")
 """Ends of the names of library calls that return a view of their first operand; ``.view.`` is in others."""
+_SAVED = ""
+"""Stands for a name of the tensors that are saved for the backward pass."""
 _TANGENT = "tangents_"
 """Prefix of the arguments of the backward pass that are gradients of the model's results."""
 
@@ -113,24 +116,16 @@ def step_peak(forward: PassCode, backward: PassCode, *, tangents_held: bool) -> 
         names, sizes = _arguments(backward.text), _argument_bytes(backward.text)
         tangents = sum(name.startswith(_TANGENT) for name in names)
         saved = returned[len(returned) - (len(names) - tangents) :]
-        for storages in returned:
-            for storage in storages:
-                storage.holders += 1
-        for name in list(first.names):
+        first.bind(_SAVED, itertools.chain(*saved))
+        for name in first.names.keys() - {_SAVED}:
             first.drop(name)
-        for storages in returned[: len(returned) - len(saved)]:
-            for storage in storages:
-                first.release(storage)
         second = _Pass(backward.sizes, first.now)
         arguments = [storages[0] if storages else _Storage(0, 1) for storages in saved]
         arguments += [second.allocate(sizes.get(name, 0), name) for name in names if name.startswith(_TANGENT)]
         if tangents_held:
             for storage in arguments[len(saved) :]:
                 storage.holders += 1
-        # Only the pass keeps the saved tensors, once per argument.
-        for storages in saved:
-            for storage in storages:
-                storage.holders -= 1
+        first.drop(_SAVED)  # the backward pass alone keeps them, once per argument
         _interpret(second, backward.text, arguments)
     except (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError) as failure:
         raise UnsupportedError(
