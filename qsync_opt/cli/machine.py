@@ -43,11 +43,11 @@ def doctor(
     required = [name.strip() for name in (require or "").split(",") if name.strip()]
     if require is not None and not required:  # an empty variable of a script, say
         raise UnsupportedError("--require names nothing; give at least one of the names that qsync-opt doctor lists")
-    known = {finding.name for finding in findings} | {"cuda"}
+    names = {finding.name for finding in findings} | {"cuda"}
     for name in required:
-        if name not in known:
+        if name not in names:
             raise UnsupportedError(
-                f"--require names {name!r}{near_match(name, known)}; allowed are cuda and the names "
+                f"--require names {name!r}{near_match(name, names)}; allowed are cuda and the names "
                 "that qsync-opt doctor lists"
             )
     present = {f.name for f in findings if f.health is Health.OK}

@@ -165,12 +165,12 @@ def _path_scale(operator: OperatorStatistics, path: str, shape: str) -> float:
 
 def _merge_noise(parts: Sequence[ModelStatistics]) -> GradientNoise | None:
     """Scatter within the parts, pooled by degrees of freedom, of the parts that have it."""
-    known = [(part.gradient_noise, part.batches) for part in parts if part.gradient_noise is not None]
-    if not known:
+    measured = [(part.gradient_noise, part.batches) for part in parts if part.gradient_noise is not None]
+    if not measured:
         return None
     return GradientNoise(
-        mean_square_norm=_mean([noise.mean_square_norm for noise, _ in known], [batches for _, batches in known]),
-        variance=_mean([noise.variance for noise, _ in known], [batches - 1 for _, batches in known]),
+        mean_square_norm=_mean([noise.mean_square_norm for noise, _ in measured], [batches for _, batches in measured]),
+        variance=_mean([noise.variance for noise, _ in measured], [batches - 1 for _, batches in measured]),
     )
 
 

@@ -133,9 +133,9 @@ class CaseComposer:
         candidates = self._observed.get((case.signature, case.precision))
         if not candidates:
             there = ", ".join(sorted(p for s, p in self._observed if s == case.signature)) or "none"
-            name, wanted = self.graph.operators[position].name, case.precision or "any format"
+            name, precision = self.graph.operators[position].name, case.precision or "any format"
             raise ProblemError(
-                f"operator {name!r} was never recorded in {wanted} on {self.costs.device.name!r}, only in {there}; "
+                f"operator {name!r} was never recorded in {precision} on {self.costs.device.name!r}, only in {there}; "
                 "record a plan that has it"
             )
         operator = self.graph.operators[position]
@@ -325,13 +325,13 @@ def _scaled(
     operator: Operator, case: Case, cost: CaseCost, precision: str, pairs: _Pairs, half_format: str
 ) -> tuple[Case, CaseCost]:
     """Case and cost in another precision, as many times as expensive as the operators of ``pairs`` are in it."""
-    wanted = arrival(precision)
-    inputs = tuple(wanted if name else "" for name in case.inputs) if wanted else case.inputs
+    format_in = arrival(precision)
+    inputs = tuple(format_in if name else "" for name in case.inputs) if format_in else case.inputs
     changes: dict[str, Any] = {
         name: _scaled_work(getattr(cost, name), [(getattr(a, name), getattr(b, name)) for a, b in pairs])
         for name in ("forward", "backward")
     }
-    same_width = width(arrival(case.precision)) == width(wanted)
+    same_width = width(arrival(case.precision)) == width(format_in)
     for name in ("kernel_ns",) if same_width else (*SIZES, "kernel_ns"):  # equal widths take equal memory
         before, after = (sum(abs(getattr(pair[k], name)) for pair in pairs) for k in (0, 1))
         changes[name] = round(getattr(cost, name) * after / before) if before else getattr(cost, name)

@@ -85,8 +85,8 @@ def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> 
 
 def _check_buckets(allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int | None = None) -> None:
     """Refuse buckets whose times and segments do not match."""
-    known = all(segment >= 0 and (segments is None or segment < segments) for segment in after_segment)
-    if len(allreduce_ns) != len(after_segment) or not known:
+    valid = all(segment >= 0 and (segments is None or segment < segments) for segment in after_segment)
+    if len(allreduce_ns) != len(after_segment) or not valid:
         there = "" if segments is None else f", and there are {segments} segments"
         raise ProblemError(
             f"{len(allreduce_ns)} all-reduces are ready after segments {list(after_segment)}{there}: give one segment "

@@ -245,7 +245,7 @@ def _observed(
 ) -> list[CaseCost]:
     """Costs of all operators in one recorded step, in order."""
     tensors = [sample.kept.get(operator.name, KeptTensors()) for operator in graph]
-    releases = lifetimes.releases([(seen.inputs, seen.output) for seen in tensors])
+    releases = lifetimes.releases([(one.inputs, one.output) for one in tensors])
     observed = []
     for i, operator in enumerate(graph):
         forward, backward = (sample.spans.spans.get((p, operator.name), _EMPTY) for p in (FORWARD, BACKWARD))
@@ -328,14 +328,14 @@ def _device_gaps(samples: Sequence[StepSample]) -> dict[str, float]:
     A profiler lengthens it. Where the device paced the untraced steps, it is their time beyond that of their kernels;
     elsewhere the median of such plans, or the traced value if there are none.
     """
-    known = {}
+    gaps = {}
     for sample in samples:
         count = sum(len(span.kernels) for span in sample.spans.spans.values())
         if count and _is_paced_by_device(sample):
             gap = (sample.iteration_ns - _kernel_ns(sample)) / count
-            known[sample.name] = min(max(0.0, gap), sample.spans.gap_ns)
-    usual = statistics.median(known.values()) if known else None
-    return {sample.name: known.get(sample.name, sample.spans.gap_ns if usual is None else usual) for sample in samples}
+            gaps[sample.name] = min(max(0.0, gap), sample.spans.gap_ns)
+    usual = statistics.median(gaps.values()) if gaps else None
+    return {sample.name: gaps.get(sample.name, sample.spans.gap_ns if usual is None else usual) for sample in samples}
 
 
 def _is_paced_by_device(sample: StepSample) -> bool:
@@ -353,8 +353,8 @@ def _resting_share(samples: Sequence[StepSample]) -> float:
 
 
 def _median(scales: Sequence[float | None]) -> float | None:
-    known = [scale for scale in scales if scale]
-    return statistics.median(known) if known else None
+    positive = [scale for scale in scales if scale]
+    return statistics.median(positive) if positive else None
 
 
 def _mean_cost(entries: Sequence[CaseCost]) -> CaseCost:

@@ -21,8 +21,8 @@ CANDIDATES = 24
 def nearest_available(available: Sequence[str], precision: str) -> str:
     """``precision`` if it is available, else the next finer one, else the finest."""
     ladder = sorted(available, key=lambda name: number_format(name).rank)
-    wanted = number_format(precision).rank
-    return precision if precision in ladder else next((p for p in ladder if number_format(p).rank > wanted), ladder[-1])
+    rank = number_format(precision).rank
+    return precision if precision in ladder else next((p for p in ladder if number_format(p).rank > rank), ladder[-1])
 
 
 def covering_plans(

@@ -103,11 +103,11 @@ def match_calls(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> lis
     Raises:
         ProblemError: The graph launched another number of fused kernels than scheduled.
     """
-    expected, seen = (sum(one.fused for one in some) for some in (schedule, calls))
-    if expected != seen:
+    expected, launched = (sum(one.fused for one in some) for some in (schedule, calls))
+    if expected != launched:
         raise ProblemError(
-            f"a compiled graph was to launch {expected} fused kernels and launched {seen}; its steps cannot be charged "
-            "to operators"
+            f"a compiled graph was to launch {expected} fused kernels and launched {launched}; its steps cannot be "
+            "charged to operators"
         )
     entries: list[Scheduled | None] = []
     place, count = 0, len(schedule)
