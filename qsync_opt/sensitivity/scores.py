@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
@@ -85,7 +86,7 @@ def sensitivities(
     _check_model(graph, statistics)
     horizon = _check_horizon(horizon)
     kind = _checked_kind(kind, graph, statistics)
-    score = _Scorer(graph, statistics, options or NoiseOptions(), kind, gamma=gamma, seed=seed, horizon=horizon)
+    score = _Scorer(graph, statistics, options or NoiseOptions(), kind, gamma, seed, horizon)
     details: dict[str, dict[str, OperatorSensitivity]] = {}
     excluded: dict[str, dict[str, str]] = {}
     for operator in graph.by_role(Role.ADJUSTABLE):
@@ -185,34 +186,32 @@ class _Parts(NamedTuple):
     flips: float = 0.0
 
 
+@dataclass
 class _Scorer:
     """Sensitivity of one operator at one precision, by kind."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        statistics: ModelStatistics,
-        options: NoiseOptions,
-        kind: IndicatorKind,
-        *,
-        gamma: float,
-        seed: int,
-        horizon: float,
-    ) -> None:
-        self._statistics, self._options, self._kind = statistics, options, kind
-        self._gamma, self._seed, self._horizon = gamma, seed, horizon
-        if kind is IndicatorKind.PROPAGATED:
-            self._propagation = Propagation(graph, statistics)
-        elif kind is IndicatorKind.DEPTH:
+    graph: OpGraph
+    statistics: ModelStatistics
+    options: NoiseOptions
+    kind: IndicatorKind
+    gamma: float
+    seed: int
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if self.kind is IndicatorKind.PROPAGATED:
+            self._propagation = Propagation(self.graph, self.statistics)
+        elif self.kind is IndicatorKind.DEPTH:
             # True distances, not QSync's layers, so that a residual shortcut does not make an operator shallow.
-            self._to_input, self._to_loss = graph.distances_to_input(), graph.distances_to_loss()
-        elif kind in (IndicatorKind.PROBED, IndicatorKind.LOSS, IndicatorKind.PROGRESS):
-            self._rectifiers = Rectifiers(graph, statistics, adaptive=kind is IndicatorKind.PROGRESS)
+            self._to_input, self._to_loss = self.graph.distances_to_input(), self.graph.distances_to_loss()
+        elif self.kind in (IndicatorKind.PROBED, IndicatorKind.LOSS, IndicatorKind.PROGRESS):
+            is_adaptive = self.kind is IndicatorKind.PROGRESS
+            self._rectifiers = Rectifiers(self.graph, self.statistics, adaptive=is_adaptive)
 
     def __call__(self, operator: Operator, precision: str, formats: PrecisionFormats) -> OperatorSensitivity:
-        statistics = self._statistics[operator.name]
-        results = variances(statistics, precision, formats, self._options)
-        match self._kind:
+        statistics = self.statistics[operator.name]
+        results = variances(statistics, precision, formats, self.options)
+        match self.kind:
             case IndicatorKind.PROPAGATED:
                 parts = self._propagated(operator, statistics, results)
             case IndicatorKind.DEPTH:
@@ -222,19 +221,19 @@ class _Scorer:
             case IndicatorKind.LOSS:
                 # The immediate increase of the loss arises in the forward pass; the rest is the cost of gradient noise.
                 probed = self._probed(statistics, precision, formats, results)
-                parts = _Parts(*(self._horizon * part for part in probed))
+                parts = _Parts(*(self.horizon * part for part in probed))
                 parts = parts._replace(forward=_fisher_score(statistics, results) + parts.forward)
             # A baseline's value counts where its noise arises: in the weights (own) or in the forward pass.
             case IndicatorKind.HESSIAN:
-                noise = element_noise(statistics, precision, formats, self._options)
+                noise = element_noise(statistics, precision, formats, self.options)
                 parts = _Parts(forward=_hessian_increase(statistics, noise))
             case IndicatorKind.FISHER:
                 parts = _Parts(forward=_fisher_score(statistics, results))
             case IndicatorKind.WEIGHT:
-                noise = element_noise(statistics, precision, formats, self._options)
+                noise = element_noise(statistics, precision, formats, self.options)
                 parts = _Parts(own=_weight_variance(statistics, noise))
             case _:
-                parts = _Parts(own=_random_score(operator.name, precision, self._seed))
+                parts = _Parts(own=_random_score(operator.name, precision, self.seed))
         return OperatorSensitivity(**parts._asdict(), variances=results)
 
     def _propagated(self, operator: Operator, statistics: OperatorStatistics, results: OperatorVariances) -> _Parts:
@@ -255,7 +254,7 @@ class _Scorer:
         own = _own(statistics, results)
         noises = (results.first_gradient, results.second_gradient, results.third_gradient)
         gradients = sum(noise.total for noise in noises if noise is not None)
-        forward = self._gamma * self._to_loss[operator.name] * results.output.total
+        forward = self.gamma * self._to_loss[operator.name] * results.output.total
         return _Parts(depth * own, depth * (gradients - own), forward)
 
     def _probed(
@@ -267,15 +266,15 @@ class _Scorer:
         by as much as their measured error exceeds that of independent errors, the total grows. The 16-bit rounding of
         8-bit operands when the backward pass reads them is left out: it is below a thousandth.
         """
-        gains = statistics.adaptive_gains if self._kind is IndicatorKind.PROGRESS else statistics.gains
+        gains = statistics.adaptive_gains if self.kind is IndicatorKind.PROGRESS else statistics.gains
         flips = self._rectifiers.variance({statistics.name: results.output.total})
-        noise = element_noise(statistics, precision, formats, self._options)
+        noise = element_noise(statistics, precision, formats, self.options)
         effects = {name: _weighed(parts, gains[name]) if name in gains else 0.0 for name, parts in noise.items()}
         total = flips + sum(effects.values())
         forward = flips + sum(effect for name, effect in effects.items() if not name.endswith("gradient"))
         own, excess = _own(statistics, results, gains), 0.0
         if statistics.nearest:
-            independent = variances(statistics, precision, formats, self._options, nearest=False)
+            independent = variances(statistics, precision, formats, self.options, nearest=False)
             excess = max(0.0, own - _own(statistics, independent, gains))
         inside = min(total, own - excess)
         share = ratio(forward, total)
