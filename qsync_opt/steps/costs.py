@@ -317,6 +317,11 @@ def check_step_costs(costs: StepCosts, inputs: Mapping[str, int], moments: int) 
         _check_work(cost.backward, f"{what}: backward")
         if cost.output:
             _check_format(cost.output, f"{what}: output")
+        if len(case.inputs) != inputs.get(case.signature, len(case.inputs)):
+            raise ProblemError(
+                f"case {case.key()!r} has formats of {len(case.inputs)} inputs, but the operator has "
+                f"{inputs[case.signature]}; record the steps again"
+            )
         if cost.saves_inputs and not 0 <= min(cost.saves_inputs) <= max(cost.saves_inputs) < len(case.inputs):
             raise ProblemError(
                 f"{what}: saves_inputs is {list(cost.saves_inputs)}, but it has {len(case.inputs)} inputs, counted "
@@ -325,12 +330,6 @@ def check_step_costs(costs: StepCosts, inputs: Mapping[str, int], moments: int) 
     for moment, _ in costs.outside:
         if not 0 <= moment < moments:
             raise ProblemError(f"memory comes or goes at moment {moment}, but a step has {moments}; record it again")
-    for case in costs.cases:
-        if len(case.inputs) != inputs.get(case.signature, len(case.inputs)):
-            raise ProblemError(
-                f"case {case.key()!r} has formats of {len(case.inputs)} inputs, but the operator has "
-                f"{inputs[case.signature]}; record the steps again"
-            )
 
 
 def _check_work(work: Work, what: str) -> None:

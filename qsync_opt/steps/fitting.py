@@ -12,7 +12,7 @@ from typing import Any
 from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import OpGraph
-from qsync_opt.steps.cases import StepFlow, result_format
+from qsync_opt.steps.cases import StepFlow
 from qsync_opt.steps.costs import PHASE_LABELS, Case, CaseCost, RecordedTimelines, StepCheck, StepCosts
 from qsync_opt.steps.memory import Lifetimes
 from qsync_opt.steps.memory_timeline import Block, changes_of, mean_timeline, owner_of, timeline_of
@@ -162,10 +162,7 @@ def fit_step_costs(
         for block in sample.blocks:
             owned.setdefault(owner_of(block, order), []).append(block)
         outside.append(owned.get("", ()))
-        formats = _formats(sample, flow, half_format)
-        cases = [
-            flow.case(i, sample.precisions.get(operator.name, "FP32"), formats) for i, operator in enumerate(graph)
-        ]
+        cases, formats = _cases(sample, flow)
         observed = _observed(sample, graph, lifetimes, work, formats, owned)
         for case, observation in zip(cases, observed, strict=True):
             observations.setdefault(case, []).append(observation)
@@ -271,16 +268,15 @@ def _observed(
     return observed
 
 
-def _formats(sample: StepSample, flow: StepFlow, half_format: str) -> list[str]:
-    """Format of every result of a recorded step; operators that were not observed follow the rules."""
+def _cases(sample: StepSample, flow: StepFlow) -> tuple[list[Case], list[str]]:
+    """Case and format of every result of a recorded step; operators that were not observed follow the rules."""
+    cases: list[Case] = []
     formats: list[str] = []
     for i, operator in enumerate(flow.graph):
+        cases.append(flow.case(i, sample.precisions.get(operator.name, "FP32"), formats))
         output = sample.outputs.get(operator.name)
-        if output is None:
-            precision = sample.precisions.get(operator.name, "FP32")
-            output = result_format(operator, precision, [formats[source] for source in flow.inputs[i]], half_format)
-        formats.append(output)
-    return formats
+        formats.append(flow.output(i, cases[i]) if output is None else output)
+    return cases, formats
 
 
 def _merged(samples: Sequence[StepSample]) -> tuple[dict[str, str], dict[str, str]]:

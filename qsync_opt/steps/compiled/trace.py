@@ -18,6 +18,7 @@ Source: ours.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -175,8 +176,7 @@ def _charged_changes(
     positions = {name: i for i, name in enumerate(order)}
     count = len(order)
     charged: list[ChargedChange] = []
-    pending = iter(changes)
-    change = next(pending, None)
+    pending = deque(changes)
     forward, backward = -1, count
     writes = {label: list(entry.writes) for label, entry in entries.items()}
     labels = list(entries)
@@ -191,12 +191,11 @@ def _charged_changes(
             else:
                 backward = min(backward, positions[first])
         moment = forward_moment(forward) if phase == FORWARD else backward_moment(backward, count)
-        while change is not None and change.time < window.end:
-            operator = ""
+        while pending and pending[0].time < window.end:
+            change, operator = pending.popleft(), ""
             if change.num_bytes > 0:
                 operator = take_reader(change.num_bytes, [writes[k] for k in follows.get(label, ())], first)
             charged.append(ChargedChange(change.num_bytes, change.address, operator, moment))
-            change = next(pending, None)
     return charged
 
 
