@@ -82,8 +82,8 @@ class Report:
     """A plan, its evaluation, and what explains both.
 
     ``explanations`` are by device, in the problem's order of operators. ``uniform`` has the evaluation of each plan of
-    one precision, by that precision, or `LOWEST`. ``memory`` has None for a device of which the
-    problem knows only totals per operator. ``fronts`` is None if they were left out.
+    one precision, by that precision, or `LOWEST`. ``memory`` has None for a device of which the problem knows only
+    totals per operator. ``fronts`` is None if they were left out.
     """
 
     problem: Problem

@@ -106,12 +106,8 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
         average independent batches, so that the gradient's own variance is the batch's over N, and one worker's
         rounding adds its sensitivity over N squared.
 
-        Args:
-            noise: From the statistics, which must be of two batches or more.
-            workers: All workers of the job, planned or not.
-
-        Returns:
-            Shares, for ``build_problem``.
+        ``noise`` is from the statistics, which must be of two batches or more; ``workers`` are all of the job, planned
+        or not. The shares are for ``build_problem``.
 
         Raises:
             ProblemError: No noise was measured, or it is 0; fewer than one worker.

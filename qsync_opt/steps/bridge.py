@@ -31,13 +31,9 @@ from qsync_opt.training import problem_role
 def profile_from_steps(
     graph: OpGraph, costs: StepCosts, formats: Mapping[str, PrecisionFormats], *, state_bytes: int
 ) -> DeviceProfile:
-    """A device profile with observed costs.
+    """A device profile with the costs of a model that were observed on the device.
 
-    Args:
-        graph: The model.
-        costs: Observed on the device.
-        formats: Precisions with their border formats.
-        state_bytes: Of the optimizer.
+    ``formats`` are the precisions with their border formats, ``state_bytes`` those of the optimizer.
 
     Raises:
         ProblemError: The costs are of another model, or an adjustable operator was recorded in none of the precisions.

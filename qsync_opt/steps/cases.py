@@ -250,11 +250,8 @@ _Pairs = Sequence[tuple[CaseCost, CaseCost]]
 def scaled_costs(graph: OpGraph, costs: StepCosts, available: Mapping[str, Sequence[str]]) -> StepCosts:
     """Step costs in which every adjustable operator has each of its precisions, scaled where it was not recorded.
 
-    Args:
-        graph: The model.
-        costs: Observed.
-        available: Precisions of every adjustable operator; one that no operator was recorded in is left out, because
-            its cost is unknown.
+    ``available`` are the precisions of every adjustable operator; one that no operator was recorded in is left out,
+    because its cost is unknown.
 
     Source: ours.
     """

@@ -381,10 +381,9 @@ _LATEST_US = 1e17
 
 
 def read_chrome_trace(path: str | os.PathLike[str]) -> StepEvents:
-    """Read a trace file, plain or compressed by gzip (as torch writes it for names that end in ".gz").
+    """Read a trace file that ``export_chrome_trace`` of a profiler wrote that ran inside ``step_labels``.
 
-    Args:
-        path: Written by ``export_chrome_trace`` of a profiler that ran inside ``step_labels``.
+    It is plain or compressed by gzip (as torch writes it for names that end in ".gz").
 
     Raises:
         ProblemError: It cannot be read, is no trace, or an event in it is damaged.

@@ -34,12 +34,7 @@ def expect(holds: bool, text: str) -> None:
 
 
 def check_solution(instance: Instance, solution: Solution, *, proves: bool) -> None:
-    """Compare a solution with the known optimum of an instance.
-
-    Args:
-        instance: The instance.
-        solution: A solution of its problem.
-        proves: Whether the method proves optimality.
+    """Compare a solution with the known optimum of an instance; ``proves``: by a method that proves optimality.
 
     Raises:
         AssertionError: Status, objective, bound or reason is wrong.
@@ -71,9 +66,7 @@ def check_solution(instance: Instance, solution: Solution, *, proves: bool) -> N
 def check_formulation(method: Any, **options: Any) -> None:
     """Solve all instances by a formulation (a name or an instance) and check the solutions.
 
-    Args:
-        method: The formulation.
-        options: Of `solve`, such as ``solver``.
+    ``options`` are those of `solve`, such as ``solver``.
 
     Raises:
         AssertionError: A solution is wrong; the planner's own checks raise `SolverError`.
@@ -87,10 +80,7 @@ def check_formulation(method: Any, **options: Any) -> None:
 def check_solver(solver: Any, *, random_problems: int = 20, seed: int = 0) -> None:
     """Solve all instances, and small random problems, with a solver (a name or an instance) and check the solutions.
 
-    Args:
-        solver: The solver.
-        random_problems: Number of random problems to compare with exhaustive search.
-        seed: Of the random problems.
+    The random problems, of this ``seed``, are compared with exhaustive search.
 
     Raises:
         AssertionError: A solution is wrong; the planner's own checks raise `SolverError`.
@@ -106,15 +96,9 @@ def check_solver(solver: Any, *, random_problems: int = 20, seed: int = 0) -> No
 def check_indicator(
     indicator: Any, *, graph: OpGraph | None = None, knowledge: ModelKnowledge | None = None
 ) -> Mapping[str, Mapping[str, float]]:
-    """Check an indicator (a name or an instance) on a model.
+    """Check an indicator (a name or an instance) on a model, a made-up one by default, and return its sensitivities.
 
-    Args:
-        indicator: The indicator.
-        graph: The model; a made-up one by default.
-        knowledge: What is known of it; made-up weights by default, which suit no indicator that needs statistics.
-
-    Returns:
-        The sensitivities.
+    The default of ``knowledge`` is made-up weights, which suit no indicator that needs statistics.
 
     Raises:
         AssertionError: A value is missing, negative or not finite, not 0 in FP32, or differs in a second call.
@@ -144,10 +128,8 @@ def check_indicator(
 def check_cost_model(model: Any, *, device: DeviceType, graph: OpGraph | None = None) -> None:
     """Check that the profile of a cost model (a name or an instance) makes a problem that can be solved.
 
-    Args:
-        model: The cost model.
-        device: A planned device type that it knows, with FP32 and at least one lower precision.
-        graph: The model; a made-up one by default.
+    ``device`` is a planned device type that it knows, with FP32 and at least one lower precision; the default of
+    ``graph`` is a made-up model.
 
     Raises:
         AssertionError: The profile is of another graph, lacks a precision or a cast, or its problem has no plan.

@@ -249,11 +249,7 @@ def random_problem(source: random.Random, *, max_operators: int = 7, max_devices
     It mixes all roles, several and repeated inputs, precisions with border formats of their own and of others,
     sensitivities with zeros, ties and many decades, buckets in any order, and both kinds of cast sharing. Limits are
     near those of a random plan.
-
-    Args:
-        source: Source of random numbers; with Hypothesis' ``randoms()`` this is a strategy that shrinks.
-        max_operators: Largest number of operators.
-        max_devices: Largest number of device types.
+    With Hypothesis' ``randoms()`` as ``source`` this is a strategy that shrinks.
 
     Source: ours.
     """
