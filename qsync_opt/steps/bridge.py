@@ -22,7 +22,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.steps.cases import border_format
-from qsync_opt.steps.costs import CaseCost, StepCosts
+from qsync_opt.steps.costs import Case, CaseCost, StepCosts
 from qsync_opt.steps.plans import nearest_available
 from qsync_opt.steps.predictor import StepPredictor
 from qsync_opt.training import problem_role
@@ -58,8 +58,9 @@ def profile_from_steps(
         table = measurements[key] = {}
         for precision, plans in _precisions(operator, predictor, formats).items():
             # Every input arrives in the format of the precision.
-            arrival = border_format(precision, costs.half_format)
-            cost = predictor.cost_at(i, precision if operator.role is Role.ADJUSTABLE else "", arrival)
+            inputs = (border_format(precision, costs.half_format),) * len(operator.inputs)
+            own = precision if operator.role is Role.ADJUSTABLE else ""
+            cost = predictor.cost(i, Case(predictor.signature(i), own, inputs))
             inside = casts.get(f"{costs.half_format}>{precision}") if number_format(precision).bits <= 8 else None
             table[precision] = _measured(graph, operator, cost, inside, is_host_bound(plans))
     clear = costs.phases["zero_grad"]

@@ -326,11 +326,6 @@ class StepPredictor:
             cost = self._cases[case] = self._composer.compose(position, case)
         return cost
 
-    def cost_at(self, position: int, precision: str, arrival: str) -> CaseCost:
-        """Cost of an operator whose floating inputs all arrive in one format."""
-        inputs = (arrival,) * len(self._flow.inputs[position])
-        return self.cost(position, Case(self._flow.signature(position), precision, inputs))
-
     def signature(self, position: int) -> str:
         """Signature of an operator in its cases."""
         return self._flow.signature(position)

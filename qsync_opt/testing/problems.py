@@ -248,8 +248,7 @@ def random_problem(source: random.Random, *, max_operators: int = 7, max_devices
 
     It mixes all roles, several and repeated inputs, precisions with border formats of their own and of others,
     sensitivities with zeros, ties and many decades, buckets in any order, and both kinds of cast sharing. Limits are
-    near those of a random plan.
-    With Hypothesis' ``randoms()`` as ``source`` this is a strategy that shrinks.
+    near those of a random plan. With Hypothesis' ``randoms()`` as ``source`` this is a strategy that shrinks.
 
     Source: ours.
     """
