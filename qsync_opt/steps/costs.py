@@ -113,7 +113,7 @@ class CaseCost:
         backward_peak_bytes: The same of the backward pass.
         backward_late_bytes: Growth over the *next* operator's backward pass because of this one.
         kernel_ns: Running time of the forward and backward kernels alone.
-        scaled_from: Precision that the cost was scaled from (`qsync_opt.steps.fitting`); "" if it was observed.
+        scaled_from: Precision that the cost was scaled from (`qsync_opt.steps.cases`); "" if it was observed.
         timeline: Of a compiled step: when the operator's memory is allocated and freed.
     """
 
