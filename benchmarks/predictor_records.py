@@ -45,16 +45,15 @@ def _spans_json(spans: StepSpans) -> dict[str, Any]:
         "order": spans.order,
         "waits": spans.waits,
         "spans": [
-            [*key, s.host_ns, s.calls, s.launches, s.blocked_ns, [k[:2] for k in s.kernels], s.changes]
-            for key, s in spans.spans.items()
+            [*key, s.host_ns, s.blocked_ns, [k[:2] for k in s.kernels], s.changes] for key, s in spans.spans.items()
         ],
     }
 
 
 def _spans(data: dict[str, Any]) -> StepSpans:
     spans = {}
-    for phase, name, host, calls, launches, blocked, kernels, changes in data["spans"]:
-        spans[phase, name] = Span(host, calls, launches, [(a, b, "") for a, b in kernels], changes, blocked)
+    for phase, name, host, *_, blocked, kernels, changes in data["spans"]:  # older records count calls and launches
+        spans[phase, name] = Span(host, [(a, b, "") for a, b in kernels], changes, blocked)
     return StepSpans(
         spans=spans,
         order=tuple(data["order"]),

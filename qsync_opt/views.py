@@ -22,9 +22,9 @@ class Tabular:
     __slots__ = ()
 
     def to_pandas(self) -> Any:
-        """A pandas table; `qsync_opt.report.tables` says what a row is.
+        """A pandas table; `qsync_opt.report.display` says what a row is.
 
         Raises:
             NotInstalledError: pandas is missing; the text holds the install line.
         """
-        return import_module("qsync_opt.report.tables").table(self)
+        return import_module("qsync_opt.report.display").table(self)

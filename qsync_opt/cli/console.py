@@ -20,22 +20,6 @@ _NS_PER_MS = 1e6
 _KIB_PER_MIB = 1024
 
 
-def real(text: str) -> float:
-    """The value of an option that is a number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
-
-
-def whole(text: str) -> int:
-    """The value of an option that is a whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-
 def option(metavar: str, help: str | None = None, *flags: str, **more: Any) -> Any:
     """An option with a value."""
     return typer.Option(*flags, metavar=metavar, help=help, **more)
@@ -92,7 +76,7 @@ Solver = Annotated[
         autocompletion=registered("solver"),
     ),
 ]
-TimeLimit = Annotated[float | None, option("S", "seconds for a whole solve", parser=real)]
+TimeLimit = Annotated[float | None, option("S", "seconds for a whole solve")]
 Cache = Annotated[Path | None, option("FOLDER", "where points are kept (default: ~/.cache/qsync-opt)")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="compute every point anew and keep none")]
 

@@ -11,14 +11,18 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 from qsync_opt.registry import Entry, Kind, entries
 
 DOCTOR_FORMAT = "qsync-doctor/1"
-_COMPILERS = {"C++ compiler": ("c++", "g++", "clang++"), "nvcc": ("nvcc",)}
+_COMPILERS = {
+    "C++ compiler": (("c++", "g++", "clang++"), "install g++ or clang++ to build the compiled kernels"),
+    "nvcc": (("nvcc",), "install the CUDA toolkit to build the compiled GPU kernels"),
+}
+"""Programs, and what to do without any of them."""
 _VERSION_SECONDS = 30
 
 
@@ -45,14 +49,8 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
-        return {
-            **self.data,
-            "area": self.area,
-            "name": self.name,
-            "health": self.health.value,
-            "detail": self.detail,
-            "advice": self.advice,
-        }
+        own = asdict(self)
+        return {**own.pop("data"), **own}
 
 
 _PACKAGES: tuple[tuple[str, str, str, str], ...] = (
@@ -91,7 +89,7 @@ def examine() -> tuple[Finding, ...]:
     findings += [_package(*row) for row in _PACKAGES]
     for kind in Kind:
         findings += _attempt(kind, "registry", partial(_plugins, kind))
-    findings += [_compiler(name, programs) for name, programs in _COMPILERS.items()]
+    findings += [_compiler(name, *row) for name, row in _COMPILERS.items()]
     if importlib.util.find_spec("torch") is not None:
         findings += _attempt("device", "torch devices", _devices)
     if importlib.util.find_spec("onnxruntime") is not None:
@@ -114,7 +112,12 @@ def _plugins(kind: Kind) -> list[Finding]:
     findings = []
     for entry in entries(kind).values():
         if entry.origin != "qsync_opt":
-            findings += _attempt(kind, entry.name, partial(_foreign, kind, entry))
+
+            def load(entry: Entry = entry) -> list[Finding]:
+                entry.load()
+                return [Finding(area=kind, name=entry.name, health=Health.OK, detail=f"from {entry.origin}")]
+
+            findings += _attempt(kind, entry.name, load)
         elif entry.available:
             versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in entry.packages)
             findings.append(Finding(area=kind, name=entry.name, health=Health.OK, detail=versions or "built in"))
@@ -124,11 +127,6 @@ def _plugins(kind: Kind) -> list[Finding]:
                 Finding(area=kind, name=entry.name, health=Health.MISSING, detail=needs, advice=entry.install)
             )
     return findings
-
-
-def _foreign(kind: Kind, entry: Entry) -> list[Finding]:
-    entry.load()
-    return [Finding(area=kind, name=entry.name, health=Health.OK, detail=f"from {entry.origin}")]
 
 
 def _attempt(area: str, name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
@@ -141,13 +139,9 @@ def _attempt(area: str, name: str, look: Callable[[], list[Finding]]) -> list[Fi
         return [Finding(area=area, name=name, health=Health.BROKEN, detail=reason, advice=advice)]
 
 
-def _compiler(name: str, programs: tuple[str, ...]) -> Finding:
+def _compiler(name: str, programs: tuple[str, ...], advice: str) -> Finding:
     path = next(filter(None, map(shutil.which, programs)), None)
     if path is None:
-        advice = {
-            "C++ compiler": "install g++ or clang++ to build the compiled kernels",
-            "nvcc": "install the CUDA toolkit to build the compiled GPU kernels",
-        }[name]
         return Finding(area="compiler", name=name, health=Health.MISSING, advice=advice)
     try:
         result = subprocess.run(

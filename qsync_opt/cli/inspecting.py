@@ -29,10 +29,9 @@ from qsync_opt.cli.console import (
     print_json,
     print_table,
     signed,
-    whole,
 )
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import near_match
+from qsync_opt.io import format_memory, format_sensitivity, format_time, near_match, write_json
 
 if TYPE_CHECKING:
     from qsync_opt.steps import AuditedWorker
@@ -135,10 +134,8 @@ def _operator(problem: Problem, text: str) -> str:
 
 
 def _print_overview(overview: Overview) -> None:
-    from qsync_opt.io import format_sensitivity
-
-    total = f"sensitivity {format_sensitivity(overview.sensitivity)}"
-    print(f"{overview.device}: {overview.adjustable} adjustable operators, {total}")
+    total = format_sensitivity(overview.sensitivity)
+    print(f"{overview.device}: {overview.adjustable} adjustable operators, sensitivity {total}")
     if overview.sensitive:
         print("most sensitivity, and what the next higher precision would change")
         header = ("  operator", "precision", "sensitivity", "share", "raised to", "iteration", "memory", "limits")
@@ -146,14 +143,18 @@ def _print_overview(overview: Overview) -> None:
     if overview.savings:
         print("most computing time to save")
         header = ("  operator", "precision", "instead", "computing", "iteration", "sensitivity", "memory", "limits")
-        print_table(header, [_saving_row(each) for each in overview.savings])
+        names = ("computing", "iteration", "sensitivity", "memory", "limits")
+        rows = []
+        for saving in overview.savings:
+            instead = saving.fastest
+            assert instead is not None, "what saves time is another precision"
+            rows.append((f"  {saving.operator}", saving.precision, instead.precision, *_changes(instead, *names)))
+        print_table(header, rows)
     if not overview.sensitive and not overview.savings:
         print("no operator adds sensitivity, and no other precision would save time")
 
 
 def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
-    from qsync_opt.io import format_sensitivity
-
     higher, share = explanation.next_higher, explanation.sensitivity / total
     return (
         f"  {explanation.operator}",
@@ -164,23 +165,8 @@ def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
     )
 
 
-def _saving_row(explanation: Explanation) -> tuple[str, ...]:
-    instead = explanation.fastest
-    assert instead is not None, "what saves time is another precision"
-    changes = _changes(instead, "computing", "iteration", "sensitivity", "memory", "limits")
-    return f"  {explanation.operator}", explanation.precision, instead.precision, *changes
-
-
-def _alternative_row(alternative: Alternative) -> tuple[str, ...]:
-    casts = f"+{len(alternative.added_casts)} -{len(alternative.removed_casts)}"
-    *changes, limits = _changes(alternative, "sensitivity", "iteration", "computing", "memory", "limits")
-    return f"  {alternative.precision}", *changes, casts, limits
-
-
 def _changes(alternative: Alternative, *names: str) -> list[str]:
     """What another precision would change, as texts."""
-    from qsync_opt.io import format_memory, format_sensitivity, format_time
-
     texts = {
         "sensitivity": signed(format_sensitivity, alternative.sensitivity_change),
         "iteration": signed(format_time, alternative.iteration_change_ns),
@@ -192,8 +178,6 @@ def _changes(alternative: Alternative, *names: str) -> list[str]:
 
 
 def _print_explanation(explanation: Explanation) -> None:
-    from qsync_opt.io import format_memory, format_sensitivity, format_time
-
     print(f"{explanation.operator} ({explanation.type}, {explanation.role}) on {explanation.device}: "
           f"{explanation.precision}")  # fmt: skip
     print(f"  {explanation.reason}")
@@ -205,7 +189,12 @@ def _print_explanation(explanation: Explanation) -> None:
     )
     if explanation.alternatives:
         header = ("  precision", "sensitivity", "iteration", "own compute", "memory", "casts", "limits")
-        print_table(header, [_alternative_row(alternative) for alternative in explanation.alternatives])
+        rows = []
+        for alternative in explanation.alternatives:
+            changed_casts = f"+{len(alternative.added_casts)} -{len(alternative.removed_casts)}"
+            *changes, limits = _changes(alternative, "sensitivity", "iteration", "computing", "memory", "limits")
+            rows.append((f"  {alternative.precision}", *changes, changed_casts, limits))
+        print_table(header, rows)
     for alternative in explanation.alternatives:
         for pushed in alternative.pushed:
             print(f"  {alternative.precision} would push {pushed.operator} from {pushed.before} to {pushed.after}")
@@ -264,8 +253,6 @@ def _print_difference(difference: PlanDifference, shown: int | None) -> None:
 
 
 def _print_cost(before: Evaluation, after: Evaluation) -> None:
-    from qsync_opt.io import format_memory, format_sensitivity, format_time
-
     def row(name: str, show: Any, old: float, new: float) -> tuple[str, ...]:
         return name, show(old), show(new), signed(show, new - old)
 
@@ -339,13 +326,12 @@ def audit(
     device: Annotated[
         list[str] | None, option("TYPE...", "device type of each worker, if the plan has several")
     ] = None,
-    top: Annotated[int, option("N", "operators to list", parser=whole)] = _SHOWN_OPERATORS,
+    top: Annotated[int, option("N", "operators to list")] = _SHOWN_OPERATORS,
     overlay: Annotated[str | None, option("FILE", "also write both as one trace for Perfetto")] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
     """Compare recorded steps with predicted ones, per worker and operator, the largest differences first."""
-    from qsync_opt.io import write_json
     from qsync_opt.model import load_graph
     from qsync_opt.steps import (
         StepPredictor,

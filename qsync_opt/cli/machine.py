@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qsync_opt.cli.console import EXIT_DIFFERENT, EXIT_OK, Json, Verbose, option, print_json, whole
+from qsync_opt.cli.console import EXIT_DIFFERENT, EXIT_OK, Json, Verbose, option, print_json
 from qsync_opt.errors import NotInstalledError, ProblemError, UnsupportedError
 from qsync_opt.io import near_match
 
@@ -43,11 +43,11 @@ def doctor(
     required = [name.strip() for name in (require or "").split(",") if name.strip()]
     if require is not None and not required:  # an empty variable of a script, say
         raise UnsupportedError("--require names nothing; give at least one of the names that qsync-opt doctor lists")
-    known = {finding.name for finding in findings} | {"cuda"}
+    names = {finding.name for finding in findings} | {"cuda"}
     for name in required:
-        if name not in known:
+        if name not in names:
             raise UnsupportedError(
-                f"--require names {name!r}{near_match(name, known)}; allowed are cuda and the names "
+                f"--require names {name!r}{near_match(name, names)}; allowed are cuda and the names "
                 "that qsync-opt doctor lists"
             )
     present = {f.name for f in findings if f.health is Health.OK}
@@ -85,27 +85,19 @@ def _print_findings(findings: tuple[Finding, ...]) -> None:
             print(f"          8-bit {kind}: {kernel}")
 
 
-def _steps(text: str) -> int:
-    if (value := whole(text)) < 20:
-        raise typer.BadParameter(f"{value}: at least 20 steps are needed to time an iteration")
-    return value
-
-
-def _seed(text: str) -> int:
-    if not 0 <= (value := whole(text)) < _SEEDS:
-        raise typer.BadParameter(f"{text}: allowed are whole numbers from 0 to {_SEEDS - 1}")
-    return value
-
-
 def demo(
     output: Annotated[Path, option("FOLDER", "folder for the files it writes")] = Path("demo-output"),
-    steps: Annotated[int, option("N", "training steps of each of the three runs", parser=_steps)] = 80,
-    seed: Annotated[int, option("N", "seed of weights and batches", parser=_seed)] = 0,
+    steps: Annotated[int, option("N", "training steps of each of the three runs")] = 80,
+    seed: Annotated[int, option("N", "seed of weights and batches")] = 0,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object; the steps go to standard error")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="do not show the steps")] = False,
     verbose: Verbose = False,
 ) -> int:
     """Train a small GPT on two workers, one of them under a plan, and show every step."""
+    if steps < 20:
+        raise UnsupportedError(f"--steps is {steps}: at least 20 steps are needed to time an iteration")
+    if not 0 <= seed < _SEEDS:
+        raise UnsupportedError(f"--seed is {seed}: allowed are whole numbers from 0 to {_SEEDS - 1}")
     missing = [name for name in _DEMO_PACKAGES if find_spec(name) is None]
     if missing:
         raise NotInstalledError(f"the demo needs {', '.join(missing)}: pip install 'qsync-opt[all]'")

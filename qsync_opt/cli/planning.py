@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,10 +18,9 @@ from qsync_opt.cli.console import (
     Verbose,
     check_outputs,
     option,
-    real,
     registered,
 )
-from qsync_opt.cli.solving import finish, finish_fastest, refuse_options
+from qsync_opt.cli.solving import fastest, finish, refuse_options
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -72,10 +71,9 @@ def plan(
             "SHARE",
             "minimise the iteration time, raising the variance of the averaged gradient by at most this share of "
             "what it has anyway, such as 0.05; needs --statistics of two batches or more",
-            parser=real,
         ),
     ] = None,
-    slack: Annotated[float, option("X", "lengthen the fastest plan's time by X", parser=real)] = 0.0,
+    slack: Annotated[float, option("X", "lengthen the fastest plan's time by X")] = 0.0,
     optimizer: Annotated[str, option("NAME", "for estimates: adamw, momentum or sgd")] = "adamw",
     output: PlanOutput = None,
     save_problem: Annotated[str | None, option("PROBLEM", "write the problem to this file")] = None,
@@ -92,7 +90,7 @@ def plan(
     if noise_budget is not None:
         refuse_options("--noise-budget", {"--latency-limit": latency_limit, "--slack": slack or None})
         check_number(noise_budget, "--noise-budget")
-    result: training.Solution | training.FastestPlan | None
+    bound_ns = None
     with reporting(False if quiet else None, "plan") as report:
         problem = _problem(
             report, model, cluster, costs=costs, optimizer=optimizer, indicator=indicator, statistics=statistics,
@@ -100,24 +98,17 @@ def plan(
         )  # fmt: skip
         if noise_budget is None:
             report(_STEPS - 1, _STEPS, f"solving by {method}")
-            result = training.solve(problem, method, solver=solver, time_limit_s=time_limit)
+            solution = training.solve(problem, method, solver=solver, time_limit_s=time_limit)
         else:
             report(_STEPS - 1, _STEPS, "minimising the iteration time")
-            result = training.fastest(
-                problem, method, sensitivity_budget=noise_budget, solver=solver, time_limit_s=time_limit
-            )
-            if result is not None:
-                problem = replace(problem, latency_limit_ns=result.iteration_ns)
+            solution, bound_ns = fastest(problem, method, noise_budget, solver, time_limit)
+            if solution.iteration_ns is not None:
+                problem = replace(problem, latency_limit_ns=solution.iteration_ns)
         report(_STEPS, _STEPS, "done")
     if save_problem is not None:
         problem.save(save_problem)
     labels = {"problem": problem.name, "estimates": problem.extras.get(("x-estimates",))}
-    if noise_budget is None:
-        return finish(problem, cast("training.Solution", result), output=output, json=json, **labels)
-    return finish_fastest(
-        problem, cast("training.FastestPlan | None", result), method, noise_budget,
-        solver=solver, time_limit_s=time_limit, output=output, json=json, **labels,
-    )  # fmt: skip
+    return finish(problem, solution, output=output, json=json, budget=noise_budget, bound_ns=bound_ns, **labels)
 
 
 def _problem(

@@ -33,13 +33,12 @@ from qsync_opt.cli.console import (
     print_estimates,
     print_json,
     print_table,
-    real,
-    whole,
 )
 from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.io import format_memory, write_text
 
 if TYPE_CHECKING:
-    from qsync_opt.training import Evaluation, FastestPlan, Front, Plan, Problem, Solution
+    from qsync_opt.training import Evaluation, Front, Plan, Problem, Solution, TerminationStatus
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def solve(
     method: Method = None,
     solver: Solver = None,
     time_limit: TimeLimit = None,
-    gap: Annotated[float | None, option("G", "relative gap at which to stop, such as 0.01", parser=real)] = None,
+    gap: Annotated[float | None, option("G", "relative gap at which to stop, such as 0.01")] = None,
     start: Annotated[str | None, option("PLAN", "plan file to start from; it need not be feasible")] = None,
     tied: Annotated[
         list[str] | None,
@@ -65,7 +64,6 @@ def solve(
             "B",
             "minimise the iteration time with at most this sensitivity: proved by the method exact, searched for "
             "by greedy",
-            parser=real,
         ),
     ] = None,
     output: PlanOutput = None,
@@ -85,14 +83,8 @@ def solve(
         refuse_options("--sensitivity-budget", {"--start": start, "--gap": gap})
         method = method or "exact"
         with waiting(show, "minimising the iteration time", time_limit):
-            fastest = training.fastest(
-                loaded, method, sensitivity_budget=sensitivity_budget, solver=solver, time_limit_s=time_limit,
-                tied=groups,
-            )  # fmt: skip
-        return finish_fastest(
-            loaded, fastest, method, sensitivity_budget, solver=solver, time_limit_s=time_limit, output=output,
-            json=json,
-        )  # fmt: skip
+            solution, bound_ns = fastest(loaded, method, sensitivity_budget, solver, time_limit, tied=groups)
+        return finish(loaded, solution, output=output, json=json, budget=sensitivity_budget, bound_ns=bound_ns)
     start_plan = None if start is None else training.load_plan(start)
     method = method or "greedy"
     with waiting(show, f"solving by {method}", time_limit):
@@ -126,100 +118,98 @@ def refuse_options(budget: str, options: dict[str, object]) -> None:
             raise UnsupportedError(f"{name} does not go with {budget}, which minimises time; leave it out")
 
 
-def finish(problem: Problem, solution: Solution, /, *, output: str | None, json: bool, **labels: Any) -> int:
-    """Write and print a solution, with ``labels`` as further keys of the JSON object; return the exit status."""
+def finish(
+    problem: Problem,
+    solution: Solution,
+    /,
+    *,
+    output: str | None,
+    json: bool,
+    budget: float | None = None,
+    bound_ns: int | None = None,
+    **labels: Any,
+) -> int:
+    """Write and print a solution, or why there is none; return the exit status.
+
+    ``budget`` and ``bound_ns`` are the budget of `fastest` and the bound that it returned, ``labels`` further keys of
+    the JSON object.
+    """
     if solution.plan is not None and output is not None:
         solution.plan.save(output)
     if json:
-        print_json({**solution.to_json(), **labels})
+        bound = {} if budget is None else {"iteration_bound_ns": bound_ns}
+        print_json({**solution.to_json(), **bound, **labels})
+    elif budget is not None and solution.plan is None:
+        print(f"{problem.name}: {solution.reason}")
     else:
-        _print_solution(problem, solution)
+        _print_solution(problem, solution, budget, bound_ns)
         print_estimates(problem.extras)
     return EXIT_OK if solution.plan is not None else EXIT_INFEASIBLE
 
 
-def finish_fastest(
-    problem: Problem,
-    fastest: FastestPlan | None,
-    method: str,
-    budget: float,
-    /,
-    *,
-    solver: str | None,
-    time_limit_s: float | None,
-    output: str | None,
-    json: bool,
-    **labels: Any,
-) -> int:
-    """Write and print the fastest plan within a budget, or why there is none; return the exit status."""
-    if fastest is None:
+def fastest(
+    problem: Problem, method: str, budget: float, solver: str | None, time_limit_s: float | None, **options: Any
+) -> tuple[Solution, int | None]:
+    """The fastest plan within a budget of sensitivity as a solution, and the bound of its iteration time."""
+    from qsync_opt import training
+
+    quickest = training.fastest(
+        problem, method, sensitivity_budget=budget, solver=solver, time_limit_s=time_limit_s, **options
+    )
+    if quickest is None:
         ended, reason = _infeasibility(problem, budget, solver, time_limit_s)
-        if json:
-            print_json({**_fastest_json(None, method, ended, reason), **labels})
-        else:
-            print(f"{problem.name}: {reason}")
-        return EXIT_INFEASIBLE
-    if output is not None:
-        fastest.plan.save(output)
-    if json:
-        print_json({**_fastest_json(fastest, method, "optimal" if fastest.proved else "feasible", None), **labels})
-        return EXIT_OK
-    proof = "proved least" if fastest.proved else f"at least {milliseconds(fastest.bound_ns)}"
-    print(f"{problem.name}: {fastest.method} in {fastest.solve_seconds:.2f} s")
-    print(f"iteration time  {milliseconds(fastest.iteration_ns)} ({proof})")
-    print(f"objective       {fastest.evaluation.objective:.9g} (budget {budget:.9g})")
-    _print_devices(problem, fastest.plan, fastest.evaluation)
-    print_estimates(problem.extras)
-    return EXIT_OK
+    else:
+        ended, reason = (
+            training.TerminationStatus.OPTIMAL if quickest.proved else training.TerminationStatus.FEASIBLE,
+            None,
+        )
+    solution = training.Solution(
+        termination=ended,
+        plan=None if quickest is None else quickest.plan,
+        evaluation=None if quickest is None else quickest.evaluation,
+        bound=None,  # of the sensitivity, which is not minimised
+        method=method,
+        solver=None if quickest is None else quickest.method,
+        build_seconds=0.0,
+        solve_seconds=0.0 if quickest is None else quickest.solve_seconds,
+        reason=reason,
+    )
+    return solution, None if quickest is None else quickest.bound_ns
 
 
 def _infeasibility(
     problem: Problem, budget: float, solver: str | None, time_limit_s: float | None
-) -> tuple[str, str | None]:
+) -> tuple[TerminationStatus, str | None]:
     """Termination and reason where no plan keeps the budget: the least sensitivity that memory allows."""
     from qsync_opt import training
 
     unhurried = replace(problem, latency_limit_ns=training.NO_LIMIT_NS)
     least = training.solve(unhurried, "exact", solver=solver, time_limit_s=time_limit_s)
-    if least.objective is None or least.bound is None:
-        return least.termination.value, least.reason
-    if least.bound > budget:
+    if least.objective is None:
+        return least.termination, least.reason
+    if least.bound is not None and least.bound > budget:
         text = f"no plan within the memory limits keeps a sensitivity of {budget:.9g}; the least that could be met is "
-        return "infeasible", text + f"{least.objective:.9g}"
-    return "time_limit", f"no plan with a sensitivity of at most {budget:.9g} was found; allow more time"
+        return training.TerminationStatus.INFEASIBLE, text + f"{least.objective:.9g}"
+    text = f"no plan with a sensitivity of at most {budget:.9g} was found; allow more time"
+    return training.TerminationStatus.TIME_LIMIT, text
 
 
-def _fastest_json(fastest: FastestPlan | None, method: str, ended: str, reason: str | None) -> dict[str, Any]:
-    """The keys of solve, and the bound of the iteration time; what is minimised has no bound of sensitivity."""
-    evaluation = None if fastest is None else fastest.evaluation
-    return {
-        "termination": ended,
-        "point": "none" if fastest is None else "feasible",
-        "objective": None if evaluation is None else evaluation.objective,
-        "bound": None,
-        "gap": None,
-        "iteration_ns": None if fastest is None else fastest.iteration_ns,
-        "iteration_bound_ns": None if fastest is None else fastest.bound_ns,
-        "memory_kib": None if evaluation is None else evaluation.memory_kib,
-        "sensitivity": None if evaluation is None else evaluation.sensitivity,
-        "method": method,
-        "solver": None if fastest is None else fastest.method,
-        "build_seconds": 0.0,
-        "solve_seconds": 0.0 if fastest is None else fastest.solve_seconds,
-        "reason": reason,
-    }
-
-
-def _print_solution(problem: Problem, solution: Solution) -> None:
+def _print_solution(problem: Problem, solution: Solution, budget: float | None, bound_ns: int | None) -> None:
     solver = f" with {solution.solver}" if solution.solver else ""
     seconds = solution.build_seconds + solution.solve_seconds
-    print(f"{problem.name}: {solution.termination} by {solution.method}{solver} in {seconds:.2f} s")
+    title = f"{solution.termination} by {solution.method}{solver}" if budget is None else solution.solver
+    print(f"{problem.name}: {title} in {seconds:.2f} s")
     if solution.plan is None or solution.evaluation is None:
         print(f"no plan: {solution.reason}")
         return
-    print(f"objective       {solution.objective:.9g}  (bound {number(solution.bound)}, gap {gap_text(solution.gap)})")
-    iteration_ns, limit_ns = solution.evaluation.iteration_ns, problem.latency_limit_ns
-    print(f"iteration time  {milliseconds(iteration_ns)} (limit {milliseconds(limit_ns)})")
+    objective, time = f"objective       {solution.objective:.9g}", milliseconds(solution.evaluation.iteration_ns)
+    if budget is None:
+        print(f"{objective}  (bound {number(solution.bound)}, gap {gap_text(solution.gap)})")
+        print(f"iteration time  {time} (limit {milliseconds(problem.latency_limit_ns)})")
+    else:
+        proved = bound_ns is None or solution.termination == "optimal"
+        print(f"iteration time  {time} ({'proved least' if proved else f'at least {milliseconds(bound_ns or 0)}'})")
+        print(f"{objective} (budget {budget:.9g})")
     _print_devices(problem, solution.plan, solution.evaluation)
 
 
@@ -289,7 +279,7 @@ def pareto(
     method: Annotated[
         str, option("greedy|exact", "exact: every point is proved", **choice("greedy", "exact"))
     ] = "greedy",
-    points: Annotated[int, option("N", "how many limits to try", parser=whole)] = 30,
+    points: Annotated[int, option("N", "how many limits to try")] = 30,
     whole_front: Annotated[
         bool, typer.Option("--whole", help="every point of the latency front, however many")
     ] = False,
@@ -303,7 +293,7 @@ def pareto(
     verbose: Verbose = False,
 ) -> int:
     """Show the front of sensitivity against iteration time, or against the memory of a device type."""
-    from qsync_opt.io import reporting, write_text
+    from qsync_opt.io import reporting
     from qsync_opt.report import front_svg
     from qsync_opt.training import load_problem, pareto_front
 
@@ -333,7 +323,6 @@ def pareto(
 
 
 def _print_front(front: Front) -> None:
-    from qsync_opt.io import format_memory
     from qsync_opt.report import levels
 
     problem = front.problem

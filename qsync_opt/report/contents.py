@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.io import Json, check_fields, decode, freeze, read_json, split_extras
 from qsync_opt.training import (
     GAPS,
@@ -38,14 +38,6 @@ POINTS = 30
 _Positive = Annotated[int | None, Json(minimum=1, optional=True)]
 Progress = Callable[[int, int, str], None]
 """Called with the number of points computed, their total, and what is being computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uniform:
-    """One precision for the whole model: ``label`` is a format, or `LOWEST`."""
-
-    label: str
-    evaluation: Evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +81,16 @@ class Measured:
 class Report:
     """A plan, its evaluation, and what explains both.
 
-    ``explanations`` are by device, in the problem's order of operators. ``memory`` has None for a device of which the
-    problem knows only totals per operator. ``fronts`` is None if they were left out.
+    ``explanations`` are by device, in the problem's order of operators. ``uniform`` has the evaluation of each plan of
+    one precision, by that precision, or `LOWEST`. ``memory`` has None for a device of which the problem knows only
+    totals per operator. ``fronts`` is None if they were left out.
     """
 
     problem: Problem
     plan: Plan
     evaluation: Evaluation
     explanations: Mapping[str, tuple[Explanation, ...]]
-    uniform: tuple[Uniform, ...]
+    uniform: Mapping[str, Evaluation]
     fronts: Fronts | None
     timeline: Timeline
     memory: Mapping[str, MemoryTimeline | None]
@@ -144,10 +137,7 @@ def make_report(
             device.name: tuple(explainer.explain(operator.name, device.name) for operator in problem.operators)
             for device in problem.devices
         },
-        uniform=tuple(
-            Uniform(label=label or LOWEST, evaluation=evaluate(problem, uniform_plan(problem, label)))
-            for label in labels
-        ),
+        uniform={label or LOWEST: evaluate(problem, uniform_plan(problem, label)) for label in labels},
         fronts=None if front == NO_FRONT else _fronts(problem, front, cache, progress),
         timeline=replay(problem, plan),
         memory={name: memory_timeline(problem, device) for name, device in explainer.evaluation.devices.items()},
@@ -191,10 +181,6 @@ def load_measured(path: str | os.PathLike[str]) -> Measured:
     Raises:
         ProblemError: The file cannot be read, has another format, or holds anything but positive integers.
     """
-    data = read_json(path, (MEASURED_FORMAT,))
-    try:
-        # Null says the same as a missing key.
-        present = {key: value for key, value in split_extras(data)[0].items() if value is not None}
-        return decode(Measured, present, "measured", version=MEASURED_FORMAT)
-    except ProblemError as failure:
-        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
+    data = split_extras(read_json(path, (MEASURED_FORMAT,)))[0]
+    present = {key: value for key, value in data.items() if value is not None}  # null says the same as a missing key
+    return decode(Measured, present, f"{os.fspath(path)}: measured", version=MEASURED_FORMAT)

@@ -38,13 +38,9 @@ _STYLE = """
 
 
 def front_svg(front: Front) -> str:
-    """Draw a front: use from left to right, sensitivity upwards; points that break a limit are hollow.
+    """Draw a front as an SVG document: use from left to right, sensitivity upwards.
 
-    Args:
-        front: The front; the problem's own limit is a dashed line.
-
-    Returns:
-        The SVG document.
+    Points that break a limit are hollow; the problem's own limit is a dashed line.
 
     Source: ours.
     """
@@ -137,9 +133,7 @@ def _legend(figure: Any, shades: dict[str, Any], place: str = "lower center") ->
 def plan_figure(plan: Plan, problem: Problem | None = None) -> Any:
     """Draw a plan: operators in order from left to right, one strip per device type, colored by precision.
 
-    Args:
-        plan: The plan.
-        problem: Its problem: dependent and fixed operators are then shown too.
+    With its ``problem``, dependent and fixed operators are shown too.
 
     Raises:
         NotInstalledError: matplotlib is missing.
@@ -164,26 +158,16 @@ def front_figure(front: Front) -> Any:
         NotInstalledError: matplotlib is missing.
     """
     figure, (ax,) = _figure(1, 5.0)
-    ax.step(
-        [point.use for point in front.points],
-        [point.objective for point in front.points],
-        where="pre",
-        color="#2171b5",
-        linewidth=1.0,
-    )
-    for feasible in (True, False):
+    blue = "#2171b5"
+    uses, values = [point.use for point in front.points], [point.objective for point in front.points]
+    ax.step(uses, values, where="pre", color=blue, linewidth=1.0)
+    for feasible, fill, label in ((True, blue, "keeps all limits"), (False, "none", "breaks a limit")):
         chosen = [point for point in front.points if point.feasible is feasible]
-        ax.plot(
-            [point.use for point in chosen],
-            [point.objective for point in chosen],
-            "o",
-            color="#2171b5",
-            markerfacecolor="#2171b5" if feasible else "none",
-            label="keeps all limits" if feasible else "breaks a limit",
-        )
+        uses, values = ([getattr(point, name) for point in chosen] for name in ("use", "objective"))
+        ax.plot(uses, values, "o", color=blue, markerfacecolor=fill, label=label)
     ax.axvline(front.limit, color="#b42318", linestyle="--", label="limit")
-    label, form = traded(front)
-    ax.set(xlabel=label, ylabel="sensitivity", title=front.problem.name)
+    resource, form = traded(front)
+    ax.set(xlabel=resource, ylabel="sensitivity", title=front.problem.name)
     _ticks(ax.xaxis, form)
     ax.legend()
     return figure
@@ -231,8 +215,11 @@ def memory_figure(problem: Problem, plan: Plan) -> Any:
     shades = importlib.import_module("matplotlib").colormaps["tab10"]
     legend: dict[str, Any] = {}
     for position, device in enumerate(evaluation.devices.values()):
-        left = 0.0
-        for part, kib in _memory_parts(problem, device).items():
+        left, kib_of = 0.0, {"all": float(device.memory_kib)}
+        if ("devices", device.name, MEMORY_KEY) in problem.extras:
+            breakdown = memory_breakdown(problem, device)
+            kib_of = {part: getattr(breakdown, f"{part}_bytes") / BYTES_PER_KIB for part in _PARTS}
+        for part, kib in kib_of.items():
             shade = shades(_PARTS.index(part)) if part in _PARTS else color("FP32")
             ax.barh(position, kib, left=left, color=shade, height=0.6)
             legend[part] = shade
@@ -245,11 +232,3 @@ def memory_figure(problem: Problem, plan: Plan) -> Any:
     _ticks(ax.xaxis, format_memory)
     _legend(figure, legend)
     return figure
-
-
-def _memory_parts(problem: Problem, device: Any) -> dict[str, float]:
-    """KiB by purpose, or the total under one name."""
-    if ("devices", device.name, MEMORY_KEY) not in problem.extras:
-        return {"all": float(device.memory_kib)}
-    breakdown = memory_breakdown(problem, device)
-    return {part: getattr(breakdown, f"{part}_bytes") / BYTES_PER_KIB for part in _PARTS}

@@ -110,16 +110,14 @@ def _meter(value: float, limit: float) -> str:
 def _mix_bar(report: Report, device: str) -> str:
     """A bar of the precisions of the adjustable operators, with a legend that counts them."""
     counts, formats = _mix(report, device), list(report.problem.formats)
-    bars, chips, start = [], [], 0.0
+    bars, chips, start = "", "", 0.0
     for name, count in counts.items():
         width = 1000.0 * count / sum(counts.values())
         kind = f"p{slot(formats, name)}"
-        bars.append(f'<rect class="{kind}" x="{start:.1f}" width="{width:.1f}" height="10"/>')
-        chips.append(f'<li><span class="chip {kind}">{_text(name)}</span> {count}</li>')
+        bars += f'<rect class="{kind}" x="{start:.1f}" width="{width:.1f}" height="10"/>'
+        chips += f'<li><span class="chip {kind}">{_text(name)}</span> {count}</li>'
         start += width
-    return (
-        f'{_bar("".join(bars))}<ul class="legend" aria-label="Adjustable operators by precision">{"".join(chips)}</ul>'
-    )
+    return f'{_bar(bars)}<ul class="legend" aria-label="Adjustable operators by precision">{chips}</ul>'
 
 
 def _bar(rectangles: str) -> str:
@@ -131,7 +129,7 @@ def _uniform_table(report: Report) -> str:
     devices = list(report.evaluation.devices)
     header = ["Plan", "Sensitivity", "Iteration time", *(f"Memory {name}" for name in devices), "Limits"]
     rows = [("This plan", report.evaluation)]
-    rows += [(f"{'Lowest' if row.label == LOWEST else row.label} everywhere", row.evaluation) for row in report.uniform]
+    rows += [(f"{'Lowest' if label == LOWEST else label} everywhere", other) for label, other in report.uniform.items()]
     body = [
         [
             label,
@@ -147,7 +145,8 @@ def _uniform_table(report: Report) -> str:
 
 def table(caption: str, header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """A plain table; the first column names the rows."""
-    head = "".join(f'<th scope="col"{_number(i)}>{_text(cell)}</th>' for i, cell in enumerate(header))
+    first, *others = (_text(cell) for cell in header)
+    head = f'<th scope="col">{first}</th>' + "".join(f'<th scope="col" class="number">{name}</th>' for name in others)
     rows = "".join(
         f'<tr><th scope="row"><bdi>{_text(row[0])}</bdi></th>'
         + "".join(f'<td class="number">{_text(cell)}</td>' for cell in row[1:])
@@ -159,10 +158,6 @@ def table(caption: str, header: Sequence[str], body: Iterable[Sequence[str]]) ->
         f'<caption class="hidden">{_text(caption)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
-
-
-def _number(column: int) -> str:
-    return ' class="number"' if column else ""
 
 
 def front_markup(report: Report) -> str:
@@ -277,11 +272,10 @@ def _mix(report: Report, device: str) -> dict[str, int]:
 
 def gain_words(report: Report, device: str) -> list[str]:
     """What the plan gains on a device against the highest precision everywhere and the lowest everywhere."""
-    by_label = {row.label: row.evaluation for row in report.uniform}
     highest = list(report.problem.formats)[-1]
     return [
-        _against(report, device, f"{highest} everywhere", by_label[highest]),
-        _against(report, device, "the lowest precision everywhere", by_label[LOWEST]),
+        _against(report, device, f"{highest} everywhere", report.uniform[highest]),
+        _against(report, device, "the lowest precision everywhere", report.uniform[LOWEST]),
     ]
 
 

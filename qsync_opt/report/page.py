@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -43,15 +44,11 @@ _TOKEN = re.compile(r"\{\{(\w+)\}\}")
 
 
 def report_html(report: Report, *, note: str = "") -> str:
-    """Return the page of a report.
-
-    Args:
-        report: The report.
-        note: Text at the end of the page, such as its sources and date.
-    """
+    """Return the page of a report, which ends with ``note``, such as its sources and date."""
     style, script = ("\n".join(map(_resource, names)) for names in (_STYLES, _SCRIPTS))
     parts = {
-        "policy": _policy(style, script),
+        "policy": f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'",
         "version": escape(qsync_opt.__version__),
         "name": escape(report.problem.name),
         "style": style,
@@ -84,13 +81,6 @@ def json_for_html(data: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _policy(style: str, script: str) -> str:
-    return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
@@ -112,37 +102,38 @@ def report_json(report: Report) -> dict[str, Any]:
         "kinds": list(KINDS),
         "operators": _operators(report),
         "devices": [_device(report, device) for device in evaluation.devices.values()],
-        "objective": evaluation.objective,
-        "iteration_ns": evaluation.iteration_ns,
-        "latency_limit_ns": evaluation.latency_limit_ns,
-        "feasible": evaluation.feasible,
+        **_picked(evaluation, "objective", "iteration_ns", "latency_limit_ns", "feasible"),
         "violations": list(evaluation.violations),
         "fronts": _fronts(report.fronts),
         "uniform": [
             {
-                "label": row.label,
-                "objective": row.evaluation.objective,
-                "iteration_ns": row.evaluation.iteration_ns,
-                "memory_kib": list(row.evaluation.memory_kib.values()),
-                "feasible": row.evaluation.feasible,
+                "label": label,
+                **_picked(other, "objective", "iteration_ns", "feasible"),
+                "memory_kib": list(other.memory_kib.values()),
             }
-            for row in report.uniform
+            for label, other in report.uniform.items()
         ],
         "timeline": _timeline(report),
         "measured": _measured(report),
     }
 
 
+def _picked(value: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _columns(rows: Iterable[Any], *names: str) -> dict[str, list[Any]]:
+    return {name: [getattr(row, name) for row in rows] for name in names}
+
+
 def _operators(report: Report) -> dict[str, Any]:
     operators = report.problem.operators
     position = {operator.name: i for i, operator in enumerate(operators)}
     return {
-        "name": [operator.name for operator in operators],
-        "type": [operator.type for operator in operators],
+        **_columns(operators, "name", "type", "bucket"),
         "role": [ROLES.index(operator.role) for operator in operators],
         "inputs": [[position[name] for name in operator.inputs] for operator in operators],
         "elements": [operator.output_elements for operator in operators],
-        "bucket": [operator.bucket for operator in operators],
     }
 
 
@@ -151,22 +142,14 @@ def _device(report: Report, device: DeviceEvaluation) -> dict[str, Any]:
     explanations = report.explanations[device.name]
     times = device.operators
     return {
-        "name": device.name,
         "count": report.problem.device(device.name).count,
-        "memory_kib": device.memory_kib,
-        "memory_limit_kib": device.memory_limit_kib,
-        "sensitivity": device.sensitivity,
-        "forward_end_ns": device.forward_end_ns,
-        "backward_end_ns": device.backward_end_ns,
+        **_picked(device, "name", "memory_kib", "memory_limit_kib", "sensitivity", "forward_end_ns", "backward_end_ns"),
         "operators": {
             "precision": [formats[time.precision] for time in times],
-            "forward_ns": [time.forward_ns for time in times],
-            "backward_ns": [time.backward_ns for time in times],
+            **_columns(times, "forward_ns", "backward_ns"),
+            **_columns(explanations, "memory_kib", "sensitivity", "reason"),
             "cast_ns": [time.forward_casts_ns + time.backward_casts_ns for time in times],
-            "memory_kib": [explanation.memory_kib for explanation in explanations],
             "buffer_kib": [cast_buffers_kib(report.problem, time.forward_casts) for time in times],
-            "sensitivity": [explanation.sensitivity for explanation in explanations],
-            "reason": [explanation.reason for explanation in explanations],
             "alternatives": [[_alternative(a, formats) for a in e.alternatives] for e in explanations],
         },
         "memory": _memory(report.memory[device.name]),
@@ -196,7 +179,7 @@ def _memory(timeline: MemoryTimeline | None) -> dict[str, Any] | None:
         "held_bytes": list(timeline.live_bytes),
         "peak_ns": timeline.peak_ns,
         "peak_operator": timeline.peak_operator,
-        **{f"{part}_bytes": getattr(timeline.breakdown, f"{part}_bytes") for part in parts},
+        **_picked(timeline.breakdown, *(f"{part}_bytes" for part in parts)),
     }
 
 
@@ -205,7 +188,7 @@ def _fronts(fronts: Fronts | None) -> dict[str, Any] | None:
         return None
     return {
         "method": fronts.method,
-        "best": {"objective": fronts.best.objective, "bound": fronts.best.bound},
+        "best": _picked(fronts.best, "objective", "bound"),
         "latency": _points(fronts.latency),
         "memory": [_points(front) for front in fronts.memory.values()],
     }
@@ -228,11 +211,10 @@ def _timeline(report: Report) -> list[dict[str, Any]]:
         {
             "device": workers.index(worker),
             "stream": stream,
+            **_columns(events, "start_ns", "duration_ns"),
             "kind": [KINDS.index(event.kind) for event in events],
             "what": [_what(event, position) for event in events],
             "label": [event.name if event.kind.endswith("cast") else "" for event in events],
-            "start_ns": [event.start_ns for event in events],
-            "duration_ns": [event.duration_ns for event in events],
             "waited_for": [event.details.get("waited_for", "") for event in events if stream == COMMUNICATION],
         }
         for (worker, stream), events in ((lane, lanes[lane]) for lane in order)

@@ -32,12 +32,9 @@ if TYPE_CHECKING:
         check_loss_scale,
         load_statistics,
         save_statistics,
-        statistics_from_json,
-        statistics_to_json,
     )
     from qsync_opt.sensitivity.table import (
         SENSITIVITY_FORMAT,
-        Distances,
         IndicatorKind,
         OperatorSensitivity,
         SensitivityTable,
@@ -49,11 +46,11 @@ else:
 
 __all__ = [
     "FROM_FORMATS", "FROM_WEIGHTS", "GRADIENTS", "OPERANDS", "SENSITIVITY_FORMAT", "SHAPES", "SIGN_CHANGE_RATIOS",
-    "Curvature", "Distances", "FormatIndicator", "Gain", "GradientNoise", "Indicator", "IndicatorKind",
+    "Curvature", "FormatIndicator", "Gain", "GradientNoise", "Indicator", "IndicatorKind",
     "MeasuredErrors", "ModelKnowledge", "ModelStatistics", "Noise", "NoiseOptions", "OperatorKind",
     "OperatorSensitivity", "OperatorStatistics", "OperatorVariances", "ProductSizes", "RoundingFactor",
     "SensitivityTable", "SensitivityValues", "Signal", "TensorStatistics", "WeightIndicator", "check_loss_scale",
     "load_statistics", "merge_operators", "merge_statistics", "plan_variance", "plan_variance_parts",
-    "save_statistics", "sensitivities", "sign_change_variance", "statistics_from_json", "statistics_to_json",
+    "save_statistics", "sensitivities", "sign_change_variance", 
     "variance_weight", "variances", "weight_sensitivities",
 ]  # fmt: skip

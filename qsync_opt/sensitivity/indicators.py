@@ -108,12 +108,7 @@ class FormatIndicator:
         return weight_sensitivities(graph, device_formats, None)
 
 
-propagated = functools.partial(StatisticsIndicator, IndicatorKind.PROPAGATED)
-probed = functools.partial(StatisticsIndicator, IndicatorKind.PROBED)
-loss = functools.partial(StatisticsIndicator, IndicatorKind.LOSS)
-progress = functools.partial(StatisticsIndicator, IndicatorKind.PROGRESS)
-depth = functools.partial(StatisticsIndicator, IndicatorKind.DEPTH)
-hessian = functools.partial(StatisticsIndicator, IndicatorKind.HESSIAN)
-fisher = functools.partial(StatisticsIndicator, IndicatorKind.FISHER)
-weight = functools.partial(StatisticsIndicator, IndicatorKind.WEIGHT)
-random = functools.partial(StatisticsIndicator, IndicatorKind.RANDOM)
+# In the order of the kinds.
+propagated, probed, loss, progress, depth, hessian, fisher, weight, random = (
+    functools.partial(StatisticsIndicator, kind) for kind in IndicatorKind
+)

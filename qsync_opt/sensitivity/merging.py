@@ -25,6 +25,7 @@ from qsync_opt.sensitivity.statistics import (
 )
 
 _SIGNAL = ("input_square_sum", "output_square_sum", "curvature", "noise_weight", "noise_ratio")
+_FLIPS = ("flips", "adaptive_flips")
 _PROBED = ("gains", "adaptive_gains", "curvatures")
 
 _Fields = TypeVar("_Fields", Gain, Curvature, MeasuredErrors)
@@ -36,17 +37,10 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
     Gradient noise is pooled from the scatter within each part, so that ranks on different data need no gradient of
     each other. The result does not depend on which rank merges, as long as the parts come in the same order.
 
-    Args:
-        parts: Statistics of the same model, for example one per rank.
-
-    Returns:
-        Statistics over all batches together.
-
     Raises:
         ProblemError: No parts, or parts of different models, operators or shapes.
 
-    Source:
-        Ours.
+    Source: ours.
     """
     if not parts:
         raise ProblemError("no statistics to merge: at least one part is needed")
@@ -66,9 +60,8 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
     for key, signal in head.signals.items():
         same = [part.signals[key] for part in parts]
         means: dict[str, Any] = {name: _mean([getattr(one, name) for one in same], weights) for name in _SIGNAL}
-        flips = _mean_each([one.flips for one in same], weights)
-        adaptive_flips = _mean_each([one.adaptive_flips for one in same], weights)
-        signals[key] = replace(signal, **means, flips=flips, adaptive_flips=adaptive_flips)
+        means |= {name: _mean_each([getattr(one, name) for one in same], weights) for name in _FLIPS}
+        signals[key] = replace(signal, **means)
     return ModelStatistics(
         batches=sum(weights),
         operators=tuple(
@@ -82,42 +75,28 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
 
 
 def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int], *, calls: int) -> OperatorStatistics:
-    """Average statistics of one operator.
+    """Statistics of one operator that predict the weighted average of the variances that its ``parts`` predict.
 
-    Args:
-        parts: Statistics of the same operator, at least one.
-        weights: Weight of each part.
-        calls: Executions per training step that the result stands for.
-
-    Returns:
-        Statistics that predict the weighted average of the parts' variances.
+    At least one part is needed. ``calls`` are the executions per training step that the result stands for.
 
     Raises:
         ProblemError: The parts are of different operators, shapes or options.
 
-    Source:
-        Ours.
+    Source: ours.
     """
     head = parts[0]
     for part in parts:
         _check_alike(head, part)
-    tensors: dict[str, Any] = {
+    merged_fields: dict[str, Any] = {
         name: _merge_tensors(
             [getattr(part, name) for part in parts], weights, f"operator {head.name!r}: {name.replace('_', ' ')}"
         )
         for name, _ in head.tensors()
     }
-    merged = replace(
-        head,
-        calls=calls,
-        alignment={},
-        measured=_merge_by_key([part.measured for part in parts], weights),
-        gains=_merge_by_key([part.gains for part in parts], weights),
-        adaptive_gains=_merge_by_key([part.adaptive_gains for part in parts], weights),
-        nearest={key: _mean([part.nearest[key] for part in parts], weights) for key in head.nearest},
-        curvatures=_merge_by_key([part.curvatures for part in parts], weights),
-        **tensors,
-    )
+    for name in ("measured", *_PROBED):
+        merged_fields[name] = _merge_by_key([getattr(part, name) for part in parts], weights)
+    nearest = {key: _mean([part.nearest[key] for part in parts], weights) for key in head.nearest}
+    merged = replace(head, calls=calls, alignment={}, nearest=nearest, **merged_fields)
     alignment = {}
     for key in head.alignment:
         path, _, shape = key.partition("/")
@@ -186,12 +165,12 @@ def _path_scale(operator: OperatorStatistics, path: str, shape: str) -> float:
 
 def _merge_noise(parts: Sequence[ModelStatistics]) -> GradientNoise | None:
     """Scatter within the parts, pooled by degrees of freedom, of the parts that have it."""
-    known = [(part.gradient_noise, part.batches) for part in parts if part.gradient_noise is not None]
-    if not known:
+    measured = [(part.gradient_noise, part.batches) for part in parts if part.gradient_noise is not None]
+    if not measured:
         return None
     return GradientNoise(
-        mean_square_norm=_mean([noise.mean_square_norm for noise, _ in known], [batches for _, batches in known]),
-        variance=_mean([noise.variance for noise, _ in known], [batches - 1 for _, batches in known]),
+        mean_square_norm=_mean([noise.mean_square_norm for noise, _ in measured], [batches for _, batches in measured]),
+        variance=_mean([noise.variance for noise, _ in measured], [batches - 1 for _, batches in measured]),
     )
 
 

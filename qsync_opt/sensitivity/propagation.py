@@ -57,7 +57,7 @@ _CURVATURE = 0.5
 _SIGN_CHANGES = 2.0 / math.pi
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Effect:
     """Variance of all weight gradients per unit of noise-to-signal ratio (``kink``: per square root of it)."""
 
@@ -66,17 +66,11 @@ class Effect:
     kink: float = 0.0
 
     def __add__(self, other: Effect) -> Effect:
-        return Effect(
-            independent=self.independent + other.independent,
-            shared=self.shared + other.shared,
-            kink=self.kink + other.kink,
-        )
+        return Effect(self.independent + other.independent, self.shared + other.shared, self.kink + other.kink)
 
     def weighted(self, weight: float) -> Effect:
         """The effect of noise whose ratio is multiplied by ``weight`` before it arrives."""
-        return Effect(
-            independent=self.independent * weight, shared=self.shared * weight, kink=self.kink * math.sqrt(weight)
-        )
+        return Effect(self.independent * weight, self.shared * weight, self.kink * math.sqrt(weight))
 
     def variance(self, noise: Noise, energy: float) -> float:
         """Variance caused by noise on a signal of squared norm ``energy``."""
@@ -166,8 +160,6 @@ class Propagation:
         signal = self._signal(reader)
         return 1.0 if signal is None else signal.noise_weight
 
-    # -- measurements --------------------------------------------------------------------------------------------
-
     def _product(self, operator: Operator, position: int) -> tuple[OperatorStatistics, str] | None:
         """Statistics of a measured operator and the operand that one of its inputs is; None for any other input."""
         operand = self._operands.get(operator.name, {}).get(position)
@@ -184,8 +176,6 @@ class Propagation:
     def _sum_energy(self, operator: Operator) -> float:
         # An input that is no operator's output (a mask, a constant) can hold most of the energy of a sum.
         return max(self._energy[operator.name], sum(self._energy[source] for source in operator.inputs))
-
-    # -- energies ------------------------------------------------------------------------------------------------
 
     def _output_energy(self, operator: Operator) -> float:
         """Squared norm of an output: measured, seen by a measured reader, or derived from the inputs."""
@@ -255,8 +245,6 @@ class Propagation:
             return 1.0  # the loss
         return min(1.0, ratio(self._edge_energy[reader, position], self._gradient_energy[source]))
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
     def _effect_of_gradient_noise(self, operator: Operator) -> Effect:
         """Effect of relative noise on the whole gradient of an operator's output."""
         measured = self._statistics.find(operator.name)
@@ -270,8 +258,6 @@ class Propagation:
                 weight *= ratio(_incoherent_gradient(*product), _gradient_energy(*product))
             effect += self._gradient_effect[source].weighted(weight)
         return effect
-
-    # -- outputs -------------------------------------------------------------------------------------------------
 
     def _spread_output_effects(self, reader: Operator) -> None:
         """Add to every input of ``reader`` the effect of noise on it in and after ``reader``."""
@@ -345,7 +331,5 @@ def _effect_on_own_weights(statistics: OperatorStatistics) -> Effect:
     for operand in ("first", "second"):
         has_gradient = getattr(statistics, f"{operand}_gradient") is not None
         if getattr(statistics, f"{operand}_parameter") is not None and has_gradient:
-            effect += Effect(
-                independent=_incoherent_gradient(statistics, operand), shared=_gradient_energy(statistics, operand)
-            )
+            effect += Effect(_incoherent_gradient(statistics, operand), _gradient_energy(statistics, operand))
     return effect

@@ -69,8 +69,7 @@ def plan_variance(
     Raises:
         UnsupportedError: A table of another kind, or an operator or precision that it does not have.
 
-    Source:
-        Ours.
+    Source: ours.
     """
     return sum(plan_variance_parts(graph, statistics, table, plan))
 
@@ -137,8 +136,7 @@ class Rectifiers:
             variance, measured = output_variances.get(name, 0.0), self._statistics.find(name)
             if measured is not None and variance > 0 and measured.output.square_sum > 0:
                 own[place] = variance / (measured.calls * measured.output.square_sum)
-        ratios: list[float] = (self._shares @ own).tolist()
-        return ratios
+        return [float(ratio) for ratio in self._shares @ own]
 
     def _scale_shares(self) -> None:
         """Scale the shares to the ratios that were measured with all products in INT8, where those are not 0."""
@@ -157,9 +155,7 @@ class Rectifiers:
 def sign_change_variance(measured: Sequence[float], ratio: float) -> float:
     """``F(ratio)``, interpolated on logarithmic scales; beyond the measured ratios it is proportional to the root.
 
-    Args:
-        measured: Values at ``SIGN_CHANGE_RATIOS``.
-        ratio: Noise-to-signal ratio at the rectifier's input.
+    ``measured`` are its values at ``SIGN_CHANGE_RATIOS``, ``ratio`` is noise to signal at the rectifier's input.
     """
     if ratio <= 0:
         return 0.0
@@ -169,9 +165,8 @@ def sign_change_variance(measured: Sequence[float], ratio: float) -> float:
         return measured[-1] * math.sqrt(ratio / SIGN_CHANGE_RATIOS[-1])
     above = bisect.bisect_left(SIGN_CHANGE_RATIOS, ratio)
     low, high = measured[above - 1], measured[above]
-    share = math.log(ratio / SIGN_CHANGE_RATIOS[above - 1]) / math.log(
-        SIGN_CHANGE_RATIOS[above] / SIGN_CHANGE_RATIOS[above - 1]
-    )
+    before, behind = SIGN_CHANGE_RATIOS[above - 1], SIGN_CHANGE_RATIOS[above]
+    share = math.log(ratio / before) / math.log(behind / before)
     if low <= 0 or high <= 0:
         return low + share * (high - low)
     return low * math.exp(share * math.log(high / low))

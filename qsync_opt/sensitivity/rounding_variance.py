@@ -121,8 +121,7 @@ def variances(
     Raises:
         UnsupportedError: No formula for this operator at this precision (attention in 8 bits).
 
-    Source:
-        Ours. QSync's indicator has the same purpose; it uses norms that are not squared, bounds the sum over the
+    Source: ours. QSync's indicator has the same purpose; it uses norms that are not squared, bounds the sum over the
         contraction by a product of norms, and has no term for the input's gradient.
     """
     options = options or NoiseOptions()

@@ -14,24 +14,36 @@ makes FP16 worse than BF16.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.io import check_integer, check_number
 from qsync_opt.model import Operator, OpGraph, Role
-from qsync_opt.numerics import PrecisionFormats
-from qsync_opt.sensitivity.baselines import fisher_score, hessian_increase, random_score, weight_variance
+from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.sensitivity.propagation import Propagation, operand_edges, ratio
 from qsync_opt.sensitivity.rectifiers import Rectifiers
 from qsync_opt.sensitivity.rounding_variance import (
+    ElementNoise,
     NoiseOptions,
+    NoiseParts,
     OperatorVariances,
     element_noise,
     overflow_reason,
     variances,
 )
-from qsync_opt.sensitivity.statistics import Gain, ModelStatistics, OperatorKind, OperatorStatistics
-from qsync_opt.sensitivity.table import Distances, IndicatorKind, OperatorSensitivity, SensitivityTable
+from qsync_opt.sensitivity.statistics import (
+    OPERANDS,
+    Curvature,
+    Gain,
+    ModelStatistics,
+    OperatorKind,
+    OperatorStatistics,
+)
+from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
 
 
 def sensitivities(
@@ -68,26 +80,28 @@ def sensitivities(
         ProblemError: Statistics are missing for an operator.
         UnsupportedError: An option has a value that is not allowed.
 
-    Source:
-        Purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
+    Source: purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
     """
-    if not 0 <= gamma < math.inf:
-        raise UnsupportedError(f"gamma is {gamma!r}: a finite number of at least 0 is needed")
+    check_number(gamma, "gamma", error=UnsupportedError)
     _check_model(graph, statistics)
     horizon = _check_horizon(horizon)
     kind = _checked_kind(kind, graph, statistics)
-    score = _Scorer(graph, statistics, options or NoiseOptions(), kind, gamma=gamma, seed=seed, horizon=horizon)
+    score = _Scorer(graph, statistics, options or NoiseOptions(), kind, gamma, seed, horizon)
     details: dict[str, dict[str, OperatorSensitivity]] = {}
     excluded: dict[str, dict[str, str]] = {}
     for operator in graph.by_role(Role.ADJUSTABLE):
         row = details[operator.name] = {}
         for precision, formats in device_formats.items():
-            reason = _exclusion(operator, statistics[operator.name], precision, formats)
+            measured = statistics[operator.name]
+            reason = overflow_reason(measured, precision, formats)
+            formulas = measured.kind is not OperatorKind.ATTENTION or precision in ("FP32", *measured.measured)
+            if reason is None and not formulas:
+                reason = f"no noise formula for {operator.op_type} in {precision}"
             if reason is None:
                 row[precision] = score(operator, precision, formats)
             else:
                 excluded.setdefault(operator.name, {})[precision] = reason
-    return SensitivityTable(kind=kind, details=details, excluded=excluded, distances=score.distances)
+    return SensitivityTable(kind=kind, details=details, excluded=excluded)
 
 
 def variance_weight(
@@ -107,13 +121,11 @@ def variance_weight(
     Raises:
         UnsupportedError: An argument is out of its range.
 
-    Source:
-        Ours.
+    Source: ours.
     """
     if not 0 <= momentum < 1:
         raise UnsupportedError(f"momentum is {momentum!r}: allowed are numbers from 0 to below 1")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise UnsupportedError(f"steps is {steps!r}: allowed are whole numbers of at least 0")
+    check_integer(steps, "steps", error=UnsupportedError)
     return _check_horizon(steps * (learning_rate / (1 - momentum)) ** 2 * mean_square_gradient)
 
 
@@ -143,87 +155,88 @@ def _check_model(graph: OpGraph, statistics: ModelStatistics) -> None:
 
 def _checked_kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistics) -> IndicatorKind:
     """The kind, or its default; refused if the statistics lack what it needs."""
-    operators = statistics.operators
-    has_gains = any(operator.gains for operator in operators)
-    has_adaptive_gains = any(operator.adaptive_gains for operator in operators)
+    probed = {
+        name: any(getattr(operator, name) for operator in statistics.operators)
+        for name in ("gains", "adaptive_gains", "curvatures")
+    }
     if kind is None:
-        if has_gains:
+        if probed["gains"]:
             return IndicatorKind.PROBED
-        return IndicatorKind.PROGRESS if has_adaptive_gains else IndicatorKind.PROPAGATED
+        return IndicatorKind.PROGRESS if probed["adaptive_gains"] else IndicatorKind.PROPAGATED
     if kind not in list(IndicatorKind):
         raise UnsupportedError(f"kind is {kind!r}: allowed are {', '.join(IndicatorKind)}")
-    lack = ""
-    if kind in (IndicatorKind.PROBED, IndicatorKind.LOSS) and not has_gains:
-        lack = "gains: collect them with probes=2 or more, or use kind='propagated'"
-    elif kind == IndicatorKind.PROGRESS and not has_adaptive_gains:
-        lack = "adaptive gains: collect them with adaptive_probes=2 or more"
-    elif kind == IndicatorKind.HESSIAN and not any(operator.curvatures for operator in operators):
-        lack = "curvatures: collect them with curvature_probes=8 or more"
-    if lack:
-        raise ProblemError(f"the statistics of graph {graph.name!r} hold no {lack}")
+    gains = ("gains", "collect them with probes=2 or more, or use kind='propagated'")
+    name, advice = {
+        IndicatorKind.PROBED: gains,
+        IndicatorKind.LOSS: gains,
+        IndicatorKind.PROGRESS: ("adaptive_gains", "collect them with adaptive_probes=2 or more"),
+        IndicatorKind.HESSIAN: ("curvatures", "collect them with curvature_probes=8 or more"),
+    }.get(IndicatorKind(kind), ("", ""))
+    if name and not probed[name]:
+        raise ProblemError(f"the statistics of graph {graph.name!r} hold no {name.replace('_', ' ')}: {advice}")
     return IndicatorKind(kind)
 
 
-def _exclusion(
-    operator: Operator, statistics: OperatorStatistics, precision: str, formats: PrecisionFormats
-) -> str | None:
-    """Why an operator cannot run at a precision, or None."""
-    reason = overflow_reason(statistics, precision, formats)
-    attention = statistics.kind is OperatorKind.ATTENTION
-    if reason is None and attention and precision not in ("FP32", *statistics.measured):
-        return f"no noise formula for {operator.op_type} in {precision}"
-    return reason
+class _Parts(NamedTuple):
+    """Parts of an `OperatorSensitivity`."""
+
+    own: float = 0.0
+    backward: float = 0.0
+    forward: float = 0.0
+    flips: float = 0.0
 
 
+@dataclass
 class _Scorer:
     """Sensitivity of one operator at one precision, by kind."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        statistics: ModelStatistics,
-        options: NoiseOptions,
-        kind: IndicatorKind,
-        *,
-        gamma: float,
-        seed: int,
-        horizon: float,
-    ) -> None:
-        self._statistics, self._options, self._kind = statistics, options, kind
-        self._gamma, self._seed, self._horizon = gamma, seed, horizon
-        self.distances = Distances(to_input=graph.distances_to_input(), to_loss=graph.distances_to_loss())
-        if kind is IndicatorKind.PROPAGATED:
-            self._propagation = Propagation(graph, statistics)
-        elif kind in (IndicatorKind.PROBED, IndicatorKind.LOSS, IndicatorKind.PROGRESS):
-            self._rectifiers = Rectifiers(graph, statistics, adaptive=kind is IndicatorKind.PROGRESS)
+    graph: OpGraph
+    statistics: ModelStatistics
+    options: NoiseOptions
+    kind: IndicatorKind
+    gamma: float
+    seed: int
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if self.kind is IndicatorKind.PROPAGATED:
+            self._propagation = Propagation(self.graph, self.statistics)
+        elif self.kind is IndicatorKind.DEPTH:
+            # True distances, not QSync's layers, so that a residual shortcut does not make an operator shallow.
+            self._to_input, self._to_loss = self.graph.distances_to_input(), self.graph.distances_to_loss()
+        elif self.kind in (IndicatorKind.PROBED, IndicatorKind.LOSS, IndicatorKind.PROGRESS):
+            is_adaptive = self.kind is IndicatorKind.PROGRESS
+            self._rectifiers = Rectifiers(self.graph, self.statistics, adaptive=is_adaptive)
 
     def __call__(self, operator: Operator, precision: str, formats: PrecisionFormats) -> OperatorSensitivity:
-        statistics, kind = self._statistics[operator.name], self._kind
-        results = variances(statistics, precision, formats, self._options)
-        if kind is IndicatorKind.PROPAGATED:
-            return self._propagated(operator, statistics, results)
-        if kind is IndicatorKind.DEPTH:
-            return self._by_depth(operator, statistics, results)
-        if kind in (IndicatorKind.PROBED, IndicatorKind.PROGRESS):
-            return self._probed(statistics, precision, formats, results)
-        if kind is IndicatorKind.LOSS:
-            return self._expected_loss(statistics, precision, formats, results)
-        # A baseline's value counts where its noise arises: in the weights (own) or in the forward pass.
-        own = forward = 0.0
-        noise = element_noise(statistics, precision, formats, self._options)
-        if kind is IndicatorKind.HESSIAN:
-            forward = hessian_increase(statistics, noise)
-        elif kind is IndicatorKind.FISHER:
-            forward = fisher_score(statistics, results)
-        elif kind is IndicatorKind.WEIGHT:
-            own = weight_variance(statistics, noise)
-        else:
-            own = random_score(operator.name, precision, self._seed)
-        return OperatorSensitivity(own=own, backward=0.0, forward=forward, variances=results)
+        statistics = self.statistics[operator.name]
+        results = variances(statistics, precision, formats, self.options)
+        match self.kind:
+            case IndicatorKind.PROPAGATED:
+                parts = self._propagated(operator, statistics, results)
+            case IndicatorKind.DEPTH:
+                parts = self._by_depth(operator, statistics, results)
+            case IndicatorKind.PROBED | IndicatorKind.PROGRESS:
+                parts = self._probed(statistics, precision, formats, results)
+            case IndicatorKind.LOSS:
+                # The immediate increase of the loss arises in the forward pass; the rest is the cost of gradient noise.
+                probed = self._probed(statistics, precision, formats, results)
+                parts = _Parts(*(self.horizon * part for part in probed))
+                parts = parts._replace(forward=_fisher_score(statistics, results) + parts.forward)
+            # A baseline's value counts where its noise arises: in the weights (own) or in the forward pass.
+            case IndicatorKind.HESSIAN:
+                noise = element_noise(statistics, precision, formats, self.options)
+                parts = _Parts(forward=_hessian_increase(statistics, noise))
+            case IndicatorKind.FISHER:
+                parts = _Parts(forward=_fisher_score(statistics, results))
+            case IndicatorKind.WEIGHT:
+                noise = element_noise(statistics, precision, formats, self.options)
+                parts = _Parts(own=_weight_variance(statistics, noise))
+            case _:
+                parts = _Parts(own=_random_score(operator.name, precision, self.seed))
+        return OperatorSensitivity(**parts._asdict(), variances=results)
 
-    def _propagated(
-        self, operator: Operator, statistics: OperatorStatistics, results: OperatorVariances
-    ) -> OperatorSensitivity:
+    def _propagated(self, operator: Operator, statistics: OperatorStatistics, results: OperatorVariances) -> _Parts:
         backward = 0.0
         for position, operand in operand_edges(operator, statistics).items():
             noise, gradient = getattr(results, f"{operand}_gradient"), getattr(statistics, f"{operand}_gradient")
@@ -233,69 +246,91 @@ class _Scorer:
             backward += effect.variance(noise, statistics.calls * gradient.square_sum)
         effect = self._propagation.output_effect(operator.name)
         forward = effect.variance(results.output, statistics.calls * statistics.output.square_sum)
-        return OperatorSensitivity(own=_own(statistics, results), backward=backward, forward=forward, variances=results)
+        return _Parts(_own(statistics, results), backward, forward)
 
-    def _by_depth(
-        self, operator: Operator, statistics: OperatorStatistics, results: OperatorVariances
-    ) -> OperatorSensitivity:
+    def _by_depth(self, operator: Operator, statistics: OperatorStatistics, results: OperatorVariances) -> _Parts:
         # The operator itself is the first of the d that its backward noise reaches.
-        depth = self.distances.to_input[operator.name] + 1
+        depth = self._to_input[operator.name] + 1
         own = _own(statistics, results)
         noises = (results.first_gradient, results.second_gradient, results.third_gradient)
         gradients = sum(noise.total for noise in noises if noise is not None)
-        return OperatorSensitivity(
-            own=depth * own,
-            backward=depth * (gradients - own),
-            forward=self._gamma * self.distances.to_loss[operator.name] * results.output.total,
-            variances=results,
-        )
+        forward = self.gamma * self._to_loss[operator.name] * results.output.total
+        return _Parts(depth * own, depth * (gradients - own), forward)
 
     def _probed(
         self, statistics: OperatorStatistics, precision: str, formats: PrecisionFormats, results: OperatorVariances
-    ) -> OperatorSensitivity:
+    ) -> _Parts:
         """The probed total, which is exact to first order for independent errors, split by direction.
 
         Sign changes of rectifiers are added. The part of the operator's own weight gradients follows from the formulas;
         by as much as their measured error exceeds that of independent errors, the total grows. The 16-bit rounding of
         8-bit operands when the backward pass reads them is left out: it is below a thousandth.
         """
-        gains = statistics.adaptive_gains if self._kind is IndicatorKind.PROGRESS else statistics.gains
+        gains = statistics.adaptive_gains if self.kind is IndicatorKind.PROGRESS else statistics.gains
         flips = self._rectifiers.variance({statistics.name: results.output.total})
-        effects = {}
-        for name, parts in element_noise(statistics, precision, formats, self._options).items():
-            gain = gains.get(name, _NO_GAIN)
-            effects[name] = sum(v * (gain.floating if shape == "floating" else gain.uniform) for v, shape in parts)
+        noise = element_noise(statistics, precision, formats, self.options)
+        effects = {name: _weighed(parts, gains[name]) if name in gains else 0.0 for name, parts in noise.items()}
         total = flips + sum(effects.values())
         forward = flips + sum(effect for name, effect in effects.items() if not name.endswith("gradient"))
         own, excess = _own(statistics, results, gains), 0.0
         if statistics.nearest:
-            independent = variances(statistics, precision, formats, self._options, nearest=False)
+            independent = variances(statistics, precision, formats, self.options, nearest=False)
             excess = max(0.0, own - _own(statistics, independent, gains))
         inside = min(total, own - excess)
         share = ratio(forward, total)
-        return OperatorSensitivity(
-            own=inside + excess,
-            backward=(total - inside) * (1.0 - share),
-            forward=(total - inside) * share,
-            flips=flips,
-            variances=results,
-        )
-
-    def _expected_loss(
-        self, statistics: OperatorStatistics, precision: str, formats: PrecisionFormats, results: OperatorVariances
-    ) -> OperatorSensitivity:
-        """The immediate increase of the loss, which arises in the forward pass, and the cost of gradient noise."""
-        probed, horizon = self._probed(statistics, precision, formats, results), self._horizon
-        return OperatorSensitivity(
-            own=horizon * probed.own,
-            backward=horizon * probed.backward,
-            forward=fisher_score(statistics, results) + horizon * probed.forward,
-            flips=horizon * probed.flips,
-            variances=results,
-        )
+        return _Parts(inside + excess, (total - inside) * (1.0 - share), (total - inside) * share, flips)
 
 
-_NO_GAIN = Gain(uniform=0.0, floating=0.0)
+def _weighed(noise: NoiseParts, weights: Gain | Curvature) -> float:
+    """Noise of a tensor times the weight of its shape."""
+    return sum(v * (weights.floating if shape == "floating" else weights.uniform) for v, shape in noise)
+
+
+def _hessian_increase(statistics: OperatorStatistics, noise: ElementNoise) -> float:
+    """Expected increase of the loss from rounding an operator's forward pass, to second order; at least 0.
+
+    ``trace(H_t) * v_t / 2``, summed over the tensors t that are rounded.
+
+    Source: HAWQ-V2 (Dong et al., NeurIPS 2020), eq. of the average Hessian trace; activations and noise shapes ours.
+    """
+    total = 0.0
+    for tensor in (*OPERANDS, "output"):
+        if tensor in statistics.curvatures:
+            total += 0.5 * _weighed(noise.get(tensor, ()), statistics.curvatures[tensor])
+    return max(0.0, total)
+
+
+def _fisher_score(statistics: OperatorStatistics, results: OperatorVariances) -> float:
+    """Squared output gradient times squared output error, taken as independent and summed over the output's elements.
+
+    In squared units of the loss. 0 for a frozen operator before the first trained parameter, whose output has no
+    gradient.
+
+    Source:
+        The score of NVIDIA Model Optimizer's ``auto_quantize``; there from one run of the quantized operator, here from
+        its error's variance.
+    """
+    return statistics.output_gradient.mean_square * results.output.total
+
+
+def _weight_variance(statistics: OperatorStatistics, noise: ElementNoise) -> float:
+    """Variance of the rounded weights of an operator, summed over their elements; 0 without weights."""
+    total = 0.0
+    for name in ("first", "second"):
+        if getattr(statistics, f"{name}_parameter") is not None:
+            total += getattr(statistics, name).elements * sum(variance for variance, _ in noise.get(name, ()))
+    return total
+
+
+def _random_score(operator: str, precision: str, seed: int) -> float:
+    """A number in [0, 1) by operator and seed, divided by 4 for every finer precision; 0 for FP32.
+
+    The same on every machine.
+    """
+    if precision == "FP32":
+        return 0.0
+    digest = hashlib.sha256(f"{seed}:{operator}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 * 4.0 ** -number_format(precision).rank
 
 
 def _own(operator: OperatorStatistics, results: OperatorVariances, gains: Mapping[str, Gain] | None = None) -> float:

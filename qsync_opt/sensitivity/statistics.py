@@ -8,46 +8,43 @@ The tensors of an operator are named by their place in the product ``output = fi
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import json
 import math
 import os
-import sys
-import types
-import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import freeze, parse_json, read_json, write_json
+from qsync_opt.io import Json, check_fields, check_number, decode, encode, freeze, read_json, write_json
 from qsync_opt.numerics import CAST_FORMATS, GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 
-
-def _finite(value: float, what: str) -> None:
-    # The comparison does not convert: an integer may be too large for a float.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise ProblemError(
-            f"{what} is {value!r}: a finite number of at least 0 is needed; collect the statistics again"
-        )
+_AGAIN = "; or collect the statistics again"
+_Positive = Annotated[int, Json(minimum=1)]
+_AnySign = Annotated[float, Json(minimum=-(10**308))]
 
 
-def _finite_fields(value: Any, what: str) -> None:
-    for name in value.__slots__:
-        _finite(getattr(value, name), f"{what} {name!r}")
+class _Numbers:
+    """Base of statistics whose integers and numbers are checked when they are built."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        try:
+            check_fields(self, type(self).__name__)
+        except ProblemError as failure:
+            raise ProblemError(f"{failure}{_AGAIN}") from None
 
 
-def _positive_integer(value: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ProblemError(f"{what} is {value!r}: a whole number of at least 1 is needed")
-
-
-def _one_of(key: str, allowed: Iterable[str], what: str, where: str = "") -> None:
-    if key not in (names := tuple(allowed)):
-        raise ProblemError(f"{what} {key!r}: allowed{where} are {', '.join(names)}")
+def _check_table(table: Mapping[str, Any], allowed: Iterable[str], what: str) -> None:
+    names = tuple(allowed)
+    for key, value in table.items():
+        if key not in names:
+            raise ProblemError(f"{what}: unknown key {key!r}: allowed are {', '.join(names)}")
+        if not isinstance(value, _Numbers):
+            check_number(value, f"{what}: {key}")
 
 
 def check_loss_scale(value: float, what: str) -> None:
@@ -56,7 +53,7 @@ def check_loss_scale(value: float, what: str) -> None:
     Raises:
         ProblemError: It is not.
     """
-    _finite(value, what)
+    check_number(value, what)
     if value < 1 or math.frexp(value)[0] != 0.5:
         raise ProblemError(f"{what} is {value!r}: a power of two of at least 1 is needed, such as 65536")
 
@@ -73,7 +70,7 @@ class OperatorKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundingFactor:
+class RoundingFactor(_Numbers):
     """Measured mean squared rounding error, as a multiple of the closed form in ``qsync_opt.numerics``.
 
     1 for elements spread evenly over many steps; below 1 for zeros and elements far smaller than one step; far above 1
@@ -83,12 +80,9 @@ class RoundingFactor:
     stochastic: float
     nearest: float
 
-    def __post_init__(self) -> None:
-        _finite_fields(self, "rounding factor")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorStatistics:
+class TensorStatistics(_Numbers):
     """Moments of one tensor in one call, averaged over calls and batches (``amax``: the largest of all).
 
     ``square_sum`` is the squared Frobenius norm. ``mean_square_amax`` maps granularity to the mean over slices of the
@@ -96,25 +90,22 @@ class TensorStatistics:
     tensors that are never quantized with a scale. ``rounding`` maps a noise kind to its measured factor.
     """
 
-    elements: int
+    elements: _Positive
     amax: float
     square_sum: float
     mean_square_amax: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, RoundingFactor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _positive_integer(self.elements, "elements")
-        _finite(self.amax, "amax")
-        _finite(self.square_sum, "square_sum")
-        for key, value in self.mean_square_amax.items():
-            _one_of(key, Granularity, "unknown granularity")
-            _finite(value, f"mean_square_amax[{key!r}]")
-        kinds = noise_kinds(scaled=bool(self.mean_square_amax))
-        if self.mean_square_amax:
-            kinds = tuple(dict.fromkeys((*kinds, *GRADIENT_KINDS.values())))
-        for key in self.rounding:
-            _one_of(key, kinds, "unknown rounding", " for this tensor")
+        _Numbers.__post_init__(self)
         freeze(self, "mean_square_amax", "rounding")
+
+    def check_keys(self, what: str) -> None:
+        """Refuse unknown granularities and kinds of rounding; ``what`` names the tensor."""
+        scaled = bool(self.mean_square_amax)
+        kinds = dict.fromkeys((*noise_kinds(scaled=scaled), *(GRADIENT_KINDS.values() if scaled else ())))
+        _check_table(self.mean_square_amax, Granularity, f"{what}: mean_square_amax")
+        _check_table(self.rounding, kinds, f"{what}: rounding")
 
     @property
     def mean_square(self) -> float:
@@ -124,9 +115,7 @@ class TensorStatistics:
     def variance(self, kind: str | None, rounding: Rounding) -> float:
         """Mean squared rounding error per element: the closed form times the measured factor.
 
-        Args:
-            kind: One of ``noise_kinds``; None means not rounded at all.
-            rounding: Stochastic or nearest.
+        ``kind`` is one of ``noise_kinds``; None means not rounded at all.
         """
         if kind is None:
             return 0.0
@@ -140,7 +129,7 @@ class TensorStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductSizes:
+class ProductSizes(_Numbers):
     """``products`` independent products of an (N, K) by a (K, M) matrix.
 
     ``rows`` is N, ``contraction`` K, ``columns`` M. A convolution counts as the product of im2col: one per group,
@@ -149,14 +138,10 @@ class ProductSizes:
     K = input channels per group, M = output channels per group times kernel size.
     """
 
-    products: int
-    rows: int
-    contraction: int
-    columns: int
-
-    def __post_init__(self) -> None:
-        for name in ("products", "rows", "contraction", "columns"):
-            _positive_integer(getattr(self, name), f"size {name!r}")
+    products: _Positive
+    rows: _Positive
+    contraction: _Positive
+    columns: _Positive
 
     @property
     def volume(self) -> int:
@@ -165,7 +150,7 @@ class ProductSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredErrors:
+class MeasuredErrors(_Numbers):
     """Squared errors of one operator when it runs in a format, summed over the elements of each result."""
 
     output: float
@@ -173,12 +158,9 @@ class MeasuredErrors:
     second_gradient: float
     third_gradient: float
 
-    def __post_init__(self) -> None:
-        _finite_fields(self, "measured error")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
+class Gain(_Numbers):
     """How strongly noise on one tensor of an operator perturbs the gradient of all parameters.
 
     Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
@@ -190,30 +172,21 @@ class Gain:
     uniform: float
     floating: float
 
-    def __post_init__(self) -> None:
-        _finite_fields(self, "gain")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curvature:
+class Curvature(_Numbers):
     """Trace of the loss's Hessian over one tensor of an operator, by Hutchinson's estimator; may be negative.
 
     To second order, noise of variance v per element raises the expected loss by ``uniform * v / 2`` if it is equal on
     every element, and by ``floating * v / 2`` if it is proportional to the element's square, with mean v.
     """
 
-    uniform: float
-    floating: float
-
-    def __post_init__(self) -> None:
-        for name in ("uniform", "floating"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ProblemError(f"curvature {name!r} is {value!r}: a finite number is needed")
+    uniform: _AnySign
+    floating: _AnySign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientNoise:
+class GradientNoise(_Numbers):
     """Scatter of one worker's gradient from batch to batch, without any rounding.
 
     ``mean_square_norm`` is the mean over batches of the squared norm of the whole gradient; ``variance`` the unbiased
@@ -222,9 +195,6 @@ class GradientNoise:
 
     mean_square_norm: float
     variance: float
-
-    def __post_init__(self) -> None:
-        _finite_fields(self, "gradient noise")
 
 
 # An alignment is named "path/shape", with the path "noisy tensor>target". Noise of shape "floating" is proportional to
@@ -246,8 +216,16 @@ GRADIENTS: tuple[str, ...] = ("first_gradient", "second_gradient", "third_gradie
 TENSORS: tuple[str, ...] = (*OPERANDS, "output", "output_gradient", *GRADIENTS)
 
 
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "alignment": tuple(f"{path}/{shape}" for path in PATHS for shape in SHAPES),
+    **dict.fromkeys(("measured", "nearest"), tuple(CAST_FORMATS)),
+    **dict.fromkeys(("gains", "curvatures", "adaptive_gains"), TENSORS),
+}
+"""Allowed keys of the tables of an operator."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorStatistics:
+class OperatorStatistics(_Numbers):
     """Measurements of one adjustable operator, per call.
 
     Attributes:
@@ -275,7 +253,7 @@ class OperatorStatistics:
     name: str
     op_type: str
     kind: OperatorKind
-    calls: int
+    calls: _Positive
     products: tuple[ProductSizes, ...]
     first_parameter: str | None
     second_parameter: str | None
@@ -297,30 +275,15 @@ class OperatorStatistics:
 
     def __post_init__(self) -> None:
         where = f"operator {self.name!r}"
-        _positive_integer(self.calls, f"{where}: calls")
+        _Numbers.__post_init__(self)
         if not self.products:
             raise ProblemError(f"{where} has no product sizes: at least one product is needed")
-        for key, value in self.alignment.items():
-            path, _, shape = key.partition("/")
-            if path not in PATHS or shape not in SHAPES:
-                raise ProblemError(
-                    f"{where}: unknown alignment {key!r}: allowed are <path>/<shape> with paths {', '.join(PATHS)} and "
-                    f"shapes {', '.join(SHAPES)}"
-                )
-            _finite(value, f"{where}: alignment {key!r}")
-        for key in self.measured:
-            _one_of(key, CAST_FORMATS, f"{where}: errors measured in unknown format")
-        for key, value in self.nearest.items():
-            _one_of(key, CAST_FORMATS, f"{where}: error of the weight gradient in unknown format")
-            _finite(value, f"{where}: error of the weight gradient in {key}")
         check_loss_scale(self.loss_scale, f"{where}: loss_scale")
-        for what, tensors in (
-            ("gain", (*self.gains, *self.adaptive_gains)),
-            ("curvature", self.curvatures),
-        ):
-            for key in tensors:
-                _one_of(key, TENSORS, f"{where}: {what} of unknown tensor")
-        freeze(self, "alignment", "measured", "gains", "curvatures", "adaptive_gains", "nearest")
+        for name, tensor in self.tensors():
+            tensor.check_keys(f"{where}: {name}")
+        for name, allowed in _KEYS.items():
+            _check_table(getattr(self, name), allowed, f"{where}: {name.replace('_', ' ')}")
+        freeze(self, *_KEYS)
 
     def tensors(self) -> Iterator[tuple[str, TensorStatistics]]:
         """Names and statistics of the measured tensors."""
@@ -335,7 +298,7 @@ SIGN_CHANGE_RATIOS: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signal:
+class Signal(_Numbers):
     """Measurements around an operator that is not adjustable, per call, mean over batches.
 
     Attributes:
@@ -352,7 +315,7 @@ class Signal:
         noise_ratio: Noise-to-signal ratio at that input when all products round their operands to INT8; else 0.
     """
 
-    elements: int
+    elements: _Positive
     input_square_sum: float
     output_square_sum: float
     curvature: float = 0.0
@@ -362,18 +325,16 @@ class Signal:
     noise_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive_integer(self.elements, "elements")
-        for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight", "noise_ratio"):
-            _finite(getattr(self, name), name)
+        _Numbers.__post_init__(self)
         for name in ("flips", "adaptive_flips"):
             if len(values := getattr(self, name)) not in (0, len(SIGN_CHANGE_RATIOS)):
                 raise ProblemError(f"{name} has {len(values)} values: {len(SIGN_CHANGE_RATIOS)} or none are needed")
             for value in values:
-                _finite(value, name)
+                check_number(value, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStatistics:
+class ModelStatistics(_Numbers):
     """Statistics of a whole model.
 
     Attributes:
@@ -386,7 +347,7 @@ class ModelStatistics:
             round their operands to INT8, beyond the effect of independent sign changes.
     """
 
-    batches: int
+    batches: _Positive
     operators: tuple[OperatorStatistics, ...]
     signals: Mapping[str, Signal] = field(default_factory=dict)
     model_fingerprint: str | None = None
@@ -395,8 +356,7 @@ class ModelStatistics:
     _by_name: Mapping[str, OperatorStatistics] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _positive_integer(self.batches, "batches")
-        _finite(self.shift, "shift")
+        _Numbers.__post_init__(self)
         by_name = {operator.name: operator for operator in self.operators}
         if len(by_name) != len(self.operators):
             counts = Counter(operator.name for operator in self.operators)
@@ -424,31 +384,13 @@ class ModelStatistics:
 FORMAT = "qsync-statistics/3"
 
 
-def statistics_to_json(statistics: ModelStatistics) -> str:
-    """The statistics as JSON text."""
-    return json.dumps({"format": FORMAT, **_encode(statistics)}, indent=1, allow_nan=False)
-
-
-def statistics_from_json(text: str, *, source: str = "statistics") -> ModelStatistics:
-    """Read statistics from JSON text.
-
-    Args:
-        text: Written by ``statistics_to_json``.
-        source: Name of the file for error texts.
-
-    Raises:
-        ProblemError: Not JSON, another format, an unknown or missing key, a value that is not finite or negative.
-    """
-    return _from_data(parse_json(text, (FORMAT,), where=source), source)
-
-
 def save_statistics(statistics: ModelStatistics, path: str | os.PathLike[str]) -> None:
     """Write statistics to ``path``, complete or not at all.
 
     Raises:
         ProblemError: The folder cannot be written.
     """
-    write_json(path, {"format": FORMAT, **_encode(statistics)}, digest=True)
+    write_json(path, encode(statistics, version=FORMAT), digest=True)
 
 
 def load_statistics(path: str | os.PathLike[str]) -> ModelStatistics:
@@ -457,63 +399,9 @@ def load_statistics(path: str | os.PathLike[str]) -> ModelStatistics:
     Raises:
         ProblemError: The file is missing or holds anything but valid statistics.
     """
-    return _from_data(read_json(path, (FORMAT,)), os.fspath(path))
-
-
-def _encode(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-    if isinstance(value, Mapping):
-        return {key: _encode(item) for key, item in value.items()}
-    return [_encode(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _from_data(data: dict[str, Any], where: str) -> ModelStatistics:
-    content = {key: item for key, item in data.items() if key != "format"}
-    statistics: ModelStatistics = _decode_dataclass(ModelStatistics, content, where)
-    return statistics
-
-
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    """Build a value of a type hint from parsed JSON; anything that does not fit is refused."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _decode(arguments[0], value, where)
-    if dataclasses.is_dataclass(hint):
-        return _decode_dataclass(hint, value, where)
-    if origin is tuple:
-        _check_type(value, list, where, "a list")
-        return tuple(_decode(arguments[0], item, f"{where}[{position}]") for position, item in enumerate(value))
-    if origin is not None:
-        _check_type(value, dict, where, "an object")
-        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
-        if value not in list(hint):
-            raise ProblemError(f"{where} is {value!r}: allowed are {', '.join(hint)}")
-        return hint(value)
-    _check_type(value, (int, float) if hint is float else hint, where, hint.__name__)
-    return value
-
-
-def _decode_dataclass(hint: Any, value: Any, where: str) -> Any:
-    _check_type(value, dict, where, "an object")
-    hints = typing.get_type_hints(hint)
-    names = [field.name for field in dataclasses.fields(hint) if field.init]
-    for key in value:
-        if key not in names:
-            raise ProblemError(f"{where} has unknown key {key!r}: allowed are {', '.join(names)}")
-    for key in names:
-        if key not in value:
-            raise ProblemError(f"{where} lacks key {key!r}: the file is incomplete, collect the statistics again")
+    data, where = read_json(path, (FORMAT,)), os.fspath(path)
     try:
-        return hint(**{key: _decode(hints[key], item, f"{where}.{key}") for key, item in value.items()})
-    except ProblemError as error:
-        if str(error).startswith(where):
-            raise
-        raise ProblemError(f"{where}: {error}") from None
-
-
-def _check_type(value: Any, allowed: type | tuple[type, ...], where: str, needed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-        raise ProblemError(f"{where} is {names.get(type(value), repr(value))}: {needed} is needed")
+        return decode(ModelStatistics, data, where, version=FORMAT)
+    except ProblemError as failure:
+        place = "" if str(failure).startswith(where) else f"{where}: "
+        raise ProblemError(f"{place}{failure}{_AGAIN}") from None

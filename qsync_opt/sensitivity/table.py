@@ -17,7 +17,7 @@ SENSITIVITY_FORMAT = "qsync-sensitivities/1"
 
 
 class IndicatorKind(enum.StrEnum):
-    """How the noise of operators is weighed; the last four are baselines (``qsync_opt.sensitivity.baselines``)."""
+    """How the noise of operators is weighed; the last four are baselines (``qsync_opt.sensitivity.scores``)."""
 
     PROPAGATED = "propagated"
     """By a sweep through the graph with the collected norms (``qsync_opt.sensitivity.propagation``)."""
@@ -47,20 +47,6 @@ class IndicatorKind(enum.StrEnum):
             **{"progress": "share of progress", "weight": "squared weight", "random": "none"},
         }
         return units.get(self.value, "squared gradient")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distances:
-    """Longest paths of operators to the model's input and its loss, counted in adjustable operators without their own.
-
-    Longest, so that a residual shortcut does not make an operator shallow.
-
-    Source:
-        Ours; QSync uses shortest paths (breadth-first layers).
-    """
-
-    to_input: Mapping[str, int]
-    to_loss: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +80,6 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
     kind: IndicatorKind
     details: Mapping[str, Mapping[str, OperatorSensitivity]]
     excluded: Mapping[str, Mapping[str, str]]
-    distances: Distances
 
     def __post_init__(self) -> None:
         freeze(self, "details", "excluded", depth=2)
@@ -121,19 +106,14 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
         average independent batches, so that the gradient's own variance is the batch's over N, and one worker's
         rounding adds its sensitivity over N squared.
 
-        Args:
-            noise: From the statistics, which must be of two batches or more.
-            workers: All workers of the job, planned or not.
-
-        Returns:
-            Shares, for ``build_problem``.
+        ``noise`` is from the statistics, which must be of two batches or more; ``workers`` are all of the job, planned
+        or not. The shares are for ``build_problem``.
 
         Raises:
             ProblemError: No noise was measured, or it is 0; fewer than one worker.
             UnsupportedError: Sensitivities of a kind that is not a variance of the gradient.
 
-        Source:
-            Ours.
+        Source: ours.
         """
         if self.kind.unit != "squared gradient":
             raise UnsupportedError(

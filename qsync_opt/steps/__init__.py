@@ -10,7 +10,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.steps.audit import AuditedWorker, audit_worker, overlay_json, predicted_timeline
     from qsync_opt.steps.bridge import profile_from_steps
-    from qsync_opt.steps.cases import StepFlow, result_format
+    from qsync_opt.steps.cases import StepFlow, result_format, scaled_costs, scaled_operators
     from qsync_opt.steps.cluster import (
         bucket_borders,
         bucket_segments,
@@ -21,13 +21,11 @@ if TYPE_CHECKING:
         worker_step,
     )
     from qsync_opt.steps.costs import PHASE_LABELS, Case, CaseCost, RecordedTimelines, StepCosts, load_step_costs
-    from qsync_opt.steps.fitting import fit_step_costs, kernel_paces, with_residuals
+    from qsync_opt.steps.fitting import KeptTensors, StepSample, fit_step_costs, kernel_paces, with_residuals
     from qsync_opt.steps.memory_timeline import Block
     from qsync_opt.steps.plans import MIXED, covering_plans, nearest_available
     from qsync_opt.steps.predictor import PlannedStep, StepPredictor
     from qsync_opt.steps.queues import NOTHING, Work
-    from qsync_opt.steps.sample import KeptTensors, StepSample
-    from qsync_opt.steps.scaling import scaled_costs, scaled_operators
     from qsync_opt.steps.trace import (
         BACKWARD,
         BEGIN,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.steps.predictor import PlannedStep, StepPredictor
@@ -15,8 +16,7 @@ from qsync_opt.training import NS_PER_US, Timeline, TimelineEvent, trace_json
 _NOTHING = Span()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditedOperator:
+class AuditedOperator(NamedTuple):
     """One operator in one pass: predicted and measured nanoseconds on the device (cpu: on the host)."""
 
     operator: str
@@ -60,18 +60,12 @@ class AuditedWorker:
                 name: {"predicted_ns": predicted, "measured_ns": measured}
                 for name, (predicted, measured) in self.phases.items()
             },
-            "operators": [asdict(row) | {"difference_ns": row.difference_ns} for row in self.operators],
+            "operators": [row._asdict() | {"difference_ns": row.difference_ns} for row in self.operators],
         }
 
 
 def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events: StepEvents) -> AuditedWorker:
-    """Compare the last recorded step of a worker with the predicted one.
-
-    Args:
-        name: Of the worker.
-        predictor: Of its device.
-        step: Its predicted plan.
-        events: Recorded inside ``step_labels``.
+    """Compare the last step of a worker, recorded inside ``step_labels``, with the predicted one.
 
     Raises:
         ProblemError: The trace has no labelled step, or is of another model or plan.
@@ -80,24 +74,15 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
     _check_model_and_plan(name, predictor, step, spans)
     on_device = any(span.kernels for span in spans.spans.values())
     rows = []
+    totals: dict[str, Counter[str]] = {FORWARD: Counter(), BACKWARD: Counter()}
     for operator, cost in zip(predictor.graph, step.costs, strict=True):
         for phase, work in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
             span = spans.spans.get((phase, operator.name), _NOTHING)
-            predicted, measured = _times(work, span, spans, on_device)
-            if predicted or measured:
-                rows.append(
-                    AuditedOperator(
-                        operator=operator.name,
-                        phase=phase,
-                        precision=step.plan.get(operator.name, ""),
-                        predicted_ns=predicted,
-                        measured_ns=measured,
-                    )
-                )
-    phases: dict[str, tuple[int, int]] = {}
-    for phase in (FORWARD, BACKWARD):
-        mine = [row for row in rows if row.phase == phase]
-        phases[phase] = (sum(row.predicted_ns for row in mine), sum(row.measured_ns for row in mine))
+            times = _times(work, span, spans, on_device)
+            totals[phase].update(predicted=times[0], measured=times[1])
+            if any(times):
+                rows.append(AuditedOperator(operator.name, phase, step.plan.get(operator.name, ""), *times))
+    phases = {phase: (total["predicted"], total["measured"]) for phase, total in totals.items()}
     for label, work in predictor.costs.phases.items():
         phase, _, end = label.partition("|")
         span = spans.spans.get((phase, "|end" if end else ""), _NOTHING)
@@ -170,12 +155,7 @@ def predicted_timeline(name: str, predictor: StepPredictor, step: PlannedStep) -
 
 
 def overlay_json(timelines: Sequence[Timeline], measured: Mapping[str, StepEvents]) -> dict[str, Any]:
-    """A trace file with predicted and measured lanes side by side, each step beginning at zero.
-
-    Args:
-        timelines: Predicted, one per worker.
-        measured: Recorded events by worker.
-    """
+    """A trace file with lanes of predicted timelines and of measured events by worker; each step begins at zero."""
     rows: list[dict[str, Any]] = []
     for timeline in timelines:
         shift = len({row["pid"] for row in rows})
@@ -183,10 +163,9 @@ def overlay_json(timelines: Sequence[Timeline], measured: Mapping[str, StepEvent
     for name, events in measured.items():
         pid = len({row["pid"] for row in rows})
         rows.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{name} (measured)"}})
-        lanes = {"host": 0, "compute": 1, "other streams": 2}
         rows += [
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
-            for lane, tid in lanes.items()
+            for tid, lane in enumerate(("host", "compute", "other streams"))
         ]
         last = charge_step(events)[-1]
         other_streams = set(last.other_streams)

@@ -14,7 +14,7 @@ in one part and by the device in another are overestimated. `benchmarks/predicto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost
@@ -22,31 +22,32 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.steps.cases import border_format
-from qsync_opt.steps.costs import CaseCost, StepCosts
+from qsync_opt.steps.costs import Case, CaseCost, StepCosts
 from qsync_opt.steps.plans import nearest_available
 from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.queues import Work
 from qsync_opt.training import problem_role
 
 
 def profile_from_steps(
     graph: OpGraph, costs: StepCosts, formats: Mapping[str, PrecisionFormats], *, state_bytes: int
 ) -> DeviceProfile:
-    """A device profile with observed costs.
+    """A device profile with the costs of a model that were observed on the device.
 
-    Args:
-        graph: The model.
-        costs: Observed on the device.
-        formats: Precisions with their border formats.
-        state_bytes: Of the optimizer.
+    ``formats`` are the precisions with their border formats, ``state_bytes`` those of the optimizer.
 
     Raises:
         ProblemError: The costs are of another model, or an adjustable operator was recorded in none of the precisions.
     """
     predictor = StepPredictor(graph, costs)
     outputs = tuple(dict.fromkeys(borders.output for borders in formats.values()))
-    queues = _Queues(graph, predictor, formats)
-    casts = _casts(costs, formats, queues.host_bound(tuple(formats)))
+    steps = _uniform_steps(graph, predictor, formats)
+
+    def is_host_bound(plans: Iterable[str]) -> bool:
+        """Whether the fastest of some uniform plans waits for the host."""
+        return min((steps[p] for p in plans if p in steps), default=(0, False))[1]
+
+    any_host_bound = is_host_bound(formats)
+    casts = _casts(costs, formats, any_host_bound)
     measurements: dict[str, dict[str, MeasuredCost]] = {}
     operators: dict[str, str] = {}
     for i, operator in enumerate(graph):
@@ -54,19 +55,20 @@ def profile_from_steps(
         operators[operator.name] = key
         if key in measurements:
             continue
-        table = {}
-        for precision in _precisions(operator, predictor, formats, outputs):
-            cost = _uniform_cost(predictor, i, operator, precision)
+        table = measurements[key] = {}
+        for precision, plans in _precisions(operator, predictor, formats).items():
+            # Every input arrives in the format of the precision.
+            inputs = (border_format(precision, costs.half_format),) * len(operator.inputs)
+            own = precision if operator.role is Role.ADJUSTABLE else ""
+            cost = predictor.cost(i, Case(predictor.signature(i), own, inputs))
             inside = casts.get(f"{costs.half_format}>{precision}") if number_format(precision).bits <= 8 else None
-            host_bound = queues.host_bound(queues.plans_with(operator, precision))
-            table[precision] = _measured(graph, operator, cost, inside, host_bound)
-        measurements[key] = table
+            table[precision] = _measured(graph, operator, cost, inside, is_host_bound(plans))
     clear = costs.phases["zero_grad"]
     outside = [work for label, work in costs.phases.items() if label != "zero_grad"]
     # Of compiled steps the peak of the optimizer's phase includes the gradients, which the memory model adds by itself.
     gradients = sum(parameter.spec.num_bytes for parameter in graph.parameters) if costs.graphs else 0
     step_ns = sum(work.device for work in outside)
-    if queues.host_bound(tuple(formats)):
+    if any_host_bound:
         waiting_ns = max(0, sum(work.host - work.device for work in (*outside, clear)))
         if not _charge_one_operator(measurements, operators, waiting_ns):
             step_ns += waiting_ns
@@ -108,62 +110,39 @@ def _charge_one_operator(
     return True
 
 
-def _time(work: Work, host_bound: bool) -> int:
-    return work.host if host_bound else work.device
-
-
-class _Queues:
-    """The queue that decides the time of a step, under each uniform plan."""
-
-    def __init__(self, graph: OpGraph, predictor: StepPredictor, formats: Mapping[str, PrecisionFormats]) -> None:
-        self._formats = formats
-        self._steps: dict[str, tuple[int, bool]] = {}
-        adjustable = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
-        available = {name: [p for p in formats if p in predictor.precisions(name)] for name in adjustable}
-        if not all(available.values()):
-            return  # the caller reports the operator that was recorded in no precision
-        phases = predictor.costs.phases
-        passes = ("forward", "forward|end", "backward")
-        after = [work for label, work in phases.items() if label not in passes]
-        for precision in formats:
-            step = predictor.plan({name: nearest_available(available[name], precision) for name in adjustable})
-            host = step.host_ns + sum(work.host for work in after)
-            device = sum(step.device_ns) + sum(work.device for work in after)
-            self._steps[precision] = (max(host, device), host > device)
-
-    def plans_with(self, operator: Operator, precision: str) -> tuple[str, ...]:
-        """Uniform plans (precisions) under which an operator runs in a precision."""
-        role = problem_role(operator)
-        if role is Role.ADJUSTABLE:
-            return (precision,)
-        if role is Role.FIXED:
-            return tuple(self._formats)
-        return tuple(p for p, borders in self._formats.items() if borders.output == precision)
-
-    def host_bound(self, precisions: tuple[str, ...]) -> bool:
-        """Whether the fastest of some uniform plans waits for the host."""
-        steps = [self._steps[p] for p in precisions if p in self._steps]
-        return min(steps)[1] if steps else False
+def _uniform_steps(
+    graph: OpGraph, predictor: StepPredictor, formats: Mapping[str, PrecisionFormats]
+) -> dict[str, tuple[int, bool]]:
+    """Time of a step under each uniform plan, and whether the host decides it."""
+    adjustable = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
+    available = {name: [p for p in formats if p in predictor.precisions(name)] for name in adjustable}
+    if not all(available.values()):
+        return {}  # `_precisions` reports the operator that was recorded in none
+    passes = ("forward", "forward|end", "backward")
+    after = [work for label, work in predictor.costs.phases.items() if label not in passes]
+    steps = {}
+    for precision in formats:
+        step = predictor.plan({name: nearest_available(available[name], precision) for name in adjustable})
+        host = step.host_ns + sum(work.host for work in after)
+        device = sum(step.device_ns) + sum(work.device for work in after)
+        steps[precision] = (max(host, device), host > device)
+    return steps
 
 
 def _precisions(
-    operator: Operator, predictor: StepPredictor, formats: Mapping[str, PrecisionFormats], outputs: tuple[str, ...]
-) -> tuple[str, ...]:
+    operator: Operator, predictor: StepPredictor, formats: Mapping[str, PrecisionFormats]
+) -> dict[str, list[str]]:
+    """Precisions of an operator, each with the uniform plans (precisions) under which it runs in it."""
     role = problem_role(operator)
     if role is Role.FIXED:
-        return ("FP32",)
+        return {"FP32": list(formats)}
     if role is Role.DEPENDENT:
-        return outputs
-    precisions = tuple(p for p in formats if p in predictor.precisions(operator.name))
+        outputs = dict.fromkeys(borders.output for borders in formats.values())
+        return {output: [p for p, borders in formats.items() if borders.output == output] for output in outputs}
+    precisions = [p for p in formats if p in predictor.precisions(operator.name)]
     if not precisions:
         raise ProblemError(f"operator {operator.name!r} was recorded in none of {', '.join(formats)}")
-    return precisions
-
-
-def _uniform_cost(predictor: StepPredictor, position: int, operator: Operator, precision: str) -> CaseCost:
-    """Cost in the case in which every input arrives in the format of the precision."""
-    arrival = border_format(precision, predictor.costs.half_format)
-    return predictor.cost_at(position, precision if operator.role is Role.ADJUSTABLE else "", arrival)
+    return {precision: [precision] for precision in precisions}
 
 
 def _measured(
@@ -174,14 +153,15 @@ def _measured(
     Costs that edges and the memory model account for are subtracted: the quantization of an 8-bit operator's inputs
     (``inside``), and the gradients of its own parameters.
     """
+    queue = "host" if host_bound else "device"
     sizes = {parameter.name: parameter.spec.num_bytes for parameter in graph.parameters}
     inside_ns = 0
     if operator.role is Role.ADJUSTABLE and inside is not None:
         inside_ns = sum(inside.ns(graph[source].output_elements) for source in operator.inputs)
     gradients = sum(sizes[name] for name in operator.parameters)
     return MeasuredCost(
-        forward_ns=max(0, _time(cost.forward, host_bound) - inside_ns),
-        backward_ns=_time(cost.backward, host_bound),
+        forward_ns=max(0, getattr(cost.forward, queue) - inside_ns),
+        backward_ns=getattr(cost.backward, queue),
         saved_bytes=max(0, cost.forward_net_bytes - cost.result_bytes),
         saves_inputs=cost.saves_inputs,
         saves_output=cost.saves_output,

@@ -1,5 +1,8 @@
 """Formats of a model's tensors under a plan, the cases that follow from them, and costs of cases not observed.
 
+Such a cost is composed from a case of the same precision with casts (`CaseComposer`), or scaled from another precision
+(`scaled_costs`).
+
 The runtime's rules: an adjustable operator delivers the format of its precision; a fixed one FP32; every other follows
 torch's type promotion, in which different formats, or an FP32 parameter, give FP32. The format that an observed case
 delivered takes precedence over the rules.
@@ -7,7 +10,7 @@ delivered takes precedence over the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,9 +80,8 @@ class StepFlow:
     def cases(self, plan: Mapping[str, str], lookup: Lookup) -> tuple[list[Case], list[str]]:
         """Cases and formats of all operators, in order.
 
-        Args:
-            plan: Precision of every adjustable operator; entries for others are ignored.
-            lookup: Returns the observed cost of a case, or None.
+        ``plan`` has the precision of every adjustable operator; entries for others are ignored. ``lookup`` returns the
+        observed cost of a case, or None.
         """
         formats: list[str] = []
         cases = []
@@ -131,9 +133,9 @@ class CaseComposer:
         candidates = self._observed.get((case.signature, case.precision))
         if not candidates:
             there = ", ".join(sorted(p for s, p in self._observed if s == case.signature)) or "none"
-            name, wanted = self.graph.operators[position].name, case.precision or "any format"
+            name, precision = self.graph.operators[position].name, case.precision or "any format"
             raise ProblemError(
-                f"operator {name!r} was never recorded in {wanted} on {self.costs.device.name!r}, only in {there}; "
+                f"operator {name!r} was never recorded in {precision} on {self.costs.device.name!r}, only in {there}; "
                 "record a plan that has it"
             )
         operator = self.graph.operators[position]
@@ -239,3 +241,111 @@ class CaseComposer:
 def _widened(work: Work, share: float) -> Work:
     device = round(work.device * share)
     return Work(work.host, device, work.lag if work.lag == NEVER else max(0, work.lag + device - work.device))
+
+
+_Pairs = Sequence[tuple[CaseCost, CaseCost]]
+"""Costs of operators in the precision scaled from, and in the one scaled to."""
+
+
+def scaled_costs(graph: OpGraph, costs: StepCosts, available: Mapping[str, Sequence[str]]) -> StepCosts:
+    """Step costs in which every adjustable operator has each of its precisions, scaled where it was not recorded.
+
+    ``available`` are the precisions of every adjustable operator; one that no operator was recorded in is left out,
+    because its cost is unknown.
+
+    Source: ours.
+    """
+    flow = StepFlow(graph, costs.half_format)
+    table = _by_operator(costs)
+    kinds = {flow.signature(i): operator.op_type for i, operator in enumerate(graph)}
+    added: dict[Case, CaseCost] = {}
+    for i, operator in enumerate(graph):
+        if operator.role is not Role.ADJUSTABLE:
+            continue
+        recorded = table.get(flow.signature(i), {})
+        for precision in available.get(operator.name, ()):
+            if precision in recorded or not recorded:
+                continue
+            rank, bytes_wide = number_format(precision).rank, width(arrival(precision))
+            source = min(recorded, key=lambda p: (width(arrival(p)) != bytes_wide, abs(number_format(p).rank - rank)))
+            pairs = _pairs(table, kinds, operator.op_type, source, precision)
+            if pairs:
+                case, cost = _scaled(operator, *recorded[source], precision, pairs, costs.half_format)
+                added[case] = cost
+    return replace(costs, cases={**costs.cases, **added}) if added else costs
+
+
+def scaled_operators(graph: OpGraph, costs: StepCosts) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(Precision, precision that it was scaled from) to the operators concerned, in the order of the graph."""
+    flow = StepFlow(graph, costs.half_format)
+    sources: dict[str, dict[str, str]] = {}
+    for case, cost in costs.cases.items():
+        if cost.scaled_from:
+            sources.setdefault(case.signature, {})[case.precision] = cost.scaled_from
+    names: dict[tuple[str, str], list[str]] = {}
+    for i, operator in enumerate(graph):
+        for pair in sources.get(flow.signature(i), {}).items():
+            names.setdefault(pair, []).append(operator.name)
+    return {pair: tuple(operators) for pair, operators in names.items()}
+
+
+def _by_operator(costs: StepCosts) -> dict[str, dict[str, tuple[Case, CaseCost]]]:
+    """Signature to precision to the case that was observed most often."""
+    table: dict[str, dict[str, tuple[Case, CaseCost]]] = {}
+    for case, cost in costs.cases.items():
+        if case.precision and not cost.scaled_from:
+            row = table.setdefault(case.signature, {})
+            if case.precision not in row or row[case.precision][1].samples < cost.samples:
+                row[case.precision] = (case, cost)
+    return table
+
+
+def _pairs(
+    table: Mapping[str, Mapping[str, tuple[Case, CaseCost]]],
+    kinds: Mapping[str, str],
+    kind: str,
+    source: str,
+    target: str,
+) -> _Pairs:
+    """Costs of operators that were recorded in both precisions: of the same kind if there are any, else all."""
+
+    def both(signatures: Iterable[str]) -> Iterator[tuple[CaseCost, CaseCost]]:
+        for signature in signatures:
+            row = table[signature]
+            if source in row and target in row:
+                yield row[source][1], row[target][1]
+
+    return list(both(s for s in table if kinds.get(s) == kind)) or list(both(table))
+
+
+def _scaled(
+    operator: Operator, case: Case, cost: CaseCost, precision: str, pairs: _Pairs, half_format: str
+) -> tuple[Case, CaseCost]:
+    """Case and cost in another precision, as many times as expensive as the operators of ``pairs`` are in it."""
+    format_in = arrival(precision)
+    inputs = tuple(format_in if name else "" for name in case.inputs) if format_in else case.inputs
+    changes: dict[str, Any] = {
+        name: _scaled_work(getattr(cost, name), [(getattr(a, name), getattr(b, name)) for a, b in pairs])
+        for name in ("forward", "backward")
+    }
+    same_width = width(arrival(case.precision)) == width(format_in)
+    for name in ("kernel_ns",) if same_width else (*SIZES, "kernel_ns"):  # equal widths take equal memory
+        before, after = (sum(abs(getattr(pair[k], name)) for pair in pairs) for k in (0, 1))
+        changes[name] = round(getattr(cost, name) * after / before) if before else getattr(cost, name)
+    if cost.timeline and not same_width:
+        before, after = (sum(abs(entry[2]) for pair in pairs for entry in pair[k].timeline) for k in (0, 1))
+        changes["timeline"] = scaled_timeline(cost.timeline, after / before if before else 1.0)
+    output = result_format(operator, precision, inputs, half_format)
+    scaled = replace(cost, output=output, samples=0, scaled_from=case.precision, **changes)
+    return Case(case.signature, precision, inputs), scaled
+
+
+def _scaled_work(work: Work, pairs: Sequence[tuple[Work, Work]]) -> Work:
+    host, device = (_ratio([(a[k], b[k]) for a, b in pairs]) for k in (0, 1))
+    lag = work.lag if work.lag == NEVER else round(work.lag * (device if work.device else host))
+    return Work(round(work.host * host), round(work.device * device), lag)
+
+
+def _ratio(pairs: Sequence[tuple[int, int]]) -> float:
+    before, after = (sum(pair[k] for pair in pairs) for k in (0, 1))
+    return after / before if before and after else 1.0

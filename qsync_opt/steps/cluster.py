@@ -11,6 +11,7 @@ Source: QSync's and dPRO's replayers (IPDPS 2024, MLSys 2022), with a queue for 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -49,8 +50,8 @@ def worker_step(name: str, predictor: StepPredictor, step: PlannedStep) -> Worke
     return WorkerStep(
         name=name,
         segments=tuple(predictor.segments_of(step)),
-        finish=predictor.cycle.finish,
-        optimizer=predictor.cycle.optimizer,
+        finish=predictor.finish,
+        optimizer=predictor.optimizer,
         lead=predictor.lead_of(step),
     )
 
@@ -78,17 +79,14 @@ def bucket_segments(graph: OpGraph, buckets: Sequence[GradientBucket]) -> tuple[
 def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """For each bucket its segment, and the time of its all-reduce and all later ones, for `StepPredictor.steady_ns`."""
     _check_buckets(allreduce_ns, after_segment)
-    tails, behind = [], 0
-    for duration, segment in zip(reversed(allreduce_ns), reversed(after_segment), strict=True):
-        behind += duration
-        tails.append((segment, behind))
-    return tuple(reversed(tails))
+    behind = list(itertools.accumulate(reversed(allreduce_ns)))
+    return tuple(zip(after_segment, reversed(behind), strict=True))
 
 
 def _check_buckets(allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int | None = None) -> None:
     """Refuse buckets whose times and segments do not match."""
-    known = all(segment >= 0 and (segments is None or segment < segments) for segment in after_segment)
-    if len(allreduce_ns) != len(after_segment) or not known:
+    valid = all(segment >= 0 and (segments is None or segment < segments) for segment in after_segment)
+    if len(allreduce_ns) != len(after_segment) or not valid:
         there = "" if segments is None else f", and there are {segments} segments"
         raise ProblemError(
             f"{len(allreduce_ns)} all-reduces are ready after segments {list(after_segment)}{there}: give one segment "
@@ -193,10 +191,6 @@ def cluster_timeline(step: ClusterStep, name: str = "cluster") -> Timeline:
     """The last simulated step, as a timeline for `qsync_opt.write_trace`: a lane per worker and stream.
 
     Time is zero when the first host begins, which may be before the step before has ended on other workers.
-
-    Args:
-        step: With lanes.
-        name: Of the timeline.
     """
     begin = min((start for lane in step.lanes.values() for _, _, start, _ in lane), default=0)
     events = [

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Fields, Json, decode, encode, read_json, write_json
+from qsync_opt.io import Json, decode, encode, read_json, write_json
 from qsync_opt.model import OpGraph
 from qsync_opt.numerics import FORMATS
 from qsync_opt.steps.memory_timeline import MemoryTimeline
@@ -62,10 +62,11 @@ class Case(NamedTuple):
 
 
 def _read_work(data: Any, where: str) -> Work:
-    is_valid = isinstance(data, list) and len(data) == 3 and all(type(x) is int and x >= 0 for x in data[:2])
-    if not is_valid or not (data[2] is None or (type(data[2]) is int and data[2] >= 0)):
+    if not isinstance(data, list) or len(data) != 3:
         raise ProblemError(f"{where} is {data!r}, but [host, device, lag or null] in integer nanoseconds is needed")
-    return Work(data[0], data[1], NEVER if data[2] is None else data[2])
+    work = Work(data[0], data[1], NEVER if data[2] is None else data[2])
+    _check_work(work, where)
+    return work
 
 
 def _write_work(work: Work) -> list[int | None]:
@@ -112,7 +113,7 @@ class CaseCost:
         backward_peak_bytes: The same of the backward pass.
         backward_late_bytes: Growth over the *next* operator's backward pass because of this one.
         kernel_ns: Running time of the forward and backward kernels alone.
-        scaled_from: Precision that the cost was scaled from (`qsync_opt.steps.fitting`); "" if it was observed.
+        scaled_from: Precision that the cost was scaled from (`qsync_opt.steps.cases`); "" if it was observed.
         timeline: Of a compiled step: when the operator's memory is allocated and freed.
     """
 
@@ -140,16 +141,9 @@ class RecordedTimelines(NamedTuple):
     timelines: tuple[MemoryTimeline, ...]
 
 
-def _field(data: Any, where: str) -> tuple[Fields, str]:
-    """One value as the field of an object, for checks of its kind; ``where`` ends with the key."""
-    parent, _, key = where.rpartition(": ")
-    return Fields({key: data}, parent), key
-
-
 def _read_recorded(data: Any, where: str) -> tuple[RecordedTimelines, ...]:
-    fields, key = _field(data, where)
     plans = []
-    for i, plan in enumerate(fields.sequence(key)):
+    for i, plan in enumerate(data if isinstance(data, list) else [data]):
         at = f"{where}[{i}]"
         if not isinstance(plan, list) or not all(
             isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) for row in plan
@@ -168,21 +162,16 @@ def _write_recorded(plans: tuple[RecordedTimelines, ...]) -> list[Any]:
 
 
 def _read_cases(data: Any, where: str) -> dict[Case, CaseCost]:
-    fields, name = _field(data, where)
-    items = fields.mapping(name).items()
-    return {Case.parse(key, where): decode(CaseCost, item, f"{where} {key!r}") for key, item in items}
+    if not isinstance(data, dict):
+        raise ProblemError(f"{where} is {str(data)[:80]}, but an object of cases is needed")
+    return {Case.parse(key, where): decode(CaseCost, item, f"{where} {key!r}") for key, item in data.items()}
 
 
 def _write_cases(cases: Mapping[Case, CaseCost]) -> dict[str, Any]:
     return {case.key(): encode(cost) for case, cost in cases.items()}
 
 
-def _read_texts(data: Any, where: str) -> dict[str, str]:
-    fields, key = _field(data, where)
-    for name, value in fields.mapping(key).items():
-        if not isinstance(value, str):
-            raise ProblemError(f"{where} {name!r} is {value!r}, but it must be a text")
-    return dict(data)
+_Names = Mapping[str, Annotated[str, Json(empty=True)]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +233,8 @@ class StepCosts:
     cases: Annotated[Mapping[Case, CaseCost], Json(read=_read_cases, write=_write_cases)]
     phases: Mapping[str, _JsonWork]
     phase_peaks: Mapping[str, int]
-    roots: Annotated[Mapping[str, str], Json(read=_read_texts, write=dict)]
-    held: Annotated[Mapping[str, str], Json(read=_read_texts, write=dict)]
+    roots: _Names
+    held: _Names
     resident_bytes: int
     casts: Mapping[str, CostFit] = field(default_factory=dict)
     cast_host_ns: int = 0
@@ -304,10 +293,7 @@ def load_step_costs(path: str | os.PathLike[str]) -> StepCosts:
 def check_step_costs(costs: StepCosts, inputs: Mapping[str, int], moments: int) -> None:
     """Refuse costs that no prediction can be based on.
 
-    Args:
-        costs: Of a model.
-        inputs: Number of inputs of an operator, by signature.
-        moments: Of a step of the model (`qsync_opt.steps.memory_timeline.moments`).
+    ``inputs`` is the number of inputs of an operator, by signature; ``moments`` that of the moments of a step.
 
     Raises:
         ProblemError: A phase is missing, a time, share or format invalid, a case has another number of inputs than its
@@ -331,6 +317,11 @@ def check_step_costs(costs: StepCosts, inputs: Mapping[str, int], moments: int) 
         _check_work(cost.backward, f"{what}: backward")
         if cost.output:
             _check_format(cost.output, f"{what}: output")
+        if len(case.inputs) != inputs.get(case.signature, len(case.inputs)):
+            raise ProblemError(
+                f"case {case.key()!r} has formats of {len(case.inputs)} inputs, but the operator has "
+                f"{inputs[case.signature]}; record the steps again"
+            )
         if cost.saves_inputs and not 0 <= min(cost.saves_inputs) <= max(cost.saves_inputs) < len(case.inputs):
             raise ProblemError(
                 f"{what}: saves_inputs is {list(cost.saves_inputs)}, but it has {len(case.inputs)} inputs, counted "
@@ -339,12 +330,6 @@ def check_step_costs(costs: StepCosts, inputs: Mapping[str, int], moments: int) 
     for moment, _ in costs.outside:
         if not 0 <= moment < moments:
             raise ProblemError(f"memory comes or goes at moment {moment}, but a step has {moments}; record it again")
-    for case in costs.cases:
-        if len(case.inputs) != inputs.get(case.signature, len(case.inputs)):
-            raise ProblemError(
-                f"case {case.key()!r} has formats of {len(case.inputs)} inputs, but the operator has "
-                f"{inputs[case.signature]}; record the steps again"
-            )
 
 
 def _check_work(work: Work, what: str) -> None:

@@ -1,23 +1,88 @@
-"""Fit of costs to recorded steps: means over equal cases, with the residuals of the fit."""
+"""Recorded training steps, and the fit of costs to them: means over equal cases, with the residuals of the fit."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import OpGraph
-from qsync_opt.steps.cases import StepFlow, result_format
+from qsync_opt.steps.cases import StepFlow
 from qsync_opt.steps.costs import PHASE_LABELS, Case, CaseCost, RecordedTimelines, StepCheck, StepCosts
-from qsync_opt.steps.memory import Kept, Lifetimes
-from qsync_opt.steps.memory_timeline import Block, MemoryTimeline, changes_of, mean_timeline, owner_of, timeline_of
+from qsync_opt.steps.memory import Lifetimes
+from qsync_opt.steps.memory_timeline import Block, changes_of, mean_timeline, owner_of, timeline_of
 from qsync_opt.steps.queues import NEVER, Work, launched
-from qsync_opt.steps.sample import KeptTensors, StepSample
-from qsync_opt.steps.trace import BACKWARD, BEGIN, CLIP, COPIES, END, FORWARD, PHASES, Span
+from qsync_opt.steps.trace import BACKWARD, BEGIN, CLIP, COPIES, END, FORWARD, PHASES, Span, StepSpans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTensors:
+    """Tensors that an operator keeps for the backward pass, and the lifetime of its result.
+
+    Attributes:
+        inputs: Positions of inputs whose storage is kept as it arrives.
+        output: Whether the result is kept.
+        result_bytes: Storage of the result; 0 if it lives in another's.
+        root: Operator in whose storage the result lives.
+        held_until: Operator during or after which the program released the result; "" if it held it beyond the forward
+            pass.
+    """
+
+    inputs: tuple[int, ...] = ()
+    output: bool = False
+    result_bytes: int = 0
+    root: str = ""
+    held_until: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """A step of one worker under one plan.
+
+    Attributes:
+        name: Of the plan.
+        precisions: Of the adjustable operators.
+        outputs: Format of each operator's result; operators without one, or not observed, are missing.
+        spans: Times, from a step that was traced without its memory.
+        memory: Changes of memory in the same spans, from another step.
+        kept: By observed operator.
+        host_ns: By phase, median time on the host of untraced steps.
+        iteration_ns: Median time of untraced steps that follow one another without waiting.
+        resident_bytes: In use between two steps.
+        peak_bytes: Most memory in use during an untraced step.
+        latencies_ns: Of untraced steps that each began on an idle device.
+        host_unit_ns: Time on the host of a small fixed piece of work, around the untraced steps; 0 if not measured.
+        resting_ns: Time on the host of a step in which the runtime stands aside for a plan of FP32 alone, as it does in
+            training; 0 for other plans. ``iteration_ns`` is then of such a step too; everything else is of the plan
+            executed like others, because plans that contain FP32 besides other precisions are.
+        host_rounds_ns: Time on the host of a whole step, in each round of the measurement of ``host_ns``.
+        graphs: Compiled graphs per pass, 0 if the model was not compiled. For a compiled one, ``kept`` is empty, and
+            changes of memory are those up to the peak of the passes.
+        blocks: Memory of a compiled step with its lifetimes.
+    """
+
+    name: str
+    precisions: Mapping[str, str]
+    outputs: Mapping[str, str]
+    spans: StepSpans
+    memory: StepSpans
+    kept: Mapping[str, KeptTensors]
+    host_ns: Mapping[str, float]
+    iteration_ns: float
+    resident_bytes: int
+    peak_bytes: int
+    latencies_ns: tuple[float, ...] = ()
+    host_unit_ns: float = 0.0
+    resting_ns: float = 0.0
+    host_rounds_ns: tuple[float, ...] = ()
+    graphs: int = 0
+    blocks: tuple[Block, ...] = ()
+
 
 _EMPTY = Span()
 _SHORT_WAIT = 0.05
@@ -28,42 +93,22 @@ _PACE = 1.1
 """Largest factor by which kernels run slower or faster; anything beyond has another cause and scales none."""
 
 
-class _Timing(NamedTuple):
-    """Conversion of one plan's traced times to those of untraced steps.
+_Conversion = Callable[[str, Span], Work]
+"""Of a traced span of a phase to work in untraced steps."""
 
-    Attributes:
-        host_scales: Untraced over traced time on the host, by phase.
-        latency_ns: From a launch to its kernel, traced.
-        gap_ns: From one kernel to the next.
-        pace: Untraced over traced time of kernels.
-    """
 
-    host_scales: Mapping[str, float]
-    latency_ns: float
-    gap_ns: float
-    pace: float
+def _conversion(host_scales: Mapping[str, float], latency_ns: float, gap_ns: float, pace: float) -> _Conversion:
+    """From untraced over traced time on the host by phase, traced latency of a launch, gap, and pace of kernels."""
 
-    def work(self, phase: str, span: Span) -> Work:
-        scale = self.host_scales[phase]
+    def work(phase: str, span: Span) -> Work:
+        scale = host_scales[phase]
         kernels = [
-            (round(offset * scale + self.latency_ns * scale), round(self.pace * duration + self.gap_ns))
+            (round(offset * scale + latency_ns * scale), round(pace * duration + gap_ns))
             for offset, duration, _ in span.kernels
         ]
         return launched(round(span.host_ns * scale), kernels)
 
-
-class _Observation(NamedTuple):
-    """One operator in one recorded step; its fields are averaged, peaks maximized."""
-
-    output: str
-    saves: Kept
-    forward: Work
-    backward: Work
-    result_bytes: int
-    nets: tuple[int, int]
-    peaks: tuple[int, int]
-    kernel_ns: int
-    timeline: dict[tuple[int, int], int] | None
+    return work
 
 
 def fit_step_costs(
@@ -101,33 +146,32 @@ def fit_step_costs(
     flow = StepFlow(graph, half_format)
     roots, held = _merged(samples)
     lifetimes = Lifetimes(graph, roots, held)
+    order = [operator.name for operator in graph]
     scales, gaps = _host_scales(samples), _device_gaps(samples)
     recorded = {phase for sample in samples for phase, _ in sample.spans.spans}
     labels = (*PHASE_LABELS, *(label for label in (COPIES, CLIP) if label in recorded))
     phases: dict[str, list[Work]] = {label: [] for label in labels}
     phase_peaks: dict[str, int] = dict.fromkeys(labels, 0)
-    observations: dict[Case, list[_Observation]] = {}
+    observations: dict[Case, list[CaseCost]] = {}
     outside: list[Sequence[Block]] = []
     timelines: list[RecordedTimelines] = []
     for sample in samples:
         pace = (paces or {}).get(sample.name, 1.0)
-        timing = _Timing(scales[sample.name], sample.spans.latency_ns, gaps[sample.name], pace)
-        owned = _blocks_by_owner(sample, graph)
+        work = _conversion(scales[sample.name], sample.spans.latency_ns, gaps[sample.name], pace)
+        owned: dict[str, list[Block]] = {}
+        for block in sample.blocks:
+            owned.setdefault(owner_of(block, order), []).append(block)
         outside.append(owned.get("", ()))
-        formats = _formats(sample, flow, half_format)
-        cases = [
-            flow.case(i, sample.precisions.get(operator.name, "FP32"), formats) for i, operator in enumerate(graph)
-        ]
-        observed = _observed(sample, graph, lifetimes, timing, formats, owned)
+        cases, formats = _cases(sample, flow)
+        observed = _observed(sample, graph, lifetimes, work, formats, owned)
         for case, observation in zip(cases, observed, strict=True):
             observations.setdefault(case, []).append(observation)
         if sample.blocks:
-            own = tuple(_mean_timeline([observation]) for observation in observed)
-            timelines.append(RecordedTimelines(tuple(cases), own))
+            timelines.append(RecordedTimelines(tuple(cases), tuple(cost.timeline for cost in observed)))
         for label in labels:
             phase, _, end = label.partition("|")
             key = (phase, END if end else BEGIN)
-            phases[label].append(timing.work(phase, sample.spans.spans.get(key, _EMPTY)))
+            phases[label].append(work(phase, sample.spans.spans.get(key, _EMPTY)))
             changes = sample.memory.spans.get(key, _EMPTY).changes
             phase_peaks[label] = max(phase_peaks[label], sum(changes) if sample.graphs else _peak(changes))
     return StepCosts(
@@ -174,9 +218,7 @@ def kernel_paces(samples: Sequence[StepSample], predicted: Mapping[str, int]) ->
     A card that has been busy for a second runs slower than a rested one, because it keeps to a power limit. Where the
     device paced the untraced steps of a plan, its kernels are scaled to agree with them.
 
-    Args:
-        samples: Recorded steps.
-        predicted: Their time by costs fitted without paces.
+    ``predicted`` is the time of every plan by costs fitted without paces.
 
     Source: ours.
     """
@@ -194,53 +236,47 @@ def _observed(
     sample: StepSample,
     graph: OpGraph,
     lifetimes: Lifetimes,
-    timing: _Timing,
+    work: _Conversion,
     formats: Sequence[str],
     owned: Mapping[str, Sequence[Block]],
-) -> list[_Observation]:
-    """Observations of all operators, in order."""
+) -> list[CaseCost]:
+    """Costs of all operators in one recorded step, in order."""
     tensors = [sample.kept.get(operator.name, KeptTensors()) for operator in graph]
-    kept = [Kept(seen.inputs, seen.output) for seen in tensors]
-    releases = lifetimes.releases(kept)
+    releases = lifetimes.releases([(one.inputs, one.output) for one in tensors])
     observed = []
     for i, operator in enumerate(graph):
         forward, backward = (sample.spans.spans.get((p, operator.name), _EMPTY) for p in (FORWARD, BACKWARD))
         changes = [sample.memory.spans.get((p, operator.name), _EMPTY).changes for p in (FORWARD, BACKWARD)]
         freed = [sum(tensors[r].result_bytes for r in by_position.get(i, ())) for by_position in releases]
         observed.append(
-            _Observation(
+            CaseCost(
                 output=formats[i],
-                saves=kept[i],
-                forward=timing.work(FORWARD, forward),
-                backward=timing.work(BACKWARD, backward),
+                samples=1,
+                forward=work(FORWARD, forward),
+                backward=work(BACKWARD, backward),
+                saves_inputs=tensors[i].inputs,
+                saves_output=tensors[i].output,
                 result_bytes=tensors[i].result_bytes,
-                nets=(sum(changes[0]) + freed[0], sum(changes[1]) + freed[1]),
-                peaks=(_peak(changes[0]), _peak(changes[1])),
+                forward_net_bytes=sum(changes[0]) + freed[0],
+                backward_net_bytes=sum(changes[1]) + freed[1],
+                forward_peak_bytes=_peak(changes[0]),
+                backward_peak_bytes=_peak(changes[1]),
                 kernel_ns=forward.device_ns + backward.device_ns,
-                timeline=timeline_of(owned.get(operator.name, ()), i, len(graph)) if sample.blocks else None,
+                timeline=timeline_of(owned.get(operator.name, ()), i, len(graph)),
             )
         )
     return observed
 
 
-def _formats(sample: StepSample, flow: StepFlow, half_format: str) -> list[str]:
-    """Format of every result of a recorded step; operators that were not observed follow the rules."""
+def _cases(sample: StepSample, flow: StepFlow) -> tuple[list[Case], list[str]]:
+    """Case and format of every result of a recorded step; operators that were not observed follow the rules."""
+    cases: list[Case] = []
     formats: list[str] = []
     for i, operator in enumerate(flow.graph):
+        cases.append(flow.case(i, sample.precisions.get(operator.name, "FP32"), formats))
         output = sample.outputs.get(operator.name)
-        if output is None:
-            precision = sample.precisions.get(operator.name, "FP32")
-            output = result_format(operator, precision, [formats[source] for source in flow.inputs[i]], half_format)
-        formats.append(output)
-    return formats
-
-
-def _blocks_by_owner(sample: StepSample, graph: OpGraph) -> Mapping[str, Sequence[Block]]:
-    order = [operator.name for operator in graph]
-    owned: dict[str, list[Block]] = {}
-    for block in sample.blocks:
-        owned.setdefault(owner_of(block, order), []).append(block)
-    return owned
+        formats.append(flow.output(i, cases[i]) if output is None else output)
+    return cases, formats
 
 
 def _merged(samples: Sequence[StepSample]) -> tuple[dict[str, str], dict[str, str]]:
@@ -288,14 +324,14 @@ def _device_gaps(samples: Sequence[StepSample]) -> dict[str, float]:
     A profiler lengthens it. Where the device paced the untraced steps, it is their time beyond that of their kernels;
     elsewhere the median of such plans, or the traced value if there are none.
     """
-    known = {}
+    gaps = {}
     for sample in samples:
         count = sum(len(span.kernels) for span in sample.spans.spans.values())
         if count and _is_paced_by_device(sample):
             gap = (sample.iteration_ns - _kernel_ns(sample)) / count
-            known[sample.name] = min(max(0.0, gap), sample.spans.gap_ns)
-    usual = statistics.median(known.values()) if known else None
-    return {sample.name: known.get(sample.name, sample.spans.gap_ns if usual is None else usual) for sample in samples}
+            gaps[sample.name] = min(max(0.0, gap), sample.spans.gap_ns)
+    usual = statistics.median(gaps.values()) if gaps else None
+    return {sample.name: gaps.get(sample.name, sample.spans.gap_ns if usual is None else usual) for sample in samples}
 
 
 def _is_paced_by_device(sample: StepSample) -> bool:
@@ -313,33 +349,23 @@ def _resting_share(samples: Sequence[StepSample]) -> float:
 
 
 def _median(scales: Sequence[float | None]) -> float | None:
-    known = [scale for scale in scales if scale]
-    return statistics.median(known) if known else None
+    positive = [scale for scale in scales if scale]
+    return statistics.median(positive) if positive else None
 
 
-def _mean_cost(entries: Sequence[_Observation]) -> CaseCost:
-    forward_net, backward_net = (round(statistics.fmean(e.nets[k] for e in entries)) for k in (0, 1))
-    forward_peak, backward_peak = (max(e.peaks[k] for e in entries) for k in (0, 1))
-    first, count = entries[0], len(entries)
-    return CaseCost(
-        output=first.output,
-        samples=count,
+def _mean_cost(entries: Sequence[CaseCost]) -> CaseCost:
+    def of_all(summary: Callable[[Iterator[int]], float], *names: str) -> dict[str, Any]:
+        return {name: round(summary(getattr(entry, name) for entry in entries)) for name in names}
+
+    return replace(
+        entries[0],
+        samples=len(entries),
         forward=_mean_work([entry.forward for entry in entries]),
         backward=_mean_work([entry.backward for entry in entries]),
-        saves_inputs=first.saves.inputs,
-        saves_output=first.saves.output,
-        result_bytes=round(sum(entry.result_bytes for entry in entries) / count),
-        forward_net_bytes=forward_net,
-        backward_net_bytes=backward_net,
-        forward_peak_bytes=forward_peak,
-        backward_peak_bytes=backward_peak,
-        kernel_ns=round(sum(entry.kernel_ns for entry in entries) / count),
-        timeline=_mean_timeline(entries),
+        **of_all(statistics.fmean, "result_bytes", "forward_net_bytes", "backward_net_bytes", "kernel_ns"),
+        **of_all(max, "forward_peak_bytes", "backward_peak_bytes"),
+        timeline=mean_timeline([entry.timeline for entry in entries]),
     )
-
-
-def _mean_timeline(entries: Sequence[_Observation]) -> MemoryTimeline:
-    return mean_timeline([entry.timeline for entry in entries if entry.timeline is not None])
 
 
 def _mean_work(works: Sequence[Work]) -> Work:
@@ -353,9 +379,9 @@ def _mean_work(works: Sequence[Work]) -> Work:
 
 def _mean_outside(blocks: Sequence[Sequence[Block]], count: int) -> tuple[tuple[int, int], ...]:
     """Mean changes of memory that belongs to no operator, by moment."""
-    changes: dict[int, int] = {}
+    changes: Counter[int] = Counter()
     for moment, num_bytes in changes_of(itertools.chain(*blocks), count):
-        changes[moment] = changes.get(moment, 0) + num_bytes
+        changes[moment] += num_bytes
     return tuple((moment, round(total / len(blocks))) for moment, total in sorted(changes.items()) if total)
 
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from qsync_opt.model import OpGraph
-from qsync_opt.steps.costs import CaseCost, StepCosts
-from qsync_opt.steps.memory_timeline import MemoryTimeline, backward_moment, forward_moment, moment_of, moments
+from qsync_opt.steps.costs import Case, CaseCost, RecordedTimelines, StepCosts
+from qsync_opt.steps.memory_timeline import (
+    MemoryTimeline,
+    backward_moment,
+    forward_moment,
+    mean_timeline,
+    moment_of,
+    moments,
+)
 from qsync_opt.training import gradient_users
-
-
-class Kept(NamedTuple):
-    """Tensors that an operator keeps for its backward pass: positions of inputs, and whether the result."""
-
-    inputs: tuple[int, ...]
-    output: bool
 
 
 class Releases(NamedTuple):
@@ -49,15 +49,18 @@ class Lifetimes:
             seen.add(root)
             name = root
 
-    def releases(self, kept: Sequence[Kept]) -> Releases:
-        """Operators that free each result, given what each operator keeps, in order."""
+    def releases(self, kept: Sequence[tuple[tuple[int, ...], bool]]) -> Releases:
+        """Operators that free each result.
+
+        ``kept`` is what each operator keeps for its backward pass, in order: positions of inputs, whether the result.
+        """
         first: dict[int, int] = {}
         # Backward runs from the last operator to the first: the first keeper is the last to release.
         for position in range(len(kept) - 1, -1, -1):
-            saves = kept[position]
-            for i in saves.inputs:
+            inputs, output = kept[position]
+            for i in inputs:
                 first[self._inputs[position][i]] = position
-            if saves.output:
+            if output:
                 first[self._roots[position]] = position
         forward: dict[int, list[int]] = {}
         backward: dict[int, list[int]] = {}
@@ -91,7 +94,7 @@ def step_memory(
 
     Source: ours; bytes follow the step moment by moment, as torch's allocator was observed to allocate and free them.
     """
-    releases = lifetimes.releases([Kept(case.saves_inputs, case.saves_output) for case in cases])
+    releases = lifetimes.releases([(case.saves_inputs, case.saves_output) for case in cases])
     begin = now = peak = costs.resident_bytes + costs.phase_peaks.get("copies", 0)
     where = ("copies", "") if now > costs.resident_bytes else ("forward", "")
     for repeated in range(min(micro_batches, 2)):
@@ -178,3 +181,87 @@ def _peak_of_timelines(costs: StepCosts, timelines: Sequence[MemoryTimeline], co
     if moment <= count:
         return peak, "forward", moment - forward_moment(0)
     return peak, "backward", backward_moment(0, count) - moment
+
+
+_NEAR, _FAR = 3, 12
+"""Operators to each side that are compared; those beyond the near ones only where the near ones are equally alike."""
+_Place = tuple[RecordedTimelines, int]
+"""A recorded plan, and the position of an operator."""
+
+
+class TimelineLookup:
+    """Timelines of compiled operators, from the recorded plan whose operators around them are most alike.
+
+    The operator that a compiler's tensor is charged to depends on its neighbours: of two tensors of equal size that a
+    kernel writes, one is kept and the other not, and the kernel that writes a tensor differs from plan to plan. Two
+    plans may therefore disagree on the memory of an operator in the same case. The memory of an operator and its
+    neighbours together is right in each plan, so that neighbours are looked up in the same plan where possible. The
+    readers of its result count first: the formats in which they need it decide how many copies of it exist.
+
+    ``users`` are the positions of the readers of each operator's result.
+
+    Source: ours.
+    """
+
+    def __init__(self, recorded: Sequence[RecordedTimelines], users: Sequence[Sequence[int]]) -> None:
+        self._recorded = recorded
+        self._users = users
+        self._places: dict[Case, list[_Place]] = {}
+        for plan in recorded:
+            for position, case in enumerate(plan.cases):
+                self._places.setdefault(case, []).append((plan, position))
+        self._cache: dict[tuple[int, tuple[Case, ...], tuple[Case, ...]], list[_Place]] = {}
+
+    def recorded(self, cases: Sequence[Case]) -> bool:
+        """Whether a plan with these cases was recorded."""
+        return any(plan.cases == tuple(cases) for plan in self._recorded)
+
+    def timelines(self, cases: Sequence[Case], costs: Sequence[CaseCost]) -> list[MemoryTimeline]:
+        """Timelines of all operators of a plan, in order; of a case that was never recorded, that of its cost."""
+        result = []
+        differences: dict[int, int] = {}
+        for position, (case, cost) in enumerate(zip(cases, costs, strict=True)):
+            if case not in self._places:
+                result.append(cost.timeline)
+                continue
+            alike = self._most_alike(cases, position)
+            if len(alike) > 1:  # then the plan counts that is most alike as a whole
+                for plan, _ in alike:
+                    if id(plan) not in differences:
+                        differences[id(plan)] = sum(a != b for a, b in zip(plan.cases, cases, strict=False))
+                fewest = min(differences[id(plan)] for plan, _ in alike)
+                alike = [(plan, place) for plan, place in alike if differences[id(plan)] == fewest]
+            result.append(mean_timeline([plan.timelines[place] for plan, place in alike]))
+        return result
+
+    def _readers(self, cases: Sequence[Case], position: int) -> tuple[Case, ...]:
+        return tuple([cases[user] for user in self._users[position]])
+
+    def _most_alike(self, cases: Sequence[Case], position: int) -> list[_Place]:
+        """The places of an operator's case whose surroundings are most like those of ``position`` in ``cases``."""
+        readers = self._readers(cases, position)
+        key = (position, tuple(cases[max(0, position - _FAR) : position + _FAR + 1]), readers)
+        if key not in self._cache:
+
+            def rank(plan: RecordedTimelines, place: int) -> tuple[int, int, int, bool]:
+                pairs = itertools.zip_longest(self._readers(plan.cases, place), readers)
+                near, far = _differences(plan.cases, place, cases, position)
+                return sum(a != b for a, b in pairs), near, far, place != position
+
+            places = self._places[cases[position]]
+            ranks = [rank(plan, place) for plan, place in places]
+            best = min(ranks)
+            self._cache[key] = [place for place, rank in zip(places, ranks, strict=True) if rank == best]
+        return self._cache[key]
+
+
+def _differences(some: Sequence[Case], i: int, others: Sequence[Case], k: int) -> tuple[int, int]:
+    """How many cases differ near two places, and far from them; an end of the model equals only another end."""
+    counts = [0, 0]
+    for distance in range(1, _FAR + 1):
+        for step in (-distance, distance):
+            a = some[i + step] if 0 <= i + step < len(some) else None
+            b = others[k + step] if 0 <= k + step < len(others) else None
+            if a is not b and a != b:
+                counts[distance > _NEAR] += 1
+    return counts[0], counts[1]

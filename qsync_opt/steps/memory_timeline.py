@@ -14,7 +14,9 @@ Source: ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 ROUNDED_BYTES = 512
@@ -148,20 +150,21 @@ MemoryTimeline = tuple[tuple[int, int, int], ...]
 """Changes of an operator's memory: pass (0 forward, 1 backward), moments after the operator's own one, bytes."""
 
 
-def timeline_of(own: Iterable[Block], position: int, count: int) -> dict[tuple[int, int], int]:
+def timeline_of(own: Iterable[Block], position: int, count: int) -> MemoryTimeline:
     """Changes by pass and distance from the operator's own moment, so that equal operators can be averaged."""
-    changes: dict[tuple[int, int], int] = {}
+    changes: Counter[tuple[int, int]] = Counter()
     for moment, num_bytes in changes_of(own, count):
-        backward = moment > count
-        key = (int(backward), moment - (backward_moment(position, count) if backward else forward_moment(position)))
-        changes[key] = changes.get(key, 0) + num_bytes
-    return changes
+        own_moment = backward_moment(position, count) if moment > count else forward_moment(position)
+        changes[int(moment > count), moment - own_moment] += num_bytes
+    return tuple((*key, changes[key]) for key in sorted(changes) if changes[key])
 
 
-def mean_timeline(timelines: Sequence[Mapping[tuple[int, int], int]]) -> MemoryTimeline:
+def mean_timeline(timelines: Sequence[MemoryTimeline]) -> MemoryTimeline:
     """The mean of some timelines, in order."""
-    keys = sorted({key for timeline in timelines for key in timeline})
-    means = [(*key, round(sum(timeline.get(key, 0) for timeline in timelines) / len(timelines))) for key in keys]
+    totals: Counter[tuple[int, int]] = Counter()
+    for backward, distance, num_bytes in itertools.chain(*timelines):
+        totals[backward, distance] += num_bytes
+    means = [(*key, round(totals[key] / len(timelines))) for key in sorted(totals)]
     return tuple(entry for entry in means if entry[2])
 
 

@@ -21,12 +21,12 @@ CANDIDATES = 24
 def nearest_available(available: Sequence[str], precision: str) -> str:
     """``precision`` if it is available, else the next finer one, else the finest."""
     ladder = sorted(available, key=lambda name: number_format(name).rank)
-    wanted = number_format(precision).rank
-    return precision if precision in ladder else next((p for p in ladder if number_format(p).rank > wanted), ladder[-1])
+    rank = number_format(precision).rank
+    return precision if precision in ladder else next((p for p in ladder if number_format(p).rank > rank), ladder[-1])
 
 
 def covering_plans(
-    graph: OpGraph, available: Mapping[str, Sequence[str]], *, mixed: int, half_format: str, seed: int = 0
+    graph: OpGraph, available: Mapping[str, Sequence[str]], *, mixed: int, half_format: str
 ) -> dict[str, dict[str, str]]:
     """Plans to record.
 
@@ -36,7 +36,6 @@ def covering_plans(
         mixed: Number of plans besides the uniform ones; each is, of some random plans, the one with the most cases that
             no plan before it has.
         half_format: 16-bit format of the results of 8-bit operators.
-        seed: Of the random plans.
 
     Returns:
         Plans by name.
@@ -60,7 +59,7 @@ def covering_plans(
         return set(flow.cases(plan, lambda _: None)[0])
 
     covered = {case for plan in plans.values() for case in cases(plan)}
-    generator = random.Random(seed)
+    generator = random.Random(0)
     for k in range(mixed):
         candidates = [{name: generator.choice(available[name]) for name in names} for _ in range(CANDIDATES)]
         best = max(candidates, key=lambda plan: len(cases(plan) - covered))

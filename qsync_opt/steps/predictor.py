@@ -15,10 +15,9 @@ from qsync_opt.io import check_integer, near_match
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.steps.cases import CaseComposer, StepFlow
 from qsync_opt.steps.costs import Case, CaseCost, StepCosts, check_step_costs, on_one_queue
-from qsync_opt.steps.memory import Lifetimes, StepMemory, compiled_step_memory, step_memory
+from qsync_opt.steps.memory import Lifetimes, StepMemory, TimelineLookup, compiled_step_memory, step_memory
 from qsync_opt.steps.memory_timeline import MemoryTimeline, moments
-from qsync_opt.steps.queues import StepCycle, Work, compose
-from qsync_opt.steps.timeline_lookup import TimelineLookup
+from qsync_opt.steps.queues import NOTHING, Work, compose
 
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format of the result, time on the host, on the device forward and backward."""
@@ -78,17 +77,7 @@ class StepPredictor:
         self._cases: dict[Case, CaseCost] = dict(costs.cases)
         self._composer = CaseComposer(graph, costs, flow)
         self._position = {operator.name: i for i, operator in enumerate(graph)}
-        self._set_borders(borders)
-        self.cycle = StepCycle(costs.phases, micro_batches)
-        self._slowed = tuple(slowed) or (0,) * self.segments
-        self._slowed_ns = sum(self._slowed)
-        if len(self._slowed) != self.segments or not all(n >= 0 for n in self._slowed):
-            raise ProblemError(
-                f"segments slowed down by {list(slowed)} ns: {self.segments} numbers from 0 are needed, one per segment"
-            )
-
-    def _set_borders(self, borders: Sequence[int]) -> None:
-        count = len(self.graph)
+        count = len(graph)
         if list(borders) != sorted(set(borders), reverse=True) or any(not 0 <= b < count for b in borders):
             raise ProblemError(
                 f"bucket borders {list(borders)} are not falling positions below {count}, as backward meets them"
@@ -96,18 +85,25 @@ class StepPredictor:
         self._borders = tuple(borders)
         self._tables: list[dict[tuple[str, ...], _Entry]] = [{} for _ in range(count)]
         self._slots = []
-        for position, operator in enumerate(self.graph):
-            first, *others = self._flow.inputs[position] or (-1,)
+        for position, operator in enumerate(graph):
+            first, *others = flow.inputs[position] or (-1,)
             # Backward of an operator belongs to the first segment whose border it does not lie before.
             segment = sum(position < border for border in borders)
             name = operator.name if operator.role is Role.ADJUSTABLE else ""
             self._slots.append((name, first, tuple(others), self._tables[position], segment))
+        phases = costs.phases
+        self._copies = phases.get("copies", NOTHING)
+        self.finish = phases["backward|end"]
+        self.optimizer = compose([phases.get("clip", NOTHING), phases["optimizer"], phases["zero_grad"]])
+        self._slowed = tuple(slowed) or (0,) * self.segments
+        self._slowed_ns = sum(self._slowed)
+        if len(self._slowed) != self.segments or not all(n >= 0 for n in self._slowed):
+            raise ProblemError(
+                f"segments slowed down by {list(slowed)} ns: {self.segments} numbers from 0 are needed, one per segment"
+            )
 
     def plan(self, plan: Mapping[str, str]) -> PlannedStep:
-        """Predict all operators under a plan.
-
-        Args:
-            plan: Precision of every adjustable operator.
+        """Predict all operators under a plan, the precision of every adjustable operator.
 
         Raises:
             ProblemError: It leaves an adjustable operator out, names one that the model lacks, or one was never
@@ -216,13 +212,42 @@ class StepPredictor:
             tails = [(self.segments - 1, tail) for _, tail in tails]
         on_cpu = self.costs.device.kind == "cpu"
         if self.costs.waits and not on_cpu:
-            return self.cycle.standing_ns(self.lead_of(step), self.segments_of(step), tails)
-        host, device = self.cycle.steady_ns(step.host_ns, step.device_ns, self._slowed_ns, tails)
+            return self._standing_ns(step, tails)
+        copies, finish, optimizer = self._copies, self.finish, self.optimizer
+        now, host = copies.device, copies.host + step.host_ns + finish.host + optimizer.host
+        if earlier := self.micro_batches - 1:
+            now += earlier * (copies.device + sum(step.device_ns) - self._slowed_ns + finish.device)
+            host += earlier * (copies.host + step.host_ns + finish.host)
+        ready = []
+        for segment_ns in step.device_ns:
+            now += segment_ns
+            ready.append(now)
+        longest = now
+        try:
+            for segment, tail in tails:
+                if ready[segment] + tail > longest:
+                    longest = ready[segment] + tail
+        except IndexError:
+            raise ProblemError(
+                f"a bucket is ready after segment {segment}, but there are {len(ready)}: give the predictor the "
+                "borders of these buckets"
+            ) from None
+        device = longest + finish.device + optimizer.device
         share = self.costs.resting_share
         if share < 1.0 and all(precision == "FP32" for precision in step.plan.values()):
             # The runtime stands aside for a plan of FP32 alone. On a cpu the host is the device.
             host, device = round(share * host), round((share if on_cpu else 1.0) * device)
         return max(host, device)
+
+    def _standing_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]]) -> int:
+        """Time of a step that begins on an idle device, because the host waits for it in every step."""
+        host, device = self.lead_of(step).run(0, 0)
+        network = 0
+        last = dict(tails[::-1])  # of buckets ready at once, the first is followed by all their collectives
+        for k, segment in enumerate(self.segments_of(step)):
+            host, device = segment.run(host, device)
+            network = max(network, device + last.get(k, 0))
+        return max(compose([self.finish, self.optimizer]).run(host, max(device, network)))
 
     def captured_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
         """As `steady_ns`, when forward and backward pass are replayed as CUDA graphs (`qsync_opt.graphed`).
@@ -230,7 +255,11 @@ class StepPredictor:
         The host launches them at once, so that it counts only outside of the passes; gradients are delivered after the
         whole backward pass, so that no all-reduce overlaps it.
         """
-        return self.cycle.captured_ns(sum(step.device_ns) - self._slowed_ns, tails)
+        copies, finish, optimizer, passes = self._copies, self.finish, self.optimizer, self.micro_batches
+        pass_ns = copies.device + sum(step.device_ns) - self._slowed_ns + finish.device
+        network = max((tail for _, tail in tails), default=0)
+        host = passes * (copies.host + finish.host) + optimizer.host
+        return max(host, passes * pass_ns + network + optimizer.device)
 
     @property
     def segments(self) -> int:
@@ -251,9 +280,12 @@ class StepPredictor:
 
     def lead_of(self, step: PlannedStep) -> Work:
         """Work before the last micro-batch of a step: earlier ones, and copies from the host's memory."""
-        return self.cycle.lead(
-            lambda: [s._replace(device=s.device - n) for s, n in zip(self.segments_of(step), self._slowed, strict=True)]
-        )
+        if self.micro_batches == 1:
+            return self._copies
+        # No all-reduce runs beside an earlier micro-batch.
+        pairs = zip(self.segments_of(step), self._slowed, strict=True)
+        passes = [segment._replace(device=segment.device - slowed) for segment, slowed in pairs]
+        return compose([*[self._copies, *passes, self.finish] * (self.micro_batches - 1), self._copies])
 
     def memory(self, step: PlannedStep) -> StepMemory:
         """Peak memory of a step under a predicted plan.
@@ -293,11 +325,6 @@ class StepPredictor:
         if cost is None:
             cost = self._cases[case] = self._composer.compose(position, case)
         return cost
-
-    def cost_at(self, position: int, precision: str, arrival: str) -> CaseCost:
-        """Cost of an operator whose floating inputs all arrive in one format."""
-        inputs = (arrival,) * len(self._flow.inputs[position])
-        return self.cost(position, Case(self._flow.signature(position), precision, inputs))
 
     def signature(self, position: int) -> str:
         """Signature of an operator in its cases."""

@@ -10,10 +10,8 @@ Source: ours; max-plus linear systems as in F. Baccelli et al., "Synchronization
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
-
-from qsync_opt.errors import ProblemError
 
 NEVER = -(2**62)
 """Lag of work that launches nothing: the device does not wait for it."""
@@ -47,11 +45,9 @@ NOTHING = Work(0, 0, NEVER)
 
 
 def launched(host: int, kernels: Iterable[tuple[int, int]]) -> Work:
-    """Work of one stretch on the host that launches kernels.
+    """Work of one stretch of time ``host`` on the host that launches kernels.
 
-    Args:
-        host: Its time on the host.
-        kernels: Earliest start, from the beginning of the stretch, and duration of each kernel, in order.
+    ``kernels`` are earliest start, from the beginning of the stretch, and duration of each, in order.
     """
     device = 0
     lag = NEVER
@@ -69,85 +65,3 @@ def compose(pieces: Iterable[Work]) -> Work:
         host += h
         device += d
     return Work(host, device, lag)
-
-
-Tails = Sequence[tuple[int, int]]
-"""For each gradient bucket the segment that completes it, and the time of its all-reduce and all later ones."""
-
-
-class StepCycle:
-    """The recurring step of a worker: everything around the last micro-batch's forward and backward pass.
-
-    Args:
-        phases: Work outside of operators, by label; those of copies and clipping may be missing.
-        micro_batches: Forward and backward passes per step.
-    """
-
-    def __init__(self, phases: Mapping[str, Work], micro_batches: int) -> None:
-        self.copies = phases.get("copies", NOTHING)
-        self.finish = phases["backward|end"]
-        self.optimizer = compose([phases.get("clip", NOTHING), phases["optimizer"], phases["zero_grad"]])
-        self.earlier = micro_batches - 1
-
-    def steady_ns(self, host_ns: int, device_ns: Sequence[int], slowed_ns: int, tails: Tails) -> tuple[int, int]:
-        """Time of a step by the host's cycle, and by the longer of the device's and the network's.
-
-        Args:
-            host_ns: Of one forward and backward pass.
-            device_ns: Of its segments.
-            slowed_ns: Part of ``device_ns`` caused by all-reduces; earlier micro-batches have none.
-            tails: See `Tails`.
-
-        Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
-        """
-        copies, finish, optimizer = self.copies, self.finish, self.optimizer
-        now, begin_host = copies.device, copies.host
-        if self.earlier:
-            now += self.earlier * (copies.device + sum(device_ns) - slowed_ns + finish.device)
-            begin_host += self.earlier * (copies.host + host_ns + finish.host)
-        ready = []
-        for device in device_ns:
-            now += device
-            ready.append(now)
-        longest = now
-        try:
-            for segment, tail in tails:
-                if ready[segment] + tail > longest:
-                    longest = ready[segment] + tail
-        except IndexError:
-            raise ProblemError(
-                f"a bucket is ready after segment {segment}, but there are {len(ready)}: give the predictor the "
-                "borders of these buckets"
-            ) from None
-        return begin_host + host_ns + finish.host + optimizer.host, longest + finish.device + optimizer.device
-
-    def lead(self, passes: Callable[[], Sequence[Work]]) -> Work:
-        """Work before the last micro-batch: earlier ones, and copies.
-
-        Args:
-            passes: Segments of one forward and backward pass without all-reduces beside it.
-        """
-        if not self.earlier:
-            return self.copies
-        return compose([*[self.copies, *passes(), self.finish] * self.earlier, self.copies])
-
-    def standing_ns(self, lead: Work, segments: Sequence[Work], tails: Tails) -> int:
-        """Time of a step that begins on an idle device, because the host waits for it in every step."""
-        host, device = lead.run(0, 0)
-        network = 0
-        last = dict(tails[::-1])  # of buckets ready at once, the first is followed by all their collectives
-        for k, segment in enumerate(segments):
-            host, device = segment.run(host, device)
-            network = max(network, device + last.get(k, 0))
-        device = max(device, network)
-        for work in (self.finish, self.optimizer):
-            host, device = work.run(host, device)
-        return max(host, device)
-
-    def captured_ns(self, device_ns: int, tails: Tails) -> int:
-        """Time of a step whose passes are replayed as CUDA graphs; ``device_ns`` is that of one pass."""
-        network = max((tail for _, tail in tails), default=0)
-        passes = self.earlier + 1
-        host = passes * (self.copies.host + self.finish.host) + self.optimizer.host
-        device = passes * (self.copies.device + device_ns + self.finish.device) + network + self.optimizer.device
-        return max(host, device)

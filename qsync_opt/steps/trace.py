@@ -13,6 +13,8 @@ The time that a launch waits for room in the device's queue is subtracted.
 from __future__ import annotations
 
 import bisect
+import gzip
+import io
 import itertools
 import json
 import math
@@ -20,7 +22,7 @@ import os
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -51,10 +53,8 @@ def phase_label(phase: str) -> str:
 def operator_label(name: str, sequence: int, precision: str = "") -> str:
     """Label of the range around an operator.
 
-    Args:
-        name: Of the operator.
-        sequence: Number that the next autograd node will get.
-        precision: Under the applied plan, "" if there is none.
+    ``sequence`` is the number that the next autograd node will get, ``precision`` that of the applied plan, "" if there
+    is none.
     """
     return f"{PREFIX}{sequence}{':' if precision else ''}{precision}|{name}"
 
@@ -117,14 +117,13 @@ class Change(NamedTuple):
 class StepEvents:
     """Events of a trace that are charged, each sequence sorted by start.
 
-    ``calls`` are starts of operations, ``waits`` those of calls in which the host waits for the device.
+    ``waits`` are starts of calls in which the host waits for the device.
     """
 
     ranges: Sequence[Range]
     nodes: Sequence[Node]
     launches: Sequence[Launch] = ()
     kernels: Sequence[Kernel] = ()
-    calls: Sequence[int] = ()
     changes: Sequence[Change] = ()
     waits: Sequence[int] = ()
 
@@ -135,16 +134,12 @@ class Span:
 
     Attributes:
         host_ns: Time on the host, without waiting.
-        calls: Operations.
-        launches: Of kernels.
         kernels: Offset of the launch on the host (within the span, without waiting), duration and name.
         changes: Bytes of memory allocated, or freed if below zero.
         blocked_ns: Time that launches waited for room in the device's queue.
     """
 
     host_ns: int = 0
-    calls: int = 0
-    launches: int = 0
     kernels: list[tuple[int, int, str]] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)
     blocked_ns: int = 0
@@ -207,20 +202,29 @@ def charge_step(events: StepEvents) -> list[StepSpans]:
     Raises:
         ProblemError: The trace has no labels, or a phase lacks its backward pass.
     """
-    phases = [r for r in events.ranges if r.label[len(PREFIX) :] in PHASES]
-    copies = [False, *(r.label == phase_label(COPIES) for r in phases)]
-    starts = [i - copies[i] for i, r in enumerate(phases) if r.label == phase_label(FORWARD)]
+    waits = waits_of(events.launches)
+    return [_charge_step(events, phases, end, waits) for phases, end in split_steps(events.ranges, PHASES)]
+
+
+def split_steps(ranges: Sequence[Range], allowed: Sequence[str]) -> Iterator[tuple[list[tuple[str, Range]], int]]:
+    """Phases of each step with their ranges, in order, and when the next step begins or the last phase ends.
+
+    ``allowed`` are the phases that count.
+
+    Raises:
+        ProblemError: There is no step, or one lacks its backward pass.
+    """
+    phases = [(r.label[len(PREFIX) :], r) for r in ranges if r.label[len(PREFIX) :] in allowed]
+    copies = [False, *(phase == COPIES for phase, _ in phases)]
+    starts = [i - copies[i] for i, (phase, _) in enumerate(phases) if phase == FORWARD]
     if not starts:
         raise ProblemError(
             f"the trace has no range {phase_label(FORWARD)!r}; record it inside step_labels(model, graph)"
         )
-    waits = waits_of(events.launches)
-    steps = []
-    for i, first in enumerate(starts):
-        last = starts[i + 1] if i + 1 < len(starts) else len(phases)
-        until = phases[last].start if last < len(phases) else None
-        steps.append(_charge_step(events, phases[first:last], until, waits))
-    return steps
+    for first, last in itertools.pairwise([*starts, len(phases)]):
+        if all(phase != BACKWARD for phase, _ in phases[first:last]):
+            raise ProblemError(f"the trace has a step without range {phase_label(BACKWARD)!r}")
+        yield phases[first:last], phases[last][1].start if last < len(phases) else phases[-1][1].end
 
 
 def waits_of(launches: Sequence[Launch]) -> list[tuple[int, int]]:
@@ -236,11 +240,9 @@ def waits_of(launches: Sequence[Launch]) -> list[tuple[int, int]]:
 
 
 def _charge_step(
-    events: StepEvents, phases: Sequence[Range], until: int | None, waits: Sequence[tuple[int, int]]
+    events: StepEvents, phases: Sequence[tuple[str, Range]], end: int, waits: Sequence[tuple[int, int]]
 ) -> StepSpans:
-    ranges = {phase.label[len(PREFIX) :]: phase for phase in phases}
-    if BACKWARD not in ranges:
-        raise ProblemError(f"the trace has a step without range {phase_label(BACKWARD)!r}")
+    ranges = dict(phases)
     forward, backward = ranges[FORWARD], ranges[BACKWARD]
     operators, precisions = [], {}
     for r in _between(events.ranges, forward.start, forward.end):
@@ -249,7 +251,7 @@ def _charge_step(
             operators.append((r.start, sequence, name))
             if precision:
                 precisions[name] = precision
-    windows = _consecutive(
+    windows = consecutive(
         [
             (forward.start, (FORWARD, BEGIN)),
             *((start, (FORWARD, name)) for start, _, name in operators),
@@ -260,21 +262,19 @@ def _charge_step(
     windows += _backward_windows(backward, operators, _between(events.nodes, backward.start, backward.end))
     if COPIES in ranges:
         windows.append(Window(ranges[COPIES].start, forward.start, (COPIES, BEGIN)))
-    after = sorted((p for p in phases if p.start >= backward.end), key=lambda p: p.start)
+    after = [(r.start, (phase, BEGIN)) for phase, r in phases if r.start >= backward.end]
     if after:
-        starts = [(phase.start, (phase.label[len(PREFIX) :], BEGIN)) for phase in after]
-        end = after[-1].end if until is None else until
-        windows += _consecutive([(backward.end, (BACKWARD, END)), *starts], end)
+        windows += consecutive([(backward.end, (BACKWARD, END)), *after], end)
     windows.sort()
     order = tuple(dict.fromkeys(name for _, _, name in operators))
     waited = any(forward.start <= time < backward.end for time in events.waits)
     return replace(fill(events, windows, waits, order), waits=waited, precisions=precisions)
 
 
-def _consecutive(starts: Sequence[tuple[int, tuple[str, str]]], end: int) -> list[Window]:
+def consecutive(starts: Sequence[tuple[int, tuple[str, str]]], end: int) -> list[Window]:
     """Windows that each end where the next one begins."""
-    ends = [start for start, _ in starts[1:]]
-    return [Window(start, stop, key) for (start, key), stop in zip(starts, [*ends, end], strict=True)]
+    pairs = itertools.pairwise([*starts, (end, ("", ""))])
+    return [Window(start, stop, key) for (start, key), (stop, _) in pairs]
 
 
 def _backward_windows(
@@ -291,7 +291,7 @@ def _backward_windows(
         starts.append((node.start, (BACKWARD, name)))
     if nodes:
         starts.append((nodes[-1].end, (BACKWARD, END)))
-    return _consecutive(starts, backward.end)
+    return consecutive(starts, backward.end)
 
 
 def _between(events: Sequence[Any], start: int, end: int) -> list[Any]:
@@ -301,84 +301,60 @@ def _between(events: Sequence[Any], start: int, end: int) -> list[Any]:
 def fill(
     events: StepEvents, windows: Sequence[Window], waits: Sequence[tuple[int, int]], order: tuple[str, ...]
 ) -> StepSpans:
-    """Charge the events of one step to windows, which are sorted."""
-    table = _Windows(windows, waits)
-    for time in events.calls:
-        if span := table.span_at(time):
-            span.calls += 1
+    """Charge the events of one step to windows, which are sorted.
+
+    Several windows may belong to one span, which then continues in the next. Waits of launches are subtracted from the
+    spans' time on the host, and from offsets in them.
+    """
+    starts = [window.start for window in windows]
+
+    def index(time: int) -> int | None:
+        i = bisect.bisect_right(starts, time) - 1
+        return i if i >= 0 and time < windows[i].end else None
+
+    waits_in: dict[int | None, list[tuple[int, int]]] = {}
+    for wait in waits:
+        waits_in.setdefault(index(wait[0]), []).append(wait)
+    spans: Spans = {}
+    offsets = []  # of each window in its span
+    for i, window in enumerate(windows):
+        span = spans.setdefault(window.key, Span())
+        offsets.append(span.host_ns)
+        waited = sum(duration for _, duration in waits_in.get(i, ()))
+        span.host_ns += window.end - window.start - waited
+        span.blocked_ns += waited
     launch_of = {launch.correlation: launch for launch in events.launches}
     usage = Counter(kernel.stream for kernel in events.kernels)
     compute = max(usage, key=lambda stream: usage[stream], default=0)
     others, launched = [], []
     for kernel in events.kernels:
         launch = launch_of.get(kernel.correlation)
-        span = None if launch is None else table.span_at(launch.start)
-        if launch is None or span is None:
+        if launch is None or (place := index(launch.start)) is None:
             continue
         if kernel.stream != compute:
             others.append(kernel)
             continue
         launched.append((kernel, launch))
-        span.launches += 1
-        span.kernels.append((table.offset(launch.start), kernel.end - kernel.start, kernel.name))
-    now = peak = 0
+        span, begin = spans[windows[place].key], launch.start
+        waited = sum(duration for start, duration in waits_in.get(place, ()) if start < begin)
+        offset = offsets[place] + begin - windows[place].start - waited
+        span.kernels.append((offset, kernel.end - kernel.start, kernel.name))
     start, end = windows[0].start, windows[-1].end
     for change in events.changes:
-        if span := table.span_at(change.time):
-            span.changes.append(change.num_bytes)
-        if start <= change.time < end:
-            now += change.num_bytes
-            peak = max(peak, now)
+        if (place := index(change.time)) is not None:
+            spans[windows[place].key].changes.append(change.num_bytes)
+    changes = (change.num_bytes for change in events.changes if start <= change.time < end)
     gap_ns, latency_ns = _gaps(launched)
     return StepSpans(
-        spans=table.spans,
+        spans=spans,
         order=order,
         other_streams=tuple(others),
         gap_ns=gap_ns,
         latency_ns=latency_ns,
         start_ns=start,
         end_ns=end,
-        peak_bytes=peak,
+        peak_bytes=max(itertools.accumulate(changes, initial=0)),
     )
-
-
-class _Windows:
-    """Spans of sorted windows; several windows may belong to one span, which then continues in the next.
-
-    Waits of launches are subtracted from the spans' time on the host, and from offsets in them.
-    """
-
-    def __init__(self, windows: Sequence[Window], waits: Sequence[tuple[int, int]]) -> None:
-        self.spans: Spans = {}
-        self._windows = windows
-        self._starts = [window.start for window in windows]
-        self._waits: dict[int, list[tuple[int, int]]] = {}
-        for start, duration in waits:
-            i = self._index(start)
-            if i is not None:
-                self._waits.setdefault(i, []).append((start, duration))
-        self._offsets: list[int] = []
-        """Of each window in its span."""
-        for i, window in enumerate(windows):
-            span = self.spans.setdefault(window.key, Span())
-            self._offsets.append(span.host_ns)
-            waited = sum(duration for _, duration in self._waits.get(i, ()))
-            span.host_ns += window.end - window.start - waited
-            span.blocked_ns += waited
-
-    def _index(self, time: int) -> int | None:
-        i = bisect.bisect_right(self._starts, time) - 1
-        return i if i >= 0 and time < self._windows[i].end else None
-
-    def span_at(self, time: int) -> Span | None:
-        i = self._index(time)
-        return None if i is None else self.spans[self._windows[i].key]
-
-    def offset(self, time: int) -> int:
-        """Time on the host from the beginning of the span, without waits."""
-        i = bisect.bisect_right(self._starts, time) - 1
-        waited = sum(duration for start, duration in self._waits.get(i, ()) if start < time)
-        return self._offsets[i] + time - self._windows[i].start - waited
 
 
 def _gaps(pairs: Iterable[tuple[Kernel, Launch]]) -> tuple[float, float]:
@@ -405,10 +381,9 @@ _LATEST_US = 1e17
 
 
 def read_chrome_trace(path: str | os.PathLike[str]) -> StepEvents:
-    """Read a trace file, plain or compressed by gzip (as torch writes it for names that end in ".gz").
+    """Read a trace file that ``export_chrome_trace`` of a profiler wrote that ran inside ``step_labels``.
 
-    Args:
-        path: Written by ``export_chrome_trace`` of a profiler that ran inside ``step_labels``.
+    It is plain or compressed by gzip (as torch writes it for names that end in ".gz").
 
     Raises:
         ProblemError: It cannot be read, is no trace, or an event in it is damaged.
@@ -417,75 +392,57 @@ def read_chrome_trace(path: str | os.PathLike[str]) -> StepEvents:
     try:
         data = read_bounded(path, _LARGEST_BYTES)
         if data is not None and data.startswith(_GZIP):
-            data = _decompressed(data)
-        trace = None if data is None else json.loads(data)
-    except (OSError, ValueError, RecursionError, zlib.error) as error:  # ValueError: no UTF-8, or no JSON
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_LARGEST_BYTES + 1)
+        is_small = data is not None and len(data) <= _LARGEST_BYTES
+        trace = json.loads(data) if data is not None and is_small else None
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # ValueError: no UTF-8, or no JSON
         text = str(error) or type(error).__name__
         raise ProblemError(f"cannot read trace {where!r}: {text}; export it with export_chrome_trace") from error
-    if data is None:
+    if not is_small:
         raise ProblemError(f"cannot read trace {where!r}: it has more than {_LARGEST_BYTES} bytes; trace fewer steps")
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
         raise ProblemError(f"{where!r} is no trace: it has no list 'traceEvents'; export it with export_chrome_trace")
-    collected = _CollectedEvents()
+    collected: dict[str, list[Any]] = {f.name: [] for f in fields(StepEvents)}
     for i, event in enumerate(events):
         if not isinstance(event, dict):
             continue
         try:
-            collected.add(event)
+            _collect(event, collected)
         except (TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
             name = str(event.get("name"))[:60]
             raise ProblemError(
                 f"trace {where!r} is damaged: event {i} ({name!r}) cannot be read ({error!r:.80}); export it again "
                 "with export_chrome_trace"
             ) from error
-    return collected.in_order()
+    return StepEvents(**{kind: sorted(of_kind) for kind, of_kind in collected.items()})
 
 
-def _decompressed(data: bytes) -> bytes | None:
-    """Content of a gzip file; None if it is larger than the limit."""
-    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 16)
-    content = decompressor.decompress(data, _LARGEST_BYTES)
-    if decompressor.unconsumed_tail:
-        return None
-    if not decompressor.eof:
-        raise ValueError("the packed file ends too early")
-    return content
-
-
-class _CollectedEvents:
-    """Events of a trace, by kind."""
-
-    def __init__(self) -> None:
-        self._events: dict[str, list[Any]] = {f.name: [] for f in fields(StepEvents)}
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        arguments = event.get("args") or {}
-        if event.get("name") == "[memory]" and "Bytes" in arguments:
-            self._events["changes"].append(Change(_ns(event["ts"]), int(arguments["Bytes"])))
-        if event.get("ph") != "X" or "ts" not in event:
-            return
-        name, category = str(event.get("name")), event.get("cat")
-        start = _ns(event["ts"])
-        end = start + _ns(event.get("dur", 0))
-        if end < start:
-            raise ValueError(f"dur is {event['dur']}")
-        if category in _ON_DEVICE:
-            stream = int(arguments.get("stream", 0))
-            self._events["kernels"].append(Kernel(start, end, int(arguments.get("correlation", -1)), stream, name))
-        elif category in _RUNTIME:
-            if name.startswith(LAUNCHES):
-                self._events["launches"].append(Launch(start, end, int(arguments.get("correlation", -1))))
-        elif category in ("cpu_op", "user_annotation"):
-            if name.startswith(PREFIX):
-                self._events["ranges"].append(Range(start, end, name))
-            elif name.startswith(NODE):
-                self._events["nodes"].append(Node(start, end, _sequence(arguments)))
-            else:
-                self._events["calls"].append(start)
-
-    def in_order(self) -> StepEvents:
-        return StepEvents(**{kind: sorted(events) for kind, events in self._events.items()})
+def _collect(event: Mapping[str, Any], events: Mapping[str, list[Any]]) -> None:
+    """Add an event of a trace to those of its kind."""
+    arguments = event.get("args") or {}
+    if event.get("name") == "[memory]" and "Bytes" in arguments:
+        events["changes"].append(Change(_ns(event["ts"]), int(arguments["Bytes"])))
+    if event.get("ph") != "X" or "ts" not in event:
+        return
+    name, category = str(event.get("name")), event.get("cat")
+    start = _ns(event["ts"])
+    end = start + _ns(event.get("dur", 0))
+    if end < start:
+        raise ValueError(f"dur is {event['dur']}")
+    if category in _ON_DEVICE:
+        stream = int(arguments.get("stream", 0))
+        events["kernels"].append(Kernel(start, end, int(arguments.get("correlation", -1)), stream, name))
+    elif category in _RUNTIME:
+        if name.startswith(LAUNCHES):
+            events["launches"].append(Launch(start, end, int(arguments.get("correlation", -1))))
+    elif category in ("cpu_op", "user_annotation"):
+        if name.startswith(PREFIX):
+            events["ranges"].append(Range(start, end, name))
+        elif name.startswith(NODE):
+            # Nodes that accumulate gradients have no number, or the largest possible.
+            number = int(arguments.get("Sequence number", -1))
+            events["nodes"].append(Node(start, end, number if number < 2**62 else -1))
 
 
 def _ns(microseconds: Any) -> int:
@@ -493,9 +450,3 @@ def _ns(microseconds: Any) -> int:
     if not (math.isfinite(value) and abs(value) < _LATEST_US):
         raise ValueError(f"{value} is no time in microseconds")
     return round(value * 1000)
-
-
-def _sequence(arguments: Mapping[str, Any]) -> int:
-    """Number of a node; those that accumulate gradients have none, or the largest possible."""
-    number = int(arguments.get("Sequence number", -1))
-    return number if number < 2**62 else -1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from qsync_opt.model import Role
 from qsync_opt.numerics import PrecisionFormats, formats_for
@@ -59,12 +60,11 @@ def _instance(
     tables: Mapping[str, Mapping[str, OperatorCost]],
     *,
     objective: float,
-    latency_limit_ns: int,
     memory_limit_kib: int,
     cast_ns: int = 0,
-    communication: Communication | None = None,
-    cast_sharing: str = "edge",
+    **limits: Any,
 ) -> Instance:
+    """A problem of one device; ``limits`` are further fields of `Problem`."""
     cast = CastCost(base_ns=cast_ns, ns_per_mi_elements=0)
     device = ProblemDevice(
         name="T4",
@@ -74,16 +74,8 @@ def _instance(
         casts={(a, b): cast for a in FORMATS for b in FORMATS if a != b},
         operators=tables,
     )
-    problem = Problem(
-        name=name,
-        formats=FORMATS,
-        operators=tuple(operators),
-        communication=communication or Communication(),
-        optimizer_ns=0,
-        latency_limit_ns=latency_limit_ns,
-        devices=(device,),
-        cast_sharing=cast_sharing,
-    )
+    fields = {"communication": Communication(), "optimizer_ns": 0, **limits}
+    problem = Problem(name=name, formats=FORMATS, operators=tuple(operators), devices=(device,), **fields)
     return Instance(problem=problem, objective=objective)
 
 
@@ -256,12 +248,7 @@ def random_problem(source: random.Random, *, max_operators: int = 7, max_devices
 
     It mixes all roles, several and repeated inputs, precisions with border formats of their own and of others,
     sensitivities with zeros, ties and many decades, buckets in any order, and both kinds of cast sharing. Limits are
-    near those of a random plan.
-
-    Args:
-        source: Source of random numbers; with Hypothesis' ``randoms()`` this is a strategy that shrinks.
-        max_operators: Largest number of operators.
-        max_devices: Largest number of device types.
+    near those of a random plan. With Hypothesis' ``randoms()`` as ``source`` this is a strategy that shrinks.
 
     Source: ours.
     """

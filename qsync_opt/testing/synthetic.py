@@ -23,10 +23,7 @@ _MOST_INPUTS = 3
 def random_step_costs(graph: OpGraph, precisions: Sequence[str], *, seed: int = 0) -> StepCosts:
     """Step costs with random times and sizes, the same for the same arguments.
 
-    Args:
-        graph: The model.
-        precisions: Of every adjustable operator.
-        seed: Of the random numbers.
+    Every adjustable operator has all ``precisions``.
     """
     generator = random.Random(seed)
     flow = StepFlow(graph, "BF16")
@@ -116,13 +113,16 @@ def make_operator(
     )
 
 
-def make_graph(operators: Sequence[Operator], parameters: Mapping[str, int] | None = None) -> OpGraph:
-    """A graph; ``parameters`` maps names to numbers of elements, in registration order."""
-    specs = tuple(
-        ParameterSpec(name=name, spec=TensorSpec(shape=(elements,), dtype="float32"))
-        for name, elements in (parameters or {}).items()
-    )
-    return OpGraph(name="synthetic", operators=tuple(operators), parameters=specs)
+def make_graph(
+    operators: Sequence[Operator],
+    parameters: Mapping[str, int | tuple[int, ...]] | None = None,
+    *,
+    name: str = "synthetic",
+) -> OpGraph:
+    """A graph; ``parameters`` maps names to numbers of elements or shapes, in registration order."""
+    shapes = {key: (size,) if isinstance(size, int) else size for key, size in (parameters or {}).items()}
+    specs = [ParameterSpec(name=key, spec=TensorSpec(shape=shape, dtype="float32")) for key, shape in shapes.items()]
+    return OpGraph(name=name, operators=tuple(operators), parameters=tuple(specs))
 
 
 def residual_graph() -> OpGraph:
@@ -178,10 +178,7 @@ def stacked_graph(blocks: int) -> OpGraph:
 def stacked_problem(blocks: int, *, devices: Sequence[str] = ("slow",), seed: int = 0) -> Problem:
     """The problem of `stacked_graph` on made-up device types, with limits that force a mix of precisions.
 
-    Args:
-        blocks: Number of blocks of ten operators.
-        devices: Names of device types, each slower than the one before.
-        seed: Of the sensitivities, which span two decades.
+    Each of ``devices`` is slower than the one before. Sensitivities span two decades; ``seed`` draws them.
     """
     graph = stacked_graph(blocks)
     source = random.Random(seed)
@@ -312,10 +309,7 @@ def sample_graph() -> OpGraph:
         make_operator("add", Role.DEPENDENT, ["fc2", "embed"]),
     )
     shapes = {"embed.weight": (64, 64), "norm.weight": (64,), "fc1.weight": (64, 64), "fc2.weight": (64, 64)}
-    parameters = tuple(
-        ParameterSpec(name=name, spec=TensorSpec(shape=shape, dtype="float32")) for name, shape in shapes.items()
-    )
-    return OpGraph(name="sample", operators=operators, parameters=parameters)
+    return make_graph(operators, shapes, name="sample")
 
 
 def sample_knowledge(graph: OpGraph) -> ModelKnowledge:

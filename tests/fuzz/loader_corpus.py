@@ -21,7 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qsync_opt.cluster import data_sheet, load_cluster
 from qsync_opt.costs import load_profile, roofline_profile
 from qsync_opt.formulations.training import FrontPoint
-from qsync_opt.io import MeasurementCache, parse_json
+from qsync_opt.io import MeasurementCache, encode, parse_json
 from qsync_opt.model import Role, graph_to_json, load_graph, save_graph
 from qsync_opt.model.onnx import read_onnx, read_weights
 from qsync_opt.report import load_measured
@@ -38,7 +38,6 @@ from qsync_opt.sensitivity import (
     TensorStatistics,
     load_statistics,
     save_statistics,
-    statistics_to_json,
 )
 from qsync_opt.testing import random_plan, random_problem, sample_graph
 from qsync_opt.training import FrontCache, evaluate, front_key, load_plan, load_problem
@@ -264,7 +263,7 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         Loader("plan", "json", [small_plan], _plan),
         Loader("profile", "json", [profile], _profile),
         Loader("cluster", "yaml", [yaml.safe_load(CLUSTER), CLUSTER], _cluster),
-        Loader("statistics", "json", [json.loads(statistics_to_json(_sample_statistics()))], _statistics),
+        Loader("statistics", "json", [encode(_sample_statistics(), version="qsync-statistics/3")], _statistics),
         Loader("graph", "json", [graph_to_json(sample_graph())], _graph),
         Loader("sensitivities", "json", [sensitivities], _sensitivities),
         Loader("measurement cache", "json", [measurement], _measurement),

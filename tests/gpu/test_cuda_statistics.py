@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qsync_opt.io import encode
 from qsync_opt.numerics import formats_for
 from qsync_opt.runtimes.torch.sensitivity import Replays, collect_statistics
-from qsync_opt.sensitivity import NoiseOptions, statistics_to_json, variances
+from qsync_opt.sensitivity import NoiseOptions, variances
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -78,11 +79,11 @@ def test_replayed_graphs_measure_what_kernels_measure_one_by_one(monkeypatch):
     captured = []
     capture = Replays._captured
     monkeypatch.setattr(Replays, "_captured", lambda *a: captured.append(1) or capture(*a))
-    replayed = _numbers(statistics_to_json(collect_statistics(model, batches, probes=1)))
+    replayed = _numbers(encode(collect_statistics(model, batches, probes=1)))
     assert captured
     monkeypatch.setattr("qsync_opt.runtimes.torch.sensitivity.replays._LARGEST", 0)
     captured.clear()
-    plain = _numbers(statistics_to_json(collect_statistics(model, batches, probes=1)))
+    plain = _numbers(encode(collect_statistics(model, batches, probes=1)))
     assert not captured
     assert replayed.keys() == plain.keys()
     wrong = {

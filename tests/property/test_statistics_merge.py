@@ -1,6 +1,9 @@
+import json
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qsync_opt.io import decode, encode
 from qsync_opt.numerics import Granularity, Rounding, noise_kinds
 from qsync_opt.sensitivity import (
     ModelStatistics,
@@ -10,8 +13,6 @@ from qsync_opt.sensitivity import (
     RoundingFactor,
     TensorStatistics,
     merge_statistics,
-    statistics_from_json,
-    statistics_to_json,
 )
 
 values = st.floats(min_value=0, max_value=1e6, allow_subnormal=False).map(lambda x: round(x, 6))
@@ -64,7 +65,8 @@ def variances(model: ModelStatistics) -> list[float]:
 
 @given(models())
 def test_files_keep_everything(model: ModelStatistics) -> None:
-    assert statistics_from_json(statistics_to_json(model)) == model
+    data = json.loads(json.dumps(encode(model)))
+    assert decode(ModelStatistics, data, "statistics") == model
 
 
 @settings(max_examples=60)

@@ -13,6 +13,7 @@ Source: ours; the rules of the code are those of torch 2.11 to 2.13.
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ _DTYPES = {
     8: ("int64", "uint64", "float64", "complex64"),
 }
 _ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names}
+_VIEWS = (".view_dtype", ".as_strided.default", ".permute.default")
+"""Ends of the names of library calls that return a view of their first operand; ``.view.`` is in others."""
+_SAVED = ""
+"""Stands for a name of the tensors that are saved for the backward pass."""
 _TANGENT = "tangents_"
 """Prefix of the arguments of the backward pass that are gradients of the model's results."""
 
@@ -69,7 +74,7 @@ class _Pass:
     names: dict[str, list[_Storage]] = field(default_factory=dict)
 
     def allocate(self, num_bytes: int, statement: str) -> _Storage:
-        storage = _Storage(_rounded(num_bytes))
+        storage = _Storage(-(-num_bytes // ROUNDED_BYTES) * ROUNDED_BYTES)
         self.now += storage.num_bytes
         if self.now > self.peak:
             self.peak, self.statement = self.now, statement
@@ -111,24 +116,16 @@ def step_peak(forward: PassCode, backward: PassCode, *, tangents_held: bool) -> 
         names, sizes = _arguments(backward.text), _argument_bytes(backward.text)
         tangents = sum(name.startswith(_TANGENT) for name in names)
         saved = returned[len(returned) - (len(names) - tangents) :]
-        for storages in returned:
-            for storage in storages:
-                storage.holders += 1
-        for name in list(first.names):
+        first.bind(_SAVED, itertools.chain(*saved))
+        for name in first.names.keys() - {_SAVED}:
             first.drop(name)
-        for storages in returned[: len(returned) - len(saved)]:
-            for storage in storages:
-                first.release(storage)
         second = _Pass(backward.sizes, first.now)
         arguments = [storages[0] if storages else _Storage(0, 1) for storages in saved]
         arguments += [second.allocate(sizes.get(name, 0), name) for name in names if name.startswith(_TANGENT)]
         if tangents_held:
             for storage in arguments[len(saved) :]:
                 storage.holders += 1
-        # Only the pass keeps the saved tensors, once per argument.
-        for storages in saved:
-            for storage in storages:
-                storage.holders -= 1
+        first.drop(_SAVED)  # the backward pass alone keeps them, once per argument
         _interpret(second, backward.text, arguments)
     except (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError) as failure:
         raise UnsupportedError(
@@ -170,7 +167,7 @@ def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]
         called = ast.unparse(value.func)
         if called.startswith("empty_strided"):
             state.bind(name, [state.allocate(_strided_bytes(value.args[0], value.args[1], value.args[2]), statement)])
-        elif called == "reinterpret_tensor" or _is_view(called):
+        elif called == "reinterpret_tensor" or ".view." in called or called.endswith(_VIEWS):
             state.bind(name, _viewed(state, value.args[0]))
         elif name in state.sizes:
             state.bind(name, [state.allocate(state.sizes[name], statement)])
@@ -188,11 +185,6 @@ def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]
             state.drop(member)
         elif isinstance(value, ast.Name):
             state.bind(name, state.names.get(value.id, ()))
-
-
-def _is_view(called: str) -> bool:
-    """Whether a library call returns a view of its first operand."""
-    return ".view." in called or called.endswith((".view_dtype", ".as_strided.default", ".permute.default"))
 
 
 def _viewed(state: _Pass, value: Any) -> list[_Storage]:
@@ -257,7 +249,3 @@ def _strided_bytes(shape: ast.expr, stride: ast.expr, dtype: Any) -> int:
         return 0
     reach = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
     return int(reach * _ITEM_BYTES[dtype.attr])
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ROUNDED_BYTES) * ROUNDED_BYTES

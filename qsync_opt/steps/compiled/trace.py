@@ -18,6 +18,7 @@ Source: ours.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -39,8 +40,9 @@ from qsync_opt.steps.trace import (
     StepEvents,
     StepSpans,
     Window,
+    consecutive,
     fill,
-    phase_label,
+    split_steps,
     waits_of,
 )
 
@@ -102,24 +104,21 @@ def match_calls(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> lis
     Raises:
         ProblemError: The graph launched another number of fused kernels than scheduled.
     """
-    expected = [i for i, entry in enumerate(schedule) if entry.fused]
-    seen = [i for i, call in enumerate(calls) if call.fused]
-    if len(expected) != len(seen):
+    expected, launched = (sum(one.fused for one in some) for some in (schedule, calls))
+    if expected != launched:
         raise ProblemError(
-            f"a compiled graph was to launch {len(expected)} fused kernels and launched {len(seen)}; its steps cannot "
-            "be charged to operators"
+            f"a compiled graph was to launch {expected} fused kernels and launched {launched}; its steps cannot be "
+            "charged to operators"
         )
-    entries: list[Scheduled | None] = [None] * len(calls)
-    for entry, call in zip(expected, seen, strict=True):
-        entries[call] = schedule[entry]
-    borders = zip([-1, *expected], [*expected, len(schedule)], [-1, *seen], [*seen, len(calls)], strict=True)
-    for first, last, begin, end in borders:
-        place = first + 1
-        for i in range(begin + 1, end):
-            name = calls[i].name.rpartition("::")[2]
-            match = next((k for k in range(place, last) if name in schedule[k].calls), None)
-            if match is not None:
-                entries[i], place = schedule[match], match + 1
+    entries: list[Scheduled | None] = []
+    place, count = 0, len(schedule)
+    for call in calls:
+        fused = next((k for k in range(place, count) if schedule[k].fused), count)
+        name = call.name.rpartition("::")[2]
+        among = (k for k in range(place, fused) if name in schedule[k].calls)
+        match = fused if call.fused else next(among, None)
+        entries.append(None if match is None else schedule[match])
+        place = place if match is None else match + 1
     return entries
 
 
@@ -143,28 +142,17 @@ def charge_compiled(
     Raises:
         ProblemError: A pass ran another number of graphs, or other kernels than scheduled.
     """
-    marks = {phase_label(phase): phase for phase in (FORWARD, BACKWARD, *_LATER)}
-    phases = [r for r in trace.events.ranges if r.label in marks]
-    starts = [i for i, r in enumerate(phases) if marks[r.label] == FORWARD]
-    if not starts:
-        raise ProblemError(f"the trace has no range {phase_label(FORWARD)!r}; record it with labelled phases")
     waits = waits_of(trace.events.launches)
     steps = []
-    for i, first in enumerate(starts):
-        last = starts[i + 1] if i + 1 < len(starts) else len(phases)
-        end = phases[last].start if last < len(phases) else phases[last - 1].end
-        ranges = {marks[r.label]: r for r in phases[first:last]}
-        if BACKWARD not in ranges:
-            raise ProblemError(f"the trace has a step without range {phase_label(BACKWARD)!r}")
+    for phases, end in split_steps(trace.events.ranges, (FORWARD, BACKWARD, *_LATER)):
+        ranges = dict(phases)
         windows: list[Window] = []
         entries: dict[str, Scheduled] = {}
         _pass_windows(trace, FORWARD, ranges[FORWARD], ranges[BACKWARD].start, forward, windows, entries)
-        later = sorted((ranges[p] for p in _LATER if p in ranges), key=lambda r: r.start)
-        until = later[0].start if later else end
+        later = [(r.start, phase) for phase, r in phases if phase in _LATER]
+        until = later[0][0] if later else end
         _pass_windows(trace, BACKWARD, ranges[BACKWARD], until, backward, windows, entries)
-        for k, phase in enumerate(later):
-            stop = later[k + 1].start if k + 1 < len(later) else end
-            windows.append(Window(phase.start, stop, (marks[phase.label], BEGIN)))
+        windows += consecutive([(start, (phase, BEGIN)) for start, phase in later], end)
         windows.sort()
         begin = ranges[FORWARD].start
         peak, later_bytes = _peaks(trace.events.changes, begin, until, end)
@@ -188,8 +176,7 @@ def _charged_changes(
     positions = {name: i for i, name in enumerate(order)}
     count = len(order)
     charged: list[ChargedChange] = []
-    pending = iter(changes)
-    change = next(pending, None)
+    pending = deque(changes)
     forward, backward = -1, count
     writes = {label: list(entry.writes) for label, entry in entries.items()}
     labels = list(entries)
@@ -204,12 +191,11 @@ def _charged_changes(
             else:
                 backward = min(backward, positions[first])
         moment = forward_moment(forward) if phase == FORWARD else backward_moment(backward, count)
-        while change is not None and change.time < window.end:
-            operator = ""
+        while pending and pending[0].time < window.end:
+            change, operator = pending.popleft(), ""
             if change.num_bytes > 0:
                 operator = take_reader(change.num_bytes, [writes[k] for k in follows.get(label, ())], first)
             charged.append(ChargedChange(change.num_bytes, change.address, operator, moment))
-            change = next(pending, None)
     return charged
 
 
@@ -274,8 +260,6 @@ def _divided(spans: Spans, entries: dict[str, Scheduled]) -> Spans:
             ]
             target.host_ns += host
             if k == 0:
-                target.calls += span.calls
-                target.launches += span.launches
                 target.changes += span.changes
                 target.blocked_ns += span.blocked_ns
     return divided

@@ -66,7 +66,7 @@ class StepRecords:
     def fit(self, graph: OpGraph) -> StepCosts:
         """The costs of all cases, with the residual of every recorded plan.
 
-        Cases that could not be recorded for lack of memory are scaled (`qsync_opt.steps.fitting`).
+        Cases that could not be recorded for lack of memory are scaled (`qsync_opt.steps.cases`).
         """
         costs, predicted = self._fit(graph, None)
         paces = kernel_paces(self.samples, {name: time_ns for name, (time_ns, _) in predicted.items()})

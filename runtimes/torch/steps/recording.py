@@ -143,7 +143,7 @@ def read_events(profiler: torch.profiler.profile, *, memory: bool = False) -> St
     recorded = finished.kineto_results.events()
     addresses = _addresses(finished.kineto_results) if memory else {}
     cpu = torch._C._autograd.DeviceType.CPU
-    ranges, nodes, launches, kernels, calls, changes, waits = [], [], [], [], [], [], []
+    ranges, nodes, launches, kernels, changes, waits = [], [], [], [], [], []
     host_names: set[str] = set()
     on_device = []
     for event in recorded:
@@ -165,8 +165,6 @@ def read_events(profiler: torch.profiler.profile, *, memory: bool = False) -> St
                 ranges.append(Range(start, end, name))
             elif name.startswith(NODE):
                 nodes.append(Node(start, end, event.sequence_nr()))
-            else:
-                calls.append(start)
     # Ranges of the host appear on the device too and are no kernels, but a compiler's kernels have names of ranges.
     for name, start, end, event in on_device:
         if name not in host_names or (name.startswith(FUSED) and not event.is_user_annotation()):
@@ -176,7 +174,6 @@ def read_events(profiler: torch.profiler.profile, *, memory: bool = False) -> St
         nodes=sorted(nodes),
         launches=sorted(launches),
         kernels=sorted(kernels),
-        calls=sorted(calls),
         changes=sorted(changes),
         waits=sorted(waits),
     )

@@ -118,11 +118,11 @@ def test_tables_for_people(run, problem_file, instance_path):
         (["solve", "P", "--method", "exact", "--solver", "cbc"], "unknown solver 'cbc'"),
         (["solve", "P", "--method", "exhaustive", "--solver", "pulp"], "lacks a feature: uses a solver"),
         (["solve", "P", "--time-limit", "0"], "time limit is 0.0 s"),
-        (["solve", "P", "--time-limit", "soon"], "invalid value for '--time-limit': 'soon' is not a number"),
+        (["solve", "P", "--time-limit", "soon"], "invalid value for '--time-limit': 'soon' is not a valid"),
         (["solve", "P", "--time-limit"], "qsync-opt solve: option '--time-limit' requires an argument"),
         (["solve", "P", "--gap", "2"], "gap is 2.0"),
         (["pareto", "P", "--against", "latnecy"], "'latnecy'; did you mean 'latency'?; allowed are latency, memory"),
-        (["pareto", "P", "--points", "1.5"], "'1.5' is not a whole number"),
+        (["pareto", "P", "--points", "1.5"], "'1.5' is not a valid"),
         (["audit", "t", "--graph", "g", "--costs", "c", "d", "--plan", "p", "--top", "-1"], "--top is -1"),
         (["solve", "P", "--output", "no/such/folder/plan.json"], "no/such/folder/plan.json"),
         (["evaluate", "P", "none.json"], "none.json"),
@@ -363,10 +363,10 @@ def test_interrupt_while_a_solver_is_loaded_ends_cleanly(problem_file, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "needle"),
     [
-        (["--steps", "x"], "'x' is not a whole number"),
+        (["--steps", "x"], "'x' is not a valid"),
         (["--steps", "3"], "at least 20 steps"),
-        (["--seed", "-1"], "-1: allowed are whole numbers from 0 to 9223372036854775807"),
-        (["--seed", "1.5"], "'1.5' is not a whole number"),
+        (["--seed", "-1"], "--seed is -1: allowed are whole numbers from 0 to 9223372036854775807"),
+        (["--seed", "1.5"], "'1.5' is not a valid"),
     ],
 )
 def test_the_demo_refuses_bad_numbers_in_one_line(arguments, needle, run):

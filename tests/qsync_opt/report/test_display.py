@@ -11,7 +11,7 @@ from qsync_opt import Plan, pareto_front, solve, uniform_plan
 from qsync_opt.costs import ESTIMATES_KEY
 from qsync_opt.errors import NotInstalledError, UnsupportedError
 from qsync_opt.numerics import FORMATS
-from qsync_opt.report import figures, tables
+from qsync_opt.report import display, figures
 from qsync_opt.report.display import COLORS, OTHER_COLOR, color
 from qsync_opt.testing import buckets, diamond, no_memory, residual_graph
 from qsync_opt.training import evaluate
@@ -122,7 +122,7 @@ def test_missing_packages_are_named(problem, plan, monkeypatch):
         plan.to_pandas()
     with pytest.raises(NotInstalledError, match=r"matplotlib.*pip install 'qsync-opt\[figures\]'"):
         figures.plan_figure(plan)
-    assert tables.__doc__
+    assert display.__doc__
 
 
 def test_figures_draw_what_they_should(problem, plan, tmp_path):

@@ -6,7 +6,6 @@ from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.numerics import formats_for
 from qsync_opt.sensitivity import (
     Curvature,
-    Distances,
     GradientNoise,
     IndicatorKind,
     ModelStatistics,
@@ -97,7 +96,6 @@ def table(kind):
         kind=kind,
         details={"a": {"INT8": part}},
         excluded={"a": {"FP16": "overflows"}},
-        distances=Distances(to_input={}, to_loss={}),
     )
 
 

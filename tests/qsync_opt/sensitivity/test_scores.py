@@ -127,7 +127,7 @@ def test_order_of_the_statistics_does_not_matter() -> None:
 def test_depth_form_uses_true_distances() -> None:
     table = sensitivities(NET, MEASURED, CPU, kind=IndicatorKind.DEPTH, gamma=2.0)
     part = table.details["conv/conv2d"]["INT8"]
-    assert table.distances.to_loss["conv/conv2d"] == 2
+    assert NET.distances_to_loss()["conv/conv2d"] == 2
     assert part.forward == pytest.approx(2.0 * 2 * part.variances.output.total)
     last = table.details["mix/matmul"]["INT8"]
     assert last.forward == 0

@@ -1,9 +1,11 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.io import encode
 from qsync_opt.numerics import Rounding
 from qsync_opt.sensitivity import (
     Gain,
@@ -17,8 +19,6 @@ from qsync_opt.sensitivity import (
     load_statistics,
     merge_statistics,
     save_statistics,
-    statistics_from_json,
-    statistics_to_json,
 )
 
 
@@ -62,6 +62,10 @@ def model(**changes: object) -> ModelStatistics:
     return ModelStatistics(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def _text() -> str:
+    return json.dumps(encode(model(), version="qsync-statistics/3"), indent=1)
+
+
 def test_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "statistics.json"
     save_statistics(model(), path)
@@ -74,29 +78,35 @@ def test_file_round_trip(tmp_path: Path) -> None:
     [
         ('"qsync-statistics/3"', '"qsync-statistics/9"', "format is 'qsync-statistics/9'"),
         ('"batches": 1', '"batches": 0', "batches is 0"),
-        ('"batches": 1', '"batches": "one"', "batches is a text: int is needed"),
-        ('"batches": 1', '"batches": true', "batches is true or false: int is needed"),
+        ('"batches": 1', '"batches": "one"', "batches is 'one', but it must be an integer of at least 1"),
+        ('"batches": 1', '"batches": true', "batches is True, but it must be an integer of at least 1"),
         ('"batches": 1', '"batches": 1, "extra": 2', "unknown key 'extra'"),
         ('"square_sum": 5.0', '"square_sum": NaN', "NaN"),
         ('"square_sum": 5.0', '"square_sum": -5.0', r"second.*square_sum is -5.0"),
         ('"square_sum": 5.0', '"square_sum": 1e999', r"square_sum is inf"),
-        ('"square_sum": 5.0', '"sum": 5.0', "unknown key 'sum'"),
-        ('"kind": "product"', '"kind": "sum"', "kind is 'sum': allowed are product, lookup, attention"),
-        ('"first>output/tensor"', '"first>out/tensor"', "unknown alignment 'first>out/tensor'"),
-        ('"INT8/tensor"', '"INT4/tensor"', "unknown rounding 'INT4/tensor'"),
-        ('"calls": 1,', "", "lacks key 'calls'"),
+        (
+            '"square_sum": 5.0',
+            '"sum": 5.0',
+            r"'fc/linear': second: the key 'square_sum' is missing.*collect the statistics again",
+        ),
+        ('"kind": "product"', '"kind": "sum"', "kind is 'sum', but allowed are product, lookup, attention"),
+        ('"first>output/tensor"', '"first>out/tensor"', "alignment: unknown key 'first>out/tensor'"),
+        ('"INT8/tensor"', '"INT4/tensor"', "first: rounding: unknown key 'INT4/tensor'"),
+        ('"calls": 1,', "", "the key 'calls' is missing"),
     ],
 )
-def test_bad_files_are_refused_with_the_place_and_the_value(old: str, new: str, message: str) -> None:
-    text = statistics_to_json(model())
+def test_bad_files_are_refused_with_the_place_and_the_value(old: str, new: str, message: str, tmp_path: Path) -> None:
+    text, path = _text(), tmp_path / "statistics.json"
     assert old in text
+    path.write_text(text.replace(old, new, 1))
     with pytest.raises(ProblemError, match=message):
-        statistics_from_json(text.replace(old, new, 1))
+        load_statistics(path)
 
 
 def test_truncated_and_missing_files(tmp_path: Path) -> None:
+    (tmp_path / "short.json").write_text(_text()[:-20])
     with pytest.raises(ProblemError, match="truncated"):
-        statistics_from_json(statistics_to_json(model())[:-20])
+        load_statistics(tmp_path / "short.json")
     with pytest.raises(ProblemError, match="cannot read"):
         load_statistics(tmp_path / "none.json")
 

@@ -11,6 +11,7 @@ from qsync_opt.model import Role
 from qsync_opt.numerics import formats_for
 from qsync_opt.steps import (
     NOTHING,
+    Case,
     StepPredictor,
     Work,
     bucket_borders,
@@ -122,7 +123,8 @@ def test_gradients_of_parameters_are_no_workspace(graph):
     predictor = StepPredictor(graph, costs)
     for i, operator in enumerate(graph):
         if operator.role is Role.ADJUSTABLE:
-            peak = predictor.cost_at(i, "FP32", "FP32").backward_peak_bytes
+            case = Case(predictor.signature(i), "FP32", ("FP32",) * len(operator.inputs))
+            peak = predictor.cost(i, case).backward_peak_bytes
             own = sum(sizes[name] for name in operator.parameters)
             assert profile.cost(operator.name)["FP32"].backward_workspace_bytes == max(0, peak - own)
 

@@ -140,7 +140,7 @@ def test_work_on_two_queues_is_exact_to_the_kernel(seed):
     for host, device in ((0, 0), (0, 5_000), (3_000, 10)):
         for phase, kernels in stretches.items():
             assert costs.phases[phase].run(host, device) == simulated(1_000, kernels, host, device)
-        whole = StepPredictor(graph, costs).cycle.optimizer.run(host, device)
+        whole = StepPredictor(graph, costs).optimizer.run(host, device)
         for kernels in stretches.values():
             host, device = simulated(1_000, kernels, host, device)
         assert whole == (host, device)

@@ -75,7 +75,7 @@ def test_operators_alike_are_taken_together():
     first = timeline_of([Block("a", 2, backward_moment(1, COUNT), 100)], 1, COUNT)
     second = timeline_of([Block("b", 4, backward_moment(3, COUNT), 300)], 3, COUNT)
     assert mean_timeline([first, second]) == ((0, 0, 200), (1, 0, -200))
-    assert mean_timeline([first, {}]) == ((0, 0, 50), (1, 0, -50))
+    assert mean_timeline([first, ()]) == ((0, 0, 50), (1, 0, -50))
 
 
 def test_a_block_belongs_to_the_operator_that_its_kernel_writes_it_for():

@@ -256,8 +256,8 @@ def _first_case(data):
         (lambda d: _first_case(d).update(output=None), "output is None, but it must be a text"),
         (lambda d: d["cases"].update(odd={}), "'odd' is no case; 'signature|precision|formats of inputs' is needed"),
         (lambda d: d["phase_peaks"].update(forward=-1), "phase_peaks: forward is -1"),
-        (lambda d: d.update(roots={"a": 1}), "roots 'a' is 1, but it must be a text"),
-        (lambda d: d.update(held={"a": None}), "held 'a' is None, but it must be a text"),
+        (lambda d: d.update(roots={"a": 1}), "roots: a is 1, but it must be a text"),
+        (lambda d: d.update(held={"a": None}), "held: a is None, but it must be a text"),
         (
             lambda d: d.update(
                 checks=[dict(plan="a", predicted_ns=1, measured_ns=0, predicted_bytes=0, measured_bytes=0)]

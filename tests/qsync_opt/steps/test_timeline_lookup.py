@@ -9,7 +9,7 @@ import pytest
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Role
 from qsync_opt.steps import Case, CaseCost, RecordedTimelines, StepCosts, StepFlow, StepPredictor
-from qsync_opt.steps.timeline_lookup import TimelineLookup
+from qsync_opt.steps.memory import TimelineLookup
 from qsync_opt.testing import random_step_costs, residual_graph
 
 
@@ -27,7 +27,7 @@ def _costs(cases):
 
 def _found(recorded, precisions):
     cases = _cases(precisions)
-    return TimelineLookup(recorded).timelines(cases, _costs(cases))
+    return TimelineLookup(recorded, [()] * len(cases)).timelines(cases, _costs(cases))
 
 
 def test_a_recorded_plan_has_its_own_timelines():
@@ -37,7 +37,7 @@ def test_a_recorded_plan_has_its_own_timelines():
         precisions = [generator.choice("ab") for _ in range(20)]
         recorded.append(RecordedTimelines(_cases(precisions), _timelines(*generator.sample(range(1, 1000), 20))))
     for plan in recorded:
-        lookup = TimelineLookup(recorded)
+        lookup = TimelineLookup(recorded, [()] * len(plan.cases))
         assert lookup.timelines(plan.cases, _costs(plan.cases)) == list(plan.timelines)
         assert lookup.recorded(list(plan.cases))
         assert not lookup.recorded(plan.cases[:-1])
@@ -82,7 +82,7 @@ def test_operators_that_read_the_result_go_before_neighbours():
     ]
     cases = _cases("aaaac")
     assert TimelineLookup(recorded, users).timelines(cases, _costs(cases))[0] == _timelines(2)[0]
-    assert TimelineLookup(recorded).timelines(cases, _costs(cases))[0] == _timelines(1)[0]
+    assert TimelineLookup(recorded, [()] * 5).timelines(cases, _costs(cases))[0] == _timelines(1)[0]
 
 
 def test_readers_far_away_are_not_mixed_up():

@@ -11,7 +11,7 @@ from qsync_opt.kernels.autograd import product
 from qsync_opt.numerics import Granularity, formats_for
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.runtimes.torch.sensitivity.probes import probe_gains
-from qsync_opt.sensitivity import NoiseOptions, statistics_from_json, statistics_to_json, variances
+from qsync_opt.sensitivity import NoiseOptions, load_statistics, save_statistics, variances
 
 FORMATS = formats_for(("INT8", "FP8"), "BF16")
 FORMATS_16 = formats_for(("INT8", "BF16"), "BF16")
@@ -38,11 +38,12 @@ def data():
 
 
 @pytest.mark.parametrize("precision", ["INT8", "FP8"])
-def test_predicted_variance_is_that_of_the_kernels(data, precision):
+def test_predicted_variance_is_that_of_the_kernels(data, precision, tmp_path):
     x, w, g = data
     statistics = collect_statistics(Single(w.clone()), [(x.clone().requires_grad_(), g)])
     # Through a file: what an 8-bit backward pass needs is kept there.
-    operator = statistics_from_json(statistics_to_json(statistics)).operators[0]
+    save_statistics(statistics, tmp_path / "statistics.json")
+    operator = load_statistics(tmp_path / "statistics.json").operators[0]
     found = variances(operator, precision, FORMATS[precision], EIGHT)
     exact = (F.linear(x, w), g.T @ x, g @ w)
     measured = [0.0, 0.0, 0.0]

@@ -13,9 +13,9 @@ from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.sensitivity import (
     NoiseOptions,
     OperatorKind,
+    load_statistics,
     merge_statistics,
-    statistics_from_json,
-    statistics_to_json,
+    save_statistics,
     variances,
 )
 
@@ -118,11 +118,12 @@ def test_the_model_is_as_before_when_a_batch_fails():
     assert "forward" not in vars(model.fc)
 
 
-def test_same_batches_same_statistics_and_files_keep_them():
+def test_same_batches_same_statistics_and_files_keep_them(tmp_path):
     model = Net()
     found = collect_statistics(model, batches(2), probes=2)
     assert collect_statistics(model, batches(2), probes=2) == found
-    assert statistics_from_json(statistics_to_json(found)) == found
+    save_statistics(found, tmp_path / "statistics.json")
+    assert load_statistics(tmp_path / "statistics.json") == found
     model.fc.weight.data.mul_(2)
     assert collect_statistics(model, batches(2), probes=2)["fc/linear"] != found["fc/linear"]
 
