@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.assignment.core import Condensed, CoreSearch
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort
@@ -71,15 +70,7 @@ class BoundAndFix:
         Args:
             model: The problem.
             relaxation: A relaxation of it, if it is at hand.
-
-        Raises:
-            UnsupportedError: The model has maxima in its objective.
         """
-        if model.maxima:
-            raise UnsupportedError(
-                f"bound and fix cannot minimise a maximum, but the model has {len(model.maxima)}; "
-                "solve its `linear_program` instead, or limit the maximum"
-            )
         self.model = model
         self.relaxation = relaxation or relax(model)
         self._known: list[Priced] = []

@@ -15,8 +15,8 @@ import numpy as np
 from qsync_opt.formulations.assignment import PROOF, BoundAndFix, Effort, Outcome
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.infeasible import explain
-from qsync_opt.formulations.training.tables import DeviceTables, GraphTables, device_tables, graph_tables
-from qsync_opt.training import PROOF_GAP, Answer, Plan, Problem, ProblemDevice, TerminationStatus, relative_gap
+from qsync_opt.formulations.training.tables import graph_tables
+from qsync_opt.training import PROOF_GAP, Answer, Plan, Problem, TerminationStatus, relative_gap
 
 _SMALL = 60
 """A problem of at most so many nodes is searched to the end, whatever the gap: that takes no longer."""
@@ -29,24 +29,19 @@ _FULL_SIZE, _LARGEST = 1500, 5
 class DeviceSearch:
     """Search of one device type; keeps its arrays and its elimination for other limits."""
 
-    problem: Problem
-    device: ProblemDevice
-    graph: GraphTables
-    tables: DeviceTables
-    tied: Sequence[Sequence[str]] = ()
-    latency_limit_ns: int | None = None  # None: the problem's
-    collapsed: Collapsed = field(init=False)
+    collapsed: Collapsed
     engine: BoundAndFix = field(init=False)
     outcome: Outcome = field(init=False)
 
     def __post_init__(self) -> None:
-        """Collapse the problem and plan the elimination."""
-        self.collapsed = collapse(
-            self.problem, self.device, graph=self.graph, tables=self.tables, tied=self.tied,
-            latency_limit_ns=self.latency_limit_ns,
-        )  # fmt: skip
+        """Plan the elimination."""
         self.engine = BoundAndFix(self.collapsed.model)
         self.outcome = Outcome(None, math.inf, -math.inf, np.zeros(0))
+
+    @property
+    def name(self) -> str:
+        """Name of the device type."""
+        return self.collapsed.device.name
 
     def advance(self, effort: Effort, aim: float, *, start: Plan | None = None, deadline: float = math.inf) -> bool:
         """Search with more effort than before; returns whether that settles this device type.
@@ -57,7 +52,7 @@ class DeviceSearch:
             start: A plan to start from.
             deadline: ``time.monotonic()`` value at which to stop.
         """
-        labels = None if start is None else self.collapsed.labels(start.devices[self.device.name])
+        labels = None if start is None else self.collapsed.labels(start.devices[self.name])
         if self.collapsed.model.num_nodes <= _SMALL:
             effort = replace(effort, gap=0.0, tree_gap=0.0)
         if effort.tree_passes is not None:
@@ -99,7 +94,7 @@ def plan_certified(
     graph = graph_tables(problem)
     searches: list[DeviceSearch] = []
     for device in problem.devices:
-        searches.append(DeviceSearch(problem, device, graph, device_tables(problem, device), tied))
+        searches.append(DeviceSearch(collapse(problem, device, graph=graph, tied=tied)))
         if searches[-1].collapsed.rows.floor_ns > problem.latency_limit_ns:
             return _infeasible(problem, None, time.monotonic() - started, started, deadline)
     build_s = time.monotonic() - started
@@ -153,7 +148,7 @@ def _merge(searches: list[DeviceSearch], build_s: float, started: float) -> Answ
     devices: Mapping[str, Mapping[str, str]] | None = None
     if solved:
         devices = {
-            search.device.name: search.collapsed.choices(outcome.labels_N)
+            search.name: search.collapsed.choices(outcome.labels_N)
             for search, outcome in zip(searches, outcomes, strict=True)
             if outcome.labels_N is not None
         }

@@ -49,6 +49,7 @@ class Collapsed:
         constant_objective: Sensitivity of the operators of constant precision.
         memory_limit_kib: The memory limit in the model.
         latency_limit_ns: The latency limit in the model.
+        tied: Groups of operators that share one precision.
     """
 
     problem: Problem
@@ -61,6 +62,14 @@ class Collapsed:
     constant_objective: float
     memory_limit_kib: int
     latency_limit_ns: int
+    tied: Sequence[Sequence[str]]
+
+    def under(self, latency_limit_ns: int, memory_limit_kib: int) -> Collapsed:
+        """The same device type under other limits."""
+        return collapse(
+            self.problem, self.device, graph=self.graph, tied=self.tied, latency_limit_ns=latency_limit_ns,
+            memory_limit_kib=memory_limit_kib,
+        )  # fmt: skip
 
     def precisions(self, labels_N: Ints) -> Ints:
         """Precision (rank) of every operator under a labelling."""
@@ -96,7 +105,6 @@ def collapse(
     device: ProblemDevice,
     *,
     graph: GraphTables | None = None,
-    tables: DeviceTables | None = None,
     latency_limit_ns: int | None = None,
     memory_limit_kib: int | None = None,
     tied: Sequence[Sequence[str]] = (),
@@ -107,7 +115,6 @@ def collapse(
         problem: The problem.
         device: One of its device types.
         graph: ``graph_tables(problem)`` if it is at hand.
-        tables: ``device_tables(problem, device)`` if it is at hand.
         latency_limit_ns: Another limit than the problem's.
         memory_limit_kib: Another limit than the device's.
         tied: Groups of adjustable operators that must all run in one precision.
@@ -120,13 +127,12 @@ def collapse(
 
     Source: ours.
     """
-    graph = graph or graph_tables(problem)
-    tables = tables or device_tables(problem, device)
+    limit_ns = problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
+    limit_kib = device.memory_limit_kib if memory_limit_kib is None else memory_limit_kib
+    graph, tables = graph or graph_tables(problem), device_tables(problem, device)
     shared = problem.cast_sharing == "producer"
     folding = fold(graph, tables, _tied_to(problem, graph, tables, tied), shared=shared)
     sharing = share_casts(graph, tables, folding) if shared else SharedCasts()
-    limit_ns = problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
-    limit_kib = device.memory_limit_kib if memory_limit_kib is None else memory_limit_kib
     every_row = latency_rows(problem, graph, limit_ns)
     rows = binding_rows(every_row, *_work_range(graph, tables, every_row))
     num_times = len(rows.segment_K)
@@ -168,7 +174,7 @@ def collapse(
     constant_objective = float(tables.sensitivity_OP[constant, maps[map_O[constant], 0]].sum())
     return Collapsed(
         problem=problem, device=device, graph=graph, tables=tables, folding=folding, rows=rows, model=model,
-        constant_objective=constant_objective, memory_limit_kib=limit_kib, latency_limit_ns=limit_ns,
+        constant_objective=constant_objective, memory_limit_kib=limit_kib, latency_limit_ns=limit_ns, tied=tied,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.front import Sweep
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
-from qsync_opt.formulations.training.tables import device_tables, graph_tables, peers_ns
+from qsync_opt.formulations.training.tables import graph_tables, peers_ns
 from qsync_opt.io import check_number
 from qsync_opt.registry import Feature, Kind, create, features, require
 from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, SolveOptions, TerminationStatus, evaluate
@@ -215,8 +215,7 @@ def _least(
     reached_ns = bound_ns = peers_ns(problem)
     devices: dict[str, dict[str, str]] = {}
     for device in problem.devices:
-        tables = device_tables(problem, device)
-        collapsed = collapse(problem, device, graph=graph, tables=tables, latency_limit_ns=0, tied=tied)
+        collapsed = collapse(problem, device, graph=graph, latency_limit_ns=0, tied=tied)
         low, high, labels_N = least_latency(collapsed, deadline, effort)
         if labels_N is None:
             return None

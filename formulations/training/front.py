@@ -17,10 +17,11 @@ import numpy as np
 from qsync_opt.errors import ProblemError
 from qsync_opt.formulations.assignment import PASSES, BoundAndFix, Effort, Outcome, Pass
 from qsync_opt.formulations.training.certified import DeviceSearch
+from qsync_opt.formulations.training.collapsed import collapse
 from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
-from qsync_opt.formulations.training.tables import device_tables, graph_tables
+from qsync_opt.formulations.training.tables import graph_tables
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, relative_gap
 
@@ -127,7 +128,7 @@ class Sweep:
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
         self._searches = [
-            DeviceSearch(problem, device, graph, device_tables(problem, device), tied, latency_limit_ns=0)
+            DeviceSearch(collapse(problem, device, graph=graph, tied=tied, latency_limit_ns=0))
             for device in problem.devices
         ]
         self._engines = [search.engine for search in self._searches]
@@ -174,10 +175,10 @@ class Sweep:
         for number, search in enumerate(self._searches):
             limits = search.collapsed.model.limits_R.copy()
             limits[:-1] += limit_ns
-            limits[-1] += (memory_limits_kib or {}).get(search.device.name, search.device.memory_limit_kib)
-            limits[-1] -= search.device.memory_limit_kib
+            limits[-1] += (memory_limits_kib or {}).get(search.name, search.collapsed.memory_limit_kib)
+            limits[-1] -= search.collapsed.memory_limit_kib
             engine: BoundAndFix = self._engines[number].under(limits)
-            labels_N = None if start is None else search.collapsed.labels(start.devices[search.device.name])
+            labels_N = None if start is None else search.collapsed.labels(start.devices[search.name])
             effort = self._effort if self._engines[number].best is None else self._again
             # A problem that was split at joins under other limits starts from these splits.
             efforts = [effort, *self._further]
@@ -213,8 +214,8 @@ class Sweep:
             if len(excess) > 1:
                 iteration_ns = max(iteration_ns, limit_ns + int(excess[:-1].max()))
             constant = search.collapsed.constant_objective
-            memory[search.device.name] = search.collapsed.memory_kib(outcome.labels_N)
-            devices[search.device.name] = search.collapsed.choices(outcome.labels_N)
+            memory[search.name] = search.collapsed.memory_kib(outcome.labels_N)
+            devices[search.name] = search.collapsed.choices(outcome.labels_N)
             objective.append(outcome.objective + constant)
             bound.append(max(outcome.bound, 0.0) + constant)
         return FrontPoint(
@@ -238,7 +239,7 @@ class Sweep:
             _, high, labels_N = least_latency(search.collapsed, math.inf, _COARSE, relaxation=relaxation)
             if labels_N is None:
                 return None
-            reached, devices[search.device.name] = max(reached, high), search.collapsed.choices(labels_N)
+            reached, devices[search.name] = max(reached, high), search.collapsed.choices(labels_N)
         return int(reached), Plan(problem=self.problem.name, devices=devices)
 
 

@@ -239,10 +239,10 @@ def _rows_left(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, excess_R:
     base_Z = np.zeros(len(allowed_Z), dtype=np.bool_)
     base_Z[model.chosen(base_N)] = True
     num_loads = model.rows_RS.shape[1]
-    sizes_E = model.sizes_N[model.edges_E2[:, 0]] * model.sizes_N[model.edges_E2[:, 1]]
-    table_Z = np.repeat(np.arange(len(model.sizes_N) + len(sizes_E)), np.concatenate([model.sizes_N, sizes_E]))
-    choices = np.bincount(table_Z[allowed_Z], minlength=len(model.sizes_N) + len(sizes_E))
-    entry_T = np.repeat(np.arange(len(allowed_Z)), np.diff(model.pointer_Z1))
+    sizes = np.concatenate([model.sizes_N, model.sizes_E])
+    table_Z = np.repeat(np.arange(len(sizes)), sizes)
+    choices = np.bincount(table_Z[allowed_Z], minlength=len(sizes))
+    entry_T = model.entry_T
     used = np.flatnonzero(allowed_Z[entry_T] & (choices[table_Z[entry_T]] > 1))
     key = table_Z[entry_T[used]] * num_loads + model.load_T[used]
     order = np.argsort(key, kind="stable")

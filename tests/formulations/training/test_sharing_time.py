@@ -31,9 +31,9 @@ def turns(monkeypatch, problem):
 
     def slowly(self, effort, aim, *, start=None, deadline):
         settled = advance(self, effort, aim, start=start, deadline=deadline)
-        found.append((self.device.name, STAGES.index(effort), deadline))
-        own = [name for name, _, _ in found if name == self.device.name]
-        if self.device.name == problem.devices[0].name and len(own) <= 3:
+        found.append((self.name, STAGES.index(effort), deadline))
+        own = [name for name, _, _ in found if name == self.name]
+        if self.name == problem.devices[0].name and len(own) <= 3:
             self.outcome.out_of_time = True
             return False
         return settled
