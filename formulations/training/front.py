@@ -21,7 +21,7 @@ from qsync_opt.formulations.training.collapsed import collapse
 from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
-from qsync_opt.formulations.training.tables import graph_tables
+from qsync_opt.formulations.training.tables import graph_tables, peers_ns
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, relative_gap
 
@@ -101,6 +101,8 @@ class Sweep:
             thorough: Where a point's quick search misses the gap, search on as the default method does.
         """
         self.problem = problem
+        self.floor_ns = peers_ns(problem)
+        """Iteration time that communication, peers and the optimizer take alone."""
         self.none_proved = False
         """Whether it is proved that no plan keeps the limits (and the aim) of the last search."""
         self._store = store
@@ -132,11 +134,6 @@ class Sweep:
             for device in problem.devices
         ]
         self._engines = [search.engine for search in self._searches]
-
-    @property
-    def floor_ns(self) -> int:
-        """Iteration time that communication, peers and the optimizer take alone."""
-        return self._searches[0].collapsed.rows.floor_ns
 
     def solve(
         self,

@@ -17,6 +17,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment import AssignmentModel, BoundAndFix, Effort, Floats, Ints, Relaxation, relax
 from qsync_opt.formulations.training.collapsed import Collapsed
+from qsync_opt.formulations.training.tables import peers_ns
 
 _STEPS = 80
 """More than the bits of any time."""
@@ -49,7 +50,7 @@ def least_latency(
     if collapsed.latency_limit_ns:
         # At a limit of zero no row is left out for being slack, so these rows measure every plan.
         collapsed, relaxation = collapsed.under(0, collapsed.memory_limit_kib), None
-    model, floor_ns = collapsed.model, float(collapsed.rows.floor_ns)
+    model, floor_ns = collapsed.model, float(peers_ns(collapsed.problem))
     relaxation = relaxation or relax(model)
     low, high, best = floor_ns, math.inf, None
     row, limit = max(len(model.limits_R) - 2, 0), math.inf

@@ -7,15 +7,16 @@ is undone exactly if it breaks a limit. `qsync` is one pass, in which an operato
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qsync_opt.formulations.training.ilp import least_time
+from qsync_opt.formulations.training.collapsed import collapse
+from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.infeasible import prove_infeasible
+from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import peers_ns, segments
 from qsync_opt.model import Role
 from qsync_opt.registry import Kind, create, default_solver
@@ -204,7 +205,6 @@ class DeviceState:
         return {operator.name: precision for operator, precision in operators if operator.role is Role.ADJUSTABLE}
 
 
-_LOGGER = logging.getLogger(__name__)
 _SWEEPS = 8
 """Most passes over the operators in one descent; three are nearly always enough."""
 _PRICES = 10
@@ -352,21 +352,19 @@ def _push(
 def feasible_start(problem: Problem, device: ProblemDevice, solver: Any, deadline: float) -> DeviceState | None:
     """Find a fast plan that keeps both limits; None if there is none, or none was found.
 
-    Where descent fails, a linear solver (an instance, a name, or None) finds the fastest plan within memory, so that a
-    plan is missed only without a solver or without time.
+    Where descent fails, bound and fix finds the fastest plan within memory (``solver``: an instance, a name, or None),
+    so that a plan is missed only without time.
     """
     if peers_ns(problem) > problem.latency_limit_ns:
         return None
     state = fast_start(problem, device, deadline)
-    if keeps_limits(state):
-        return state
-    if solver is None:
-        return None
-    _LOGGER.info("device %s: descent found no plan within the limits; asking a solver for the fastest", device.name)
-    choices = least_time(problem, device, create(Kind.SOLVER, solver), deadline)
-    if choices is None:
-        return None
-    state = DeviceState(problem, device, choices)
+    if not keeps_limits(state):
+        collapsed = collapse(problem, device, latency_limit_ns=0)
+        effort = exact_effort(0.0, None if solver is None else create(Kind.SOLVER, solver))
+        labels_N = least_latency(collapsed, deadline, effort)[2]
+        if labels_N is None:
+            return None
+        state = DeviceState(problem, device, collapsed.choices(labels_N))
     return state if keeps_limits(state) else None
 
 

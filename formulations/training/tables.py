@@ -178,14 +178,12 @@ class LatencyRows:
         num_segments: Segments in all; the forward lies before segment 0 and counts in every row.
         segment_K: Last segment of each row, ascending.
         limit_K: Right-hand sides in nanoseconds.
-        floor_ns: Iteration time that communication, peers and optimizer take alone.
     """
 
     segment_O: Ints
     num_segments: int
     segment_K: Ints
     limit_K: Ints
-    floor_ns: int
 
 
 def latency_rows(problem: Problem, graph: GraphTables, limit_ns: int) -> LatencyRows:
@@ -209,10 +207,7 @@ def latency_rows(problem: Problem, graph: GraphTables, limit_ns: int) -> Latency
     points = np.array(sorted(closing, reverse=True), dtype=np.int64)
     segment_O = np.searchsorted(-points, -np.arange(num_operators), side="left")
     limit_K = np.array([closing[point] for point in points.tolist()], dtype=np.int64)
-    return LatencyRows(
-        segment_O=segment_O, num_segments=len(points), segment_K=np.arange(len(points)), limit_K=limit_K,
-        floor_ns=peers_ns(problem),
-    )  # fmt: skip
+    return LatencyRows(segment_O=segment_O, num_segments=len(points), segment_K=np.arange(len(points)), limit_K=limit_K)
 
 
 def binding_rows(rows: LatencyRows, low_S: Ints, high_S: Ints) -> LatencyRows:

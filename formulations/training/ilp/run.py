@@ -11,14 +11,8 @@ import numpy as np
 
 from qsync_opt.errors import SolverError
 from qsync_opt.formulations.linear import LinearOptions, LinearResult, LinearSolver, LinearStatus
-from qsync_opt.formulations.training.ilp.assignment import (
-    MEMORY,
-    Assignment,
-    build_assignment,
-    read_back,
-)
-from qsync_opt.formulations.training.ilp.program import AssignmentProgram, Goal, Units, linearize
-from qsync_opt.training import Problem, ProblemDevice
+from qsync_opt.formulations.training.ilp.assignment import MEMORY, Assignment
+from qsync_opt.formulations.training.ilp.program import AssignmentProgram, Units, linearize
 
 _ROW_SCALE = 1e3
 """Size of the rows, so that solvers' tolerances of 1e-9 stay below one nanosecond or KiB."""
@@ -33,8 +27,8 @@ _TIGHTENINGS = 3
 class Run:
     """A solver's answer in the assignment's own units.
 
-    ``labels`` keep every limit in exact integers (of the goal's own limits: moved by ``value``). ``value`` is exact for
-    them; ``bound`` is the solver's lower bound. ``labels`` and ``value`` are None together.
+    ``labels`` keep every limit in exact integers. ``value`` is exact for them; ``bound`` is the solver's lower bound.
+    ``labels`` and ``value`` are None together.
     """
 
     status: LinearStatus
@@ -51,7 +45,6 @@ def run(
     solver: LinearSolver,
     *,
     options: LinearOptions,
-    goal: Goal = Goal.COST,
     cost_unit: float = 1.0,
     allowed: Mapping[str, frozenset[str]] | None = None,
 ) -> Run:
@@ -61,7 +54,6 @@ def run(
         assignment: The assignment.
         solver: The solver.
         options: The solver's limits.
-        goal: What to minimise.
         cost_unit: What cost one unit of the objective stands for.
         allowed: Labels that a choice may take.
 
@@ -77,14 +69,14 @@ def run(
     tightened = assignment
     for attempt in range(_TIGHTENINGS + 1):
         started = time.monotonic()
-        program = _program(tightened, solver, goal, cost_unit, allowed)
+        program = _program(tightened, solver, cost_unit, allowed)
         built = time.monotonic()
         result = solver.solve(program.model, options)
         build_seconds += built - started
         solve_seconds += time.monotonic() - built
         if attempt == 0 and result.bound is not None:
-            bound = result.bound * (program.units.cost if goal is Goal.COST else program.units.time_ns)
-        labels, value, excess = _read(assignment, program, result, goal)
+            bound = result.bound * program.units.cost
+        labels, value, excess = _read(assignment, program, result)
         if not excess:
             return Run(
                 status=result.status,
@@ -106,14 +98,13 @@ def run(
 def _program(
     assignment: Assignment,
     solver: LinearSolver,
-    goal: Goal,
     cost_unit: float,
     allowed: Mapping[str, frozenset[str]] | None,
 ) -> AssignmentProgram:
     if not solver.continuous:
         total = assignment.constant_cost + sum(float(node.cost_S.max()) for node in assignment.nodes)
         units = Units(cost=max(total / _WHOLE_COST_SCALE, cost_unit * 1e-12))
-        program = linearize(assignment, goal=goal, units=units, whole=True, allowed=allowed)
+        program = linearize(assignment, units=units, whole=True, allowed=allowed)
         # Rounding down keeps the bound valid: every column is at least 0.
         program.model.columns[:] = [replace(c, cost=float(math.floor(c.cost))) for c in program.model.columns]
         return program
@@ -125,41 +116,16 @@ def _program(
         time_ns=max(1.0, float(largest_R[MEMORY + 1 :].sum())) / _ROW_SCALE,
         memory_kib=max(1.0, float(largest_R[MEMORY])) / _ROW_SCALE,
     )
-    return linearize(assignment, goal=goal, units=units, allowed=allowed)
+    return linearize(assignment, units=units, allowed=allowed)
 
 
 def _read(
-    assignment: Assignment, program: AssignmentProgram, result: LinearResult, goal: Goal
+    assignment: Assignment, program: AssignmentProgram, result: LinearResult
 ) -> tuple[dict[str, str] | None, float | None, dict[str, int]]:
-    """Labels, exact value, and by how much they exceed limits that the goal does not move."""
+    """Labels, exact value, and by how much they exceed limits."""
     if result.values is None:
         return None, None, {}
     labels = program.labels(result.values)
     states = assignment.states(labels)
-    over = assignment.excess(states)
-    moved = [] if goal is Goal.COST else [limit for limit in over if MEMORY not in limit.resources]
-    excess = {limit.name: value for limit, value in over.items() if value > 0 and limit not in moved}
-    value = float(max(over[limit] for limit in moved)) if moved else assignment.cost(states)
-    return labels, value, excess
-
-
-def least_time(problem: Problem, device: ProblemDevice, solver: LinearSolver, deadline: float) -> dict[str, str] | None:
-    """Plan of least iteration time that ``device`` alone allows within its memory, the latency limit set aside.
-
-    Args:
-        problem: The problem.
-        device: One of its devices.
-        solver: A solver.
-        deadline: When to stop, on `time.monotonic`'s clock.
-
-    Returns:
-        The precision of each adjustable operator in the best plan found, or None.
-
-    Source: ours; the program of `ilp` with T as the objective.
-    """
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0:
-        return None
-    options = LinearOptions(time_limit_s=None if math.isinf(remaining_s) else remaining_s)
-    result = run(build_assignment(problem, device, latency_limit_ns=0), solver, options=options, goal=Goal.TIME)
-    return None if result.labels is None else read_back(problem, device, dict(result.labels))
+    excess = {limit.name: value for limit, value in assignment.excess(states).items() if value > 0}
+    return labels, assignment.cost(states), excess
