@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment import PASSES, BoundAndFix, Effort, Outcome, Pass
+from qsync_opt.formulations.assignment import PASSES, Effort, Outcome, Pass
 from qsync_opt.formulations.training.certified import DeviceSearch
 from qsync_opt.formulations.training.collapsed import collapse
 from qsync_opt.formulations.training.exact import exact_effort
@@ -133,7 +133,6 @@ class Sweep:
             DeviceSearch(collapse(problem, device, graph=graph, tied=tied, latency_limit_ns=0))
             for device in problem.devices
         ]
-        self._engines = [search.engine for search in self._searches]
 
     def solve(
         self,
@@ -169,14 +168,14 @@ class Sweep:
         self, limit_ns: int, memory_limits_kib: Mapping[str, int] | None, start: Plan | None, aim: float | None
     ) -> FrontPoint | None:
         outcomes: list[Outcome] = []
-        for number, search in enumerate(self._searches):
+        for search in self._searches:
             limits = search.collapsed.model.limits_R.copy()
             limits[:-1] += limit_ns
             limits[-1] += (memory_limits_kib or {}).get(search.name, search.collapsed.memory_limit_kib)
             limits[-1] -= search.collapsed.memory_limit_kib
-            engine: BoundAndFix = self._engines[number].under(limits)
+            engine = search.engine.under(limits)
             labels_N = None if start is None else search.collapsed.labels(start.devices[search.name])
-            effort = self._effort if self._engines[number].best is None else self._again
+            effort = self._effort if search.engine.best is None else self._again
             # A problem that was split at joins under other limits starts from these splits.
             efforts = [effort, *self._further]
             if engine.is_split and self._further and aim is None:
@@ -193,7 +192,7 @@ class Sweep:
             if outcomes[-1].labels_N is None:
                 self.none_proved = outcome.proved_infeasible or (own_aim is not None and outcome.bound > own_aim)
                 return None
-            self._engines[number] = engine
+            search.engine = engine
         return self._point(limit_ns, outcomes)
 
     def _reached(self, outcome: Outcome, aim: float | None) -> bool:
@@ -205,9 +204,9 @@ class Sweep:
     def _point(self, limit_ns: int, outcomes: list[Outcome]) -> FrontPoint:
         iteration_ns, memory, devices = self.floor_ns, {}, {}
         objective, bound = [], []
-        for search, engine, outcome in zip(self._searches, self._engines, outcomes, strict=True):
+        for search, outcome in zip(self._searches, outcomes, strict=True):
             assert outcome.labels_N is not None
-            excess = engine.model.excess(outcome.labels_N)
+            excess = search.engine.model.excess(outcome.labels_N)
             if len(excess) > 1:
                 iteration_ns = max(iteration_ns, limit_ns + int(excess[:-1].max()))
             constant = search.collapsed.constant_objective

@@ -130,30 +130,27 @@ def _build(
     core: Core, parts: list[tuple[list[int], list[CoreEdge]]], kept: list[int], items: list[_Item], classes: list[Ints]
 ) -> Condensed:
     """Join the nodes that stay and the items; one more row for each class."""
-    place: dict[int, int] = {}
-    single: list[_Item] = []
-    edges = []
-    for number in kept:
-        for c in parts[number][0]:
-            node = core.nodes[c]
-            place[c] = len(single)
-            choice = np.arange(len(node.labels_A))[:, None]
-            single.append(_Item(np.array([c]), choice, node.objective_A, node.rows_AR, node.priced_A))
-        edges += parts[number][1]
-    everything = [*single, *items]
+    single = [c for number in kept for c in parts[number][0]]
+    place = {c: i for i, c in enumerate(single)}
+    everything = [
+        _Item(np.array([c]), np.arange(len(node.labels_A))[:, None], node.objective_A, node.rows_AR, node.priced_A)
+        for c in single
+        for node in (core.nodes[c],)
+    ]
+    everything += items
+    edges = [edge for number in kept for edge in parts[number][1]]
     extra = len(classes)
-    rows_CAR = [np.pad(item.rows_AR, ((0, 0), (0, extra))) for item in everything] if extra else None
     nodes = []
     for c, item in enumerate(everything):
-        rows_AR = item.rows_AR
-        if rows_CAR is not None:
-            rows_AR = rows_CAR[c]
-            if item.copies is not None and item.counts_A is not None:
-                rows_AR[:, len(core.excess_R) + item.copies] = item.counts_A
-        counted = item.counts_A is not None
+        rows_AR = np.pad(item.rows_AR, ((0, 0), (0, extra))) if extra else item.rows_AR
+        if item.copies is not None and item.counts_A is not None:
+            rows_AR[:, len(core.excess_R) + item.copies] = item.counts_A
         nodes.append(
-            CoreNode(c, np.arange(len(item.objective_A)), item.objective_A, rows_AR, item.priced_A, counted=counted)
-        )
+            CoreNode(
+                c, np.arange(len(item.objective_A)), item.objective_A, rows_AR, item.priced_A,
+                counted=item.copies is not None,
+            )
+        )  # fmt: skip
     joined = [
         CoreEdge(
             place[e.first], place[e.second], e.objective_AB,

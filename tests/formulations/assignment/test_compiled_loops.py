@@ -146,9 +146,9 @@ def test_small_loops_do_the_same_in_python(seed):
     excess = np.round(rng.normal(size=(count, rows)), int(rng.integers(0, 9)))
     basis = np.concatenate([[2 * rows], np.where(excess[0] > 0, np.arange(rows) + rows, np.arange(rows))])
     ends = np.concatenate([np.zeros(rows), np.full(rows, 1e6)])
-    columns = np.block(
-        [[np.zeros((2 * rows, 1)), np.concatenate([np.eye(rows), -np.eye(rows)])], [np.ones((count, 1)), excess]]
-    )
+    columns = np.zeros((2 * rows + count, 1 + rows))
+    columns[2 * rows :, 0], columns[2 * rows :, 1:] = 1.0, excess
+    columns[: 2 * rows, 1:] = np.concatenate([np.eye(rows), -np.eye(rows)])
     costs = np.concatenate([ends, rng.lognormal(0, 2, count)])
     for one, two in zip(*_both(master._pivot, costs, columns, basis, 10.0), strict=True):
         np.testing.assert_array_equal(one, two)

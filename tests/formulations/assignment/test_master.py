@@ -54,6 +54,7 @@ def test_equal_plans_far_from_the_limits_take_few_pivots(monkeypatch):
         0.10219806, 0.01380564, 0.02624094, 0.03177122, 0.03762096, 0.0518334, 0.06010458, 0.0718162, 0.04886268,
     ]  # fmt: skip
     monkeypatch.setattr(master_module, "_MAX_PIVOTS", 20)
+    monkeypatch.setattr(master_module, "_pivot", master_module._pivot.py_func)
     master = Master(2, 1e9 * max(cost), max(cost))
     for each, excess_R in zip(cost, excess, strict=True):
         master.add(each, np.array(excess_R))
