@@ -6,6 +6,7 @@ K rows of the latency limit.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,22 +39,24 @@ def segments(problem: Problem) -> Segments:
 
     Source: unrolling S_k = max(R_k, peer_k, S_{k-1} + D_{k-1}), so that R_k + sum of D_j (j >= k) bounds the iteration.
     """
-    first: dict[int, int] = {}  # bucket -> earliest operator in forward order, the last one in backward order
+    positions: dict[int, int] = {}  # earliest operator of each bucket in forward order, the last one in backward order
     for position, operator in enumerate(problem.operators):
         if operator.bucket is not None:
-            first.setdefault(operator.bucket, position)
-    allreduce_ns = problem.communication.allreduce_ns
+            positions.setdefault(operator.bucket, position)
     tail_by_position: dict[int, int] = {}
-    for bucket, position in first.items():
-        tail_ns = sum(allreduce_ns[bucket:]) + problem.optimizer_ns
+    for bucket, position in positions.items():
+        tail_ns = sum(problem.communication.allreduce_ns[bucket:]) + problem.optimizer_ns
         tail_by_position[position] = max(tail_ns, tail_by_position.get(position, 0))
-    closings = sorted(tail_by_position, reverse=True)
-    tails = [tail_by_position[position] for position in closings]
     # A closing is implied by a later one that leaves no more time: prefix sums only grow.
-    kept = [i for i, tail in enumerate(tails) if all(later < tail for later in [*tails[i + 1 :], problem.optimizer_ns])]
-    positions = [closings[i] for i in kept]
-    segment = tuple(sum(position < closing for closing in positions) for position in range(len(problem.operators)))
-    return Segments(segment=segment, tail_ns=(*(tails[i] for i in kept), problem.optimizer_ns))
+    closings: list[int] = []
+    longest = problem.optimizer_ns
+    for position, tail_ns in sorted(tail_by_position.items()):
+        if tail_ns > longest:
+            closings.append(position)
+            longest = tail_ns
+    segment = [len(closings) - bisect_right(closings, position) for position in range(len(problem.operators))]
+    tails_ns = [tail_by_position[position] for position in reversed(closings)]
+    return Segments(segment=tuple(segment), tail_ns=(*tails_ns, problem.optimizer_ns))
 
 
 def peers_ns(problem: Problem) -> int:

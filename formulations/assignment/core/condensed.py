@@ -12,6 +12,7 @@ Source: ours; aggregation of equal items is standard for knapsacks.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -96,8 +97,11 @@ def condense(core: Core, upper: float, *, merge: bool, count: bool = True, produ
         groups[_signature(core, nodes, edges)].append(number)
     by_copies = sorted(groups.values(), key=lambda members: (-len(members), members[0]))
     equal = [m for m in by_copies[:_MOST_CLASSES] if len(m) >= _FEWEST_COPIES]
-    small = [n for n, (nodes, _) in enumerate(parts) if _labellings(core, nodes) <= _MOST_LABELLINGS]
-    is_small = set(small)
+    is_small = {
+        number
+        for number, (nodes, _) in enumerate(parts)
+        if math.prod(len(core.nodes[c].labels_A) for c in nodes) <= _MOST_LABELLINGS
+    }
     equal = [members for members in equal if members[0] in is_small]
     mostly_equal = 2 * sum(len(members) for members in equal) > len(parts)
     if not count:
@@ -176,15 +180,6 @@ def _parts(core: Core) -> list[tuple[list[int], list[CoreEdge]]]:
     for edge in core.edges:
         parts[root(parent, edge.first)][1].append(edge)
     return list(parts.values())
-
-
-def _labellings(core: Core, nodes: list[int]) -> int:
-    count = 1
-    for c in nodes:
-        count *= len(core.nodes[c].labels_A)
-        if count > _MOST_LABELLINGS:
-            break
-    return count
 
 
 def _signature(core: Core, nodes: list[int], edges: list[CoreEdge]) -> tuple[object, ...]:

@@ -46,14 +46,13 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
     """
     order = order_of(core)
     steps = _steps(core, order)
-    future = _future_rows(core, order)
+    future, last_R = _row_use(core, order)
     states = _States(
         objective=np.zeros(1), priced=np.zeros(1), rows=np.zeros((1, len(core.excess_R)), dtype=np.int64),
         open_KD=np.zeros((1, 0), dtype=np.int64),
     )  # fmt: skip
     trail: list[tuple[Ints, Ints]] = []
     lost = np.inf
-    last_R = _last_use(core, order)
     for number, step in enumerate(steps):
         if number % 64 == 0 and time.monotonic() > deadline:
             return CoreResult(None, upper, -np.inf)
@@ -286,28 +285,17 @@ def _steps(core: Core, order: list[int]) -> list[_Step]:
     return steps[::-1]
 
 
-def _future_rows(core: Core, order: list[int]) -> Ints:
-    """Least that nodes and edges from each step on can add to each row, shape (steps + 1, R)."""
-    place = {c: i for i, c in enumerate(order)}
-    least = np.zeros((len(order) + 1, len(core.excess_R)), dtype=np.int64)
-    for step, c in enumerate(order):
-        least[step] += core.nodes[c].rows_AR.min(axis=0)
-    for edge in core.edges:
-        least[max(place[edge.first], place[edge.second])] += edge.rows_ABR.min(axis=(0, 1))
-    result: Ints = np.cumsum(least[::-1], axis=0)[::-1]
-    return result
-
-
-def _last_use(core: Core, order: list[int]) -> Ints:
-    """Last step that adds to each row, shape (R,); -1 where none does."""
-    place = {c: i for i, c in enumerate(order)}
-    last_R = np.full(len(core.excess_R), -1, dtype=np.int64)
-    for c, node in enumerate(core.nodes):
-        last_R[node.rows_AR.any(axis=0)] = np.maximum(last_R[node.rows_AR.any(axis=0)], place[c])
-    for edge in core.edges:
-        used = edge.rows_ABR.any(axis=(0, 1))
-        last_R[used] = np.maximum(last_R[used], max(place[edge.first], place[edge.second]))
-    return last_R
+def _row_use(core: Core, order: list[int]) -> tuple[Ints, Ints]:
+    """Least that nodes and edges from each step on can add to each row, (steps + 1, R); last step that adds, (R,)."""
+    num_rows, place = len(core.excess_R), {c: i for i, c in enumerate(order)}
+    tables = [(place[c], node.rows_AR[:, None]) for c, node in enumerate(core.nodes)]
+    tables += [(max(place[e.first], place[e.second]), e.rows_ABR) for e in core.edges]
+    least, last_R = np.zeros((len(order) + 1, num_rows), dtype=np.int64), np.full(num_rows, -1, dtype=np.int64)
+    for step, rows_ABR in tables:
+        least[step] += rows_ABR.min(axis=(0, 1))
+        used = rows_ABR.any(axis=(0, 1))
+        last_R[used] = np.maximum(last_R[used], step)
+    return np.cumsum(least[::-1], axis=0)[::-1], last_R
 
 
 @compiled("int64[::1](int64[::1],float64[::1],int64[:,::1])")
