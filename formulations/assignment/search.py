@@ -64,12 +64,7 @@ class BoundAndFix:
     """Solves one assignment problem, and keeps what it learnt for a quick solve under other limits."""
 
     def __init__(self, model: AssignmentModel, relaxation: Relaxation | None = None) -> None:
-        """Plan the elimination.
-
-        Args:
-            model: The problem.
-            relaxation: A relaxation of it, if it is at hand.
-        """
+        """Plan the elimination; ``relaxation`` is one of the model, if it is at hand."""
         self.model = model
         self.relaxation = relaxation or relax(model)
         self._known: list[Priced] = []

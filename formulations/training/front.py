@@ -23,7 +23,7 @@ from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import graph_tables, peers_ns
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, relative_gap
+from qsync_opt.training import NO_LIMIT_NS, Plan, Problem
 
 _NO_LIMIT_KIB = 2**50
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
@@ -109,21 +109,16 @@ class Sweep:
         self._deadline = deadline
         self._further: list[Effort] = []
         if gap:
-            self._effort = Effort(
+            self._again = self._effort = Effort(
                 gap=gap, passes=_POINT_PASSES, blends=2, dual_share=0.2, dives=1, dive_passes=1, max_nodes=1
             )
-            further = Effort(
-                gap=gap, passes=_FURTHER_PASSES, blends=2, dual_share=0.2, dives=1, dive_passes=1, join_passes=1,
-                max_nodes=_FURTHER_NODES, joins_only=True,
-            )  # fmt: skip
-            self._further = [further]
-            if thorough:
-                self._further.append(greedy_effort(gap))
+            further = replace(
+                self._effort, passes=_FURTHER_PASSES, join_passes=1, max_nodes=_FURTHER_NODES, joins_only=True
+            )
+            self._further = [further, greedy_effort(gap)] if thorough else [further]
         else:
             choice = solver or default_solver()
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
-        self._again = self._effort
-        if not gap:
             rest = (each for each in self._effort.passes if not each.width or each.nodes is None or each.whole_only)
             passes = (*_AGAIN_PASSES, *rest)
             self._again = replace(self._effort, passes=passes, join_passes=1, dive_passes=1, margins=_MARGINS)
@@ -186,20 +181,14 @@ class Sweep:
                 efforts = [replace(each, aim=own_aim) for each in efforts]
             outcome = engine.solve(efforts[0], start=labels_N, deadline=self._deadline)
             for further in efforts[1:]:
-                if not self._reached(outcome, own_aim):
+                if not outcome.proved_infeasible:
                     outcome = engine.solve(further, deadline=self._deadline).above(outcome.bound)
             outcomes.append(outcome)
-            if outcomes[-1].labels_N is None:
+            if outcome.labels_N is None:
                 self.none_proved = outcome.proved_infeasible or (own_aim is not None and outcome.bound > own_aim)
                 return None
             search.engine = engine
         return self._point(limit_ns, outcomes)
-
-    def _reached(self, outcome: Outcome, aim: float | None) -> bool:
-        if aim is not None and (outcome.objective <= aim or outcome.bound > aim):
-            return True
-        gap = relative_gap(outcome.objective, outcome.bound) if outcome.labels_N is not None else None
-        return outcome.proved_infeasible or (gap is not None and gap <= self._effort.gap)
 
     def _point(self, limit_ns: int, outcomes: list[Outcome]) -> FrontPoint:
         iteration_ns, memory, devices = self.floor_ns, {}, {}
@@ -267,7 +256,7 @@ def latency_front(
     """
     _check_points(points)
     sweep = Sweep(problem, gap=gap, tied=tied, store=store, thorough=thorough)
-    report = progress or _silent
+    report = progress or (lambda done, total: None)
     point = sweep.slowest()
     front: list[FrontPoint] = []
     if point is None:
@@ -300,10 +289,6 @@ def _check_points(points: int | None) -> None:
         raise ProblemError(f"points is {points!r}, but a front needs a whole number of at least 1")
 
 
-def _silent(done: int, total: int) -> None:
-    """Report nothing."""
-
-
 def memory_front(
     problem: Problem,
     device: str,
@@ -319,7 +304,7 @@ def memory_front(
     problem.device(device)
     _check_points(points)
     sweep = Sweep(problem, gap=gap, tied=tied, store=store, thorough=thorough)
-    report = progress or _silent
+    report = progress or (lambda done, total: None)
     point = sweep.solve(memory_limits_kib={device: _NO_LIMIT_KIB})
     front: list[FrontPoint] = []
     while point is not None and len(front) < points:
@@ -334,12 +319,9 @@ def memory_front(
 
 def _undominated(points: list[FrontPoint], device: str | None = None) -> tuple[FrontPoint, ...]:
     """From the largest to the least use, without points that another one with no more use equals."""
-
-    def use(point: FrontPoint) -> int:
-        return point.iteration_ns if device is None else point.memory_kib[device]
-
     kept: list[FrontPoint] = []
-    for point in sorted(points, key=lambda p: (use(p), p.objective)):
+    uses = [point.iteration_ns if device is None else point.memory_kib[device] for point in points]
+    for _, _, point in sorted(zip(uses, (p.objective for p in points), points, strict=True), key=lambda row: row[:2]):
         if not kept or point.objective < kept[-1].objective:
             kept.append(point)
     return tuple(reversed(kept))

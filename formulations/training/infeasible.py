@@ -20,15 +20,9 @@ _EFFORT = Effort(passes=QUICK_PASSES, max_nodes=6)
 
 
 def prove_infeasible(problem: Problem, device: ProblemDevice, deadline: float) -> str | None:
-    """Prove that a device type has no plan within its limits, and say why.
+    """Prove that a device type has no plan within its limits, and explain it as `explain` does.
 
-    Args:
-        problem: The problem.
-        device: One of its device types.
-        deadline: ``time.monotonic()`` value at which to stop.
-
-    Returns:
-        The explanation, or None if there is a plan or nothing was settled in time.
+    None if there is a plan, or nothing was settled before ``deadline`` (a ``time.monotonic()`` value).
 
     Source: ours.
     """

@@ -214,16 +214,9 @@ def latency_rows(problem: Problem, graph: GraphTables, limit_ns: int) -> Latency
 
 
 def binding_rows(rows: LatencyRows, low_S: Ints, high_S: Ints) -> LatencyRows:
-    """Drop rows that others imply.
+    """Drop rows that an earlier row plus the most work in between, or a later one minus the least, implies.
 
-    Args:
-        rows: All rows.
-        low_S: Least work of each segment under any plan; the forward is in segment 0.
-        high_S: Most work of each segment under any plan.
-
-    Returns:
-        The rows left; row q goes if an earlier row plus the most work in between, or a later row minus the least work
-        in between, already implies it.
+    ``low_S`` and ``high_S`` are the least and most work of each segment under any plan; the forward is in segment 0.
 
     Source: ours.
     """

@@ -292,14 +292,9 @@ def _drop_rows(core: Core) -> None:
 def nearest(
     allowed_Z: Bools, least_Z: Floats, exists_NA: Bools, entry_NA: Ints, most_nodes: int | None
 ) -> tuple[Bools, float]:
-    """Keep a choice only at the nodes whose second label is cheapest; everything else costs at least the float.
+    """Keep a choice only at the ``most_nodes`` nodes whose second label is cheapest, by the bounds ``least_Z``.
 
-    Args:
-        allowed_Z: Entries that are left.
-        least_Z: Bound of a labelling with the entry.
-        exists_NA: Labels of each node.
-        entry_NA: Entry of each label.
-        most_nodes: How many nodes keep a choice; None: all of them.
+    Everything else costs at least the float.
     """
     kept_Z = allowed_Z.copy()
     if most_nodes is None or len(exists_NA) <= most_nodes:

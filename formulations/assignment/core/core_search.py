@@ -46,11 +46,6 @@ class CoreSearch:
     """
 
     def __init__(self, incumbent: Incumbent) -> None:
-        """Start without a deadline.
-
-        Args:
-            incumbent: The incumbent; better labellings are offered to it.
-        """
         self._incumbent, self._relaxation = incumbent, incumbent.relaxation
         self._model = model = incumbent.model
         self.effort, self.deadline = Effort(), np.inf
@@ -62,14 +57,7 @@ class CoreSearch:
         self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
 
     def near(self, allowed_Z: Bools, dual: DualResult, most: float, known: float) -> tuple[float, Bools]:
-        """Search all labellings that may be below a value; returns as `search`.
-
-        Args:
-            allowed_Z: Entries that are left.
-            dual: The dual over these.
-            most: The value.
-            known: A lower bound of all labellings with these entries.
-        """
+        """Search all labellings that may be below ``most``; returns as `search`. ``known`` bounds them already."""
         value, least_Z, base_N, allowed_Z = self._through(allowed_Z, dual)
         if value == np.inf:
             return np.inf, allowed_Z
@@ -182,13 +170,9 @@ class CoreSearch:
 
 
 def search_width(width: int, core: Core, merged: Core, *, whole: bool) -> int:
-    """Most states that a search of a core keeps at a step; 0: it is left to a solver.
+    """Most states that a search keeps at a step, for the width of a pass; 0: the core is left to a solver.
 
-    Args:
-        width: That of the pass; 0 for a solver.
-        core: The core.
-        merged: The same, condensed as it is searched.
-        whole: The core holds all that is undecided.
+    ``merged`` is the core as it is searched; ``whole``: it holds all that is undecided.
     """
     if not width:
         few = len(core.nodes) <= _EASY_NODES or (whole and len(merged.nodes) <= _EASY_MERGED)

@@ -19,7 +19,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreResult
-from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+from qsync_opt.formulations.assignment.model import Floats, Ints
 
 _DISTANCES = (1, 2, 3, 5, 8)
 """Distances in sorted order at which states are compared."""
@@ -181,10 +181,8 @@ def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: 
     for row in wide[:8].tolist():
         step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
         cell = cell * side + step.astype(np.int64)
-    leads = leaders(cell[by_rank], width // 2)
-    place = np.flatnonzero(leads)
-    rest = by_rank[~leads][: width - len(place)]
-    return np.concatenate([by_rank[place], rest])
+    leads = np.sort(np.unique(cell[by_rank], return_index=True)[1])[: width // 2]
+    return np.concatenate([by_rank[leads], np.delete(by_rank, leads)[: width - len(leads)]])
 
 
 def order_of(core: Core) -> list[int]:
@@ -389,26 +387,3 @@ def extend(
                 parent[count], label[count], rank[count] = k, a, value
                 count += 1
     return parent[:count].copy(), label[:count].copy(), rank[:count].copy()
-
-
-@compiled("boolean[::1](int64[::1],int64)")
-def leaders(cell_K: Ints, most: int) -> Bools:
-    """The first state of each cell, for at most ``most`` cells."""
-    size = 2
-    while size < 2 * len(cell_K):
-        size *= 2
-    slot = np.full(size, -1, dtype=np.int64)
-    leads = np.zeros(len(cell_K), dtype=np.bool_)
-    count = 0
-    for k in range(len(cell_K)):
-        if count == most:
-            break
-        cell = cell_K[k]
-        at = (cell ^ (cell >> 17)) & (size - 1)
-        while slot[at] >= 0 and cell_K[slot[at]] != cell:
-            at = (at + 1) & (size - 1)
-        if slot[at] < 0:
-            slot[at] = k
-            leads[k] = True
-            count += 1
-    return leads

@@ -36,6 +36,7 @@ _WHOLE_COST_SCALE = 1e13
 reached."""
 _TIGHTENINGS = 3
 """Most repetitions with tightened limits when a solver's tolerance lets a plan exceed them."""
+_UNEXPLAINED = "the solver proved that no plan keeps the limits; there was no time to find out which limit is at fault"
 _NO_SOLVER = "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
 
 
@@ -70,32 +71,28 @@ class IlpFormulation:
         if choice is None:
             raise NotInstalledError(_NO_SOLVER)
         solver: LinearSolver = create(Kind.SOLVER, choice)
-        label = f"{solver.name} {solver.version}"
-        if peers_ns(problem) > problem.latency_limit_ns:
-            return _infeasible(problem, problem.devices[0], deadline, label, [])
         answers: list[_DeviceAnswer] = []
+        # A device type that has no plan.
+        without = problem.devices[0] if peers_ns(problem) > problem.latency_limit_ns else None
         for left, device in zip(range(len(problem.devices), 0, -1), problem.devices, strict=True):
-            share = math.inf if math.isinf(deadline) else max(0.0, deadline - time.monotonic()) / left
-            answers.append(_solve_device(problem, device, solver, options.gap, time.monotonic() + share))
-            if answers[-1].status is LinearStatus.INFEASIBLE:
-                return _infeasible(problem, device, deadline, label, answers)
-        return _merge(problem, answers, label, options.gap)
+            if without is None:
+                share = math.inf if math.isinf(deadline) else max(0.0, deadline - time.monotonic()) / left
+                answers.append(_solve_device(problem, device, solver, options.gap, time.monotonic() + share))
+                without = device if answers[-1].status is LinearStatus.INFEASIBLE else None
+        if without is None:
+            answer = _merge(problem, answers, options.gap)
+        else:
+            reason = prove_infeasible(problem, without, deadline) or _UNEXPLAINED
+            answer = Answer(termination=TerminationStatus.INFEASIBLE, reason=reason)
+        return replace(
+            answer,
+            solver=f"{solver.name} {solver.version}",
+            build_seconds=sum(each.build_seconds for each in answers),
+            solve_seconds=sum(each.solve_seconds for each in answers),
+        )
 
 
-def _infeasible(
-    problem: Problem, device: ProblemDevice, deadline: float, label: str, answers: list[_DeviceAnswer]
-) -> Answer:
-    reason = "the solver proved that no plan keeps the limits; there was no time to find out which limit is at fault"
-    return Answer(
-        termination=TerminationStatus.INFEASIBLE,
-        solver=label,
-        build_seconds=sum(answer.build_seconds for answer in answers),
-        solve_seconds=sum(answer.solve_seconds for answer in answers),
-        reason=prove_infeasible(problem, device, deadline) or reason,
-    )
-
-
-def _merge(problem: Problem, answers: list[_DeviceAnswer], label: str, gap: float) -> Answer:
+def _merge(problem: Problem, answers: list[_DeviceAnswer], gap: float) -> Answer:
     """Device types share only the latency limit, so objectives and bounds add up."""
     bound = math.fsum(part for answer in answers for part in (answer.lowest, answer.bound))
     solved = all(answer.labels is not None for answer in answers)
@@ -121,9 +118,6 @@ def _merge(problem: Problem, answers: list[_DeviceAnswer], label: str, gap: floa
         else None,
         objective=objective,
         bound=bound,
-        solver=label,
-        build_seconds=sum(answer.build_seconds for answer in answers),
-        solve_seconds=sum(answer.solve_seconds for answer in answers),
         reason=None if solved else "no plan within the limits was found in the time allowed, which proves nothing",
     )
 

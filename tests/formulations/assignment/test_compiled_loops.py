@@ -126,7 +126,6 @@ def test_small_loops_do_the_same_in_python(seed):
     objective = np.round(rng.normal(size=count), int(rng.integers(0, 9)))
     code = rng.integers(0, 3, count)
     np.testing.assert_array_equal(*_both(frontier_loops.undominated, code, objective, rows_KR))
-    np.testing.assert_array_equal(*_both(frontier_loops.leaders, code * wide, int(rng.integers(0, 5))))
     limits = rng.integers(-wide, wide, rows)
     found = _both(frontier_loops.extend, objective, rows_KR, objective[:1], rows_AR[:1], 0.3, 0.1, 0.6, limits)
     for one, two in zip(*found, strict=True):
