@@ -188,7 +188,7 @@ class _LazyMaster:
         """Add new plans and solve; returns the optimum, prices of all rows and the plans' weights."""
         fresh = [plan.excess_R / self._scale_R for plan in plans[len(self._scaled_IR) :]]
         self._scaled_IR = np.concatenate([self._scaled_IR, np.stack(fresh)]) if fresh else self._scaled_IR
-        for number in range(self._master.num_columns, len(plans)):
+        for number in range(self._master.num_plans, len(plans)):
             self._master.add(plans[number].objective * self._weight, self._scaled_IR[number, self._active])
         value, scaled, weights = self._master.solve()
         prices_R = np.zeros(len(self._scale_R))
@@ -238,18 +238,27 @@ class Master:
             scale: Size of the costs; reduced costs far below it are rounding.
         """
         self._rows, self.box, self._scale = num_rows, box, scale
-        self._cost_I, self._excess_IR = np.zeros(64), np.zeros((64, num_rows))
-        self.num_columns = 0
-        # Column numbers: 0..R-1 slacks, R..2R-1 box columns, then the plans.
+        # Columns: slacks of the rows, their prices' upper ends, then plans; the first entry counts plans.
+        self._cost_C, self._column_CB = np.zeros(2 * num_rows + 64), np.zeros((2 * num_rows + 64, 1 + num_rows))
+        self._cost_C[num_rows : 2 * num_rows] = box
+        self._column_CB[:num_rows, 1:] = np.eye(num_rows)
+        self._column_CB[num_rows : 2 * num_rows, 1:] -= np.eye(num_rows)
+        self._count = 2 * num_rows
         self._basis: Ints = np.zeros(0, dtype=np.int64)
+
+    @property
+    def num_plans(self) -> int:
+        """Number of plans."""
+        return self._count - 2 * self._rows
 
     def add(self, cost: float, excess_R: Floats) -> None:
         """Add a plan."""
-        if self.num_columns == len(self._cost_I):
-            self._cost_I = np.concatenate([self._cost_I, self._cost_I])
-            self._excess_IR = np.concatenate([self._excess_IR, self._excess_IR])
-        self._cost_I[self.num_columns], self._excess_IR[self.num_columns] = cost, excess_R
-        self.num_columns += 1
+        if self._count == len(self._cost_C):
+            self._cost_C = np.concatenate([self._cost_C, self._cost_C])
+            self._column_CB = np.concatenate([self._column_CB, self._column_CB])
+        self._cost_C[self._count] = cost
+        self._column_CB[self._count, 0], self._column_CB[self._count, 1:] = 1.0, excess_R
+        self._count += 1
         if not len(self._basis):
             support = np.where(excess_R > 0, np.arange(self._rows) + self._rows, np.arange(self._rows))
             self._basis = np.concatenate([[2 * self._rows], support])
@@ -261,34 +270,25 @@ class Master:
             The optimum, the prices (R,), and the plans' weights (I,).
         """
         dual, value, self._basis = _pivot(
-            self._cost_I[: self.num_columns], self._excess_IR[: self.num_columns], self._basis, self.box, self._scale
+            self._cost_C[: self._count], self._column_CB[: self._count], self._basis, self._scale
         )
-        weights = np.zeros(2 * self._rows + self.num_columns)
+        weights = np.zeros(self._count)
         weights[self._basis] = value
         return float(dual[0]), np.clip(-dual[1:], 0.0, self.box), np.maximum(weights[2 * self._rows :], 0.0)
 
 
-@compiled("(float64[::1],float64[:,::1],int64[::1],float64,float64)")
-def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: float) -> tuple[Floats, Floats, Ints]:
+@compiled("(float64[::1],float64[:,::1],int64[::1],float64)")
+def _pivot(cost_C: Floats, column_CB: Floats, basis_B: Ints, scale: float) -> tuple[Floats, Floats, Ints]:
     """Dual values, values of the basic columns, and the basis, after pivoting to the optimum."""
-    plans, rows = excess_IR.shape
-    size = rows + 1
+    columns, size = column_CB.shape
     dual, value, basis = np.zeros(size), np.zeros(size), basis_B.copy()
     last = basis_B.copy()
-    both, column, direction = np.empty((size, 2 * size)), np.empty(size), np.empty(size)
-    is_basic = np.zeros(2 * rows + plans, dtype=np.bool_)
+    both, direction = np.empty((size, 2 * size)), np.empty(size)
+    is_basic = np.zeros(columns, dtype=np.bool_)
     for pivot in range(_MAX_PIVOTS):
         both[:] = 0.0
         for b in range(size):
-            number = basis[b]
-            if number < rows:
-                both[1 + number, b] = 1.0
-            elif number < 2 * rows:
-                both[1 + number - rows, b] = -1.0
-            else:
-                both[0, b] = 1.0
-                for r in range(rows):
-                    both[1 + r, b] = excess_IR[number - 2 * rows, r]
+            both[:size, b] = column_CB[basis[b]]
             both[b, size + b] = 1.0
         singular = False
         for k in range(size):
@@ -316,11 +316,8 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
         for c in range(size):
             total = 0.0
             for b in range(size):
-                number = basis[b]
-                cost = 0.0 if number < rows else box if number < 2 * rows else cost_I[number - 2 * rows]
-                total += both[b, size + c] * cost
-            dual[c] = total
-            value[c] = both[c, size]
+                total += both[b, size + c] * cost_C[basis[b]]
+            dual[c], value[c] = total, both[c, size]
         noise = _TOLERANCE * scale
         for c in range(size):
             noise = max(noise, _ROUNDING * abs(dual[c]))
@@ -328,36 +325,21 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
         for b in range(size):
             is_basic[basis[b]] = True
         entering, least = -1, 0.0
-        for number in range(2 * rows + plans):
-            if is_basic[number]:
-                reduced = 0.0
-            elif number < rows:
-                reduced = -dual[1 + number]
-            elif number < 2 * rows:
-                reduced = box - -dual[1 + number - rows]
-            else:
+        for number in range(columns):
+            if not is_basic[number]:
                 total = 0.0
-                for r in range(rows):
-                    total += excess_IR[number - 2 * rows, r] * -dual[1 + r]
-                reduced = cost_I[number - 2 * rows] + total - dual[0]
-            if reduced < -noise and (entering < 0 or (pivot <= _BLAND_AFTER and reduced < least)):
-                entering, least = number, reduced
+                for r in range(1, size):
+                    total += column_CB[number, r] * -dual[r]
+                reduced = cost_C[number] + total - dual[0] * column_CB[number, 0]
+                if reduced < -noise and (entering < 0 or (pivot <= _BLAND_AFTER and reduced < least)):
+                    entering, least = number, reduced
         if entering < 0:
             break
-        column[:] = 0.0
-        if entering < rows:
-            column[1 + entering] = 1.0
-        elif entering < 2 * rows:
-            column[1 + entering - rows] = -1.0
-        else:
-            column[0] = 1.0
-            for r in range(rows):
-                column[1 + r] = excess_IR[entering - 2 * rows, r]
         shortest = np.inf
         for b in range(size):
             total = 0.0
             for c in range(size):
-                total += both[b, size + c] * column[c]
+                total += both[b, size + c] * column_CB[entering, c]
             direction[b] = total
             if total > _LEAST_STEP:
                 shortest = min(shortest, max(value[b], 0.0) / total)

@@ -24,10 +24,7 @@ class Elimination:
     """Exact minimiser of priced tables over one graph; reusable for any prices and any forbidden entries."""
 
     def __init__(self, model: AssignmentModel) -> None:
-        """Plan the order.
-
-        Args:
-            model: Only its graph is used.
+        """Plan the order for the graph of a model.
 
         Raises:
             TooWideError: A table would be too large.
@@ -39,13 +36,9 @@ class Elimination:
         self._largest = int(np.diff(schedule.entries_I1).max(initial=0))
 
     def minimise(self, cost_Z: Floats) -> tuple[float, Ints]:
-        """Least total cost and a labelling that has it (the first label on ties).
+        """Least total cost and a labelling (N,) that has it, the first label on ties.
 
-        Args:
-            cost_Z: Priced tables, infinite where forbidden, shape (Z,).
-
-        Returns:
-            The cost (infinite if every labelling is forbidden) and the labels, shape (N,).
+        ``cost_Z`` is infinite where forbidden, and so is the cost where every labelling is.
         """
         s = self.schedule
         least_R, labels_N = _minimise(
@@ -55,13 +48,7 @@ class Elimination:
         return _total(least_R), labels_N
 
     def min_marginals(self, cost_Z: Floats) -> tuple[float, Floats]:
-        """Least total cost, and the least total cost among labellings that choose each entry.
-
-        Args:
-            cost_Z: Priced tables, shape (Z,).
-
-        Returns:
-            The least cost, and one least cost per table entry, shape (Z,).
+        """Least total cost, and the least among labellings that choose each entry, shape (Z,).
 
         Source: two-pass message passing on the elimination tree; ours.
         """

@@ -3,19 +3,17 @@
 Axes: N nodes, E edges, Z table entries (those of the nodes first, then those of the edges), S loads, R limit rows,
 T stored load terms, D derived nodes.
 
-    minimise    sum_n cost(n, x_n) + sum_(a,b) cost(a, b, x_a, x_b) + sum_i weight_i * max_k(rows_i @ loads_S(x))_k
+    minimise    sum_n cost(n, x_n) + sum_(a,b) cost(a, b, x_a, x_b)
     subject to  rows_RS @ loads_S(x) <= limits_R,   loads_S(x) = the sum of the load terms of the chosen entries
                 every chosen entry is allowed
-
-Bound and fix takes models without maxima; `program.linear_program` takes all. A limit on a maximum is a row for each of
-its arguments, see `AssignmentModel.with_maximum_at_most`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -74,15 +72,7 @@ class Wanted:
         labels_N[self.node_H] = np.maximum.reduceat(flag_P, self.start_H)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Maximum:
-    """A term of the objective: ``weight`` (at least 0) times the largest of the rows ``rows_KS @ loads_S``."""
-
-    rows_KS: Whole
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentModel:
     """An assignment problem over flat tables; build it with :func:`assemble`.
 
@@ -98,10 +88,6 @@ class AssignmentModel:
         limits_R: Right-hand sides.
         derived: Derived nodes, each after its parents.
         wanted: Nodes that are 1 where another one wants it, if any.
-        maxima: Maxima over rows of loads in the objective.
-        offset_N: First table entry of each node.
-        offset_E: First table entry of each edge.
-        steps: Differences of each row to the one before: rows, loads, amounts; few for nested rows.
     """
 
     sizes_N: Ints
@@ -115,31 +101,46 @@ class AssignmentModel:
     limits_R: Ints
     derived: tuple[Derived, ...] = ()
     wanted: Wanted | None = None
-    maxima: tuple[Maximum, ...] = ()
-    offset_N: Ints = field(init=False)
-    offset_E: Ints = field(init=False)
-    steps: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
-    _float_T: Floats = field(init=False, repr=False)
-    _follows: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Compute the offsets, the steps between rows, and what prices tables."""
-        object.__setattr__(self, "edges_E2", np.ascontiguousarray(self.edges_E2))
-        sizes_E = self.sizes_N[self.edges_E2[:, 0]] * self.sizes_N[self.edges_E2[:, 1]]
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate([self.sizes_N, sizes_E]))])
-        num_nodes = len(self.sizes_N)
-        object.__setattr__(self, "offset_N", offsets[:num_nodes])
-        object.__setattr__(self, "offset_E", offsets[num_nodes:-1])
-        step_RS = np.diff(self.rows_RS, axis=0, prepend=self.rows_RS[:1] * 0)
-        row, load = (np.ascontiguousarray(positions) for positions in np.nonzero(step_RS))
-        object.__setattr__(self, "steps", (row, load, step_RS[row, load].astype(np.int64)))
-        object.__setattr__(self, "_float_T", self.value_T.astype(np.float64))
-        object.__setattr__(self, "_follows", _flat(self.derived))
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
         return len(self.sizes_N)
+
+    @cached_property
+    def offset_N(self) -> Ints:
+        """First table entry of each node."""
+        return np.cumsum(self.sizes_N) - self.sizes_N
+
+    @cached_property
+    def sizes_E(self) -> Ints:
+        """Table entries of each edge."""
+        return self.sizes_N[self.edges_E2[:, 0]] * self.sizes_N[self.edges_E2[:, 1]]
+
+    @cached_property
+    def offset_E(self) -> Ints:
+        """First table entry of each edge."""
+        return int(self.sizes_N.sum()) + np.cumsum(self.sizes_E) - self.sizes_E
+
+    @cached_property
+    def entry_T(self) -> Ints:
+        """Table entry of each term."""
+        return np.repeat(np.arange(len(self.objective_Z)), np.diff(self.pointer_Z1))
+
+    @cached_property
+    def steps(self) -> tuple[Ints, Ints, Ints]:
+        """Differences of each row to the one before: rows, loads, amounts; few for nested rows."""
+        step_RS = np.diff(self.rows_RS, axis=0, prepend=self.rows_RS[:1] * 0)
+        row, load = (np.ascontiguousarray(positions) for positions in np.nonzero(step_RS))
+        return row, load, step_RS[row, load].astype(np.int64)
+
+    @cached_property
+    def _float_T(self) -> Floats:
+        return self.value_T.astype(np.float64)
+
+    @cached_property
+    def _follows(self) -> tuple[Ints, Ints, Ints]:
+        return _flat(self.derived)
 
     def chosen(self, labels_N: Ints) -> Ints:
         """Table entries that a labelling chooses: one per node, then one per edge."""
@@ -147,9 +148,7 @@ class AssignmentModel:
 
     def loads(self, labels_N: Ints) -> Ints:
         """Exact integer loads of a labelling, shape (S,)."""
-        return sum_loads(
-            self.chosen(labels_N), self.pointer_Z1, self.load_T, self.value_T, self.rows_RS.shape[1]
-        )  # fmt: skip
+        return sum_loads(self.chosen(labels_N), self.pointer_Z1, self.load_T, self.value_T, self.rows_RS.shape[1])
 
     def excess(self, labels_N: Ints) -> Ints:
         """Left-hand sides minus limits, shape (R,): feasible where nothing is positive."""
@@ -170,11 +169,7 @@ class AssignmentModel:
         entry = self.chosen(labels_N)
         if not self.allowed_Z[entry].all():
             return float("inf")
-        total = float(self.objective_Z[entry].sum())
-        if self.maxima:
-            loads_S = self.loads(labels_N)
-            total += sum(maximum.weight * float((maximum.rows_KS @ loads_S).max()) for maximum in self.maxima)
-        return total
+        return float(self.objective_Z[entry].sum())
 
     def least_objective(self) -> float:
         """Objective that no labelling is below, limits and forbidden entries set aside."""
@@ -222,12 +217,6 @@ class AssignmentModel:
         other = copy.copy(self)
         object.__setattr__(other, "limits_R", limits_R)
         return other
-
-    def with_maximum_at_most(self, rows_KS: Whole, limit: int, rest_S: Whole | int = 0) -> AssignmentModel:
-        """The same problem with ``max_k(rows_KS @ loads_S)_k + rest_S @ loads_S <= limit``, as one limit row per k."""
-        rows_RS = np.concatenate([self.rows_RS, rows_KS + rest_S])
-        limits_R = np.append(self.limits_R, np.full(len(rows_KS), limit))
-        return replace(self, rows_RS=rows_RS, limits_R=limits_R)
 
     def complete(self, labels_N: Ints) -> Ints:
         """A copy with every derived node as its parents imply, and every wanted node at 1."""

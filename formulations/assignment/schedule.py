@@ -66,10 +66,7 @@ class Schedule:
 
 
 def plan(model: AssignmentModel) -> Schedule:
-    """Plan the order.
-
-    Args:
-        model: Only its graph is used.
+    """Plan the order for the graph of a model.
 
     Raises:
         TooWideError: A table would exceed ``MAX_TABLE_ENTRIES``.

@@ -11,7 +11,6 @@ Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounde
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.assignment.core import Condensed, CoreSearch
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort
@@ -66,20 +64,7 @@ class BoundAndFix:
     """Solves one assignment problem, and keeps what it learnt for a quick solve under other limits."""
 
     def __init__(self, model: AssignmentModel, relaxation: Relaxation | None = None) -> None:
-        """Plan the elimination.
-
-        Args:
-            model: The problem.
-            relaxation: A relaxation of it, if it is at hand.
-
-        Raises:
-            UnsupportedError: The model has maxima in its objective.
-        """
-        if model.maxima:
-            raise UnsupportedError(
-                f"bound and fix cannot minimise a maximum, but the model has {len(model.maxima)}; "
-                "solve its `linear_program` instead, or limit the maximum"
-            )
+        """Plan the elimination; ``relaxation`` is one of the model, if it is at hand."""
         self.model = model
         self.relaxation = relaxation or relax(model)
         self._known: list[Priced] = []
@@ -167,30 +152,36 @@ class BoundAndFix:
             prices = zero if self._prices_R is None else self._prices_R
             # The leaves that an earlier search split the root into, if the tree may be opened at all.
             leaves = self._leaves if effort.max_nodes > 1 else [Leaf()]
-            open_nodes = first_nodes(leaves, self._root_entries(), least, prices, plans, _FIRST_STEPS)
+            root_Z = self._root_entries()
+            for number, leaf in enumerate(leaves):
+                node = Node(least, number + bool(leaf.path), root_Z, prices, plans, leaf)
+                if leaf.path:
+                    node.allowed_Z = root_Z.copy()
+                    for side in leaf.path:
+                        node.allowed_Z[side] = False
+                    node.prices_R = prices if leaf.prices_R is None else leaf.prices_R
+                    node.plans, node.steps = leaf.plans or plans, _FIRST_STEPS if len(leaves) > 1 else 0
+                open_nodes.append(node)
             most_leaves, count = len(open_nodes), len(open_nodes) + 1
             plunge = 0  # number of the child to continue with, at first; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes + most_leaves - 1:
                 plunging = plunge or not outcome.nodes
-                node, plunge = pop(open_nodes, plunge), 0
+                node = next((each for each in open_nodes if plunge and each.number == plunge), None) or min(open_nodes)
+                plunge = 0
                 gap = max(effort.enough, effort.tree_gap) if outcome.nodes else 0.0
                 if self._closed(node.bound, effort) or node.bound >= self._incumbent.target(gap):
                     closed = min(closed, node.bound)
+                    open_nodes.remove(node)
                     continue
                 if time.monotonic() > self._deadline:
-                    open_nodes.append(node)
                     outcome.out_of_time = True
                     break
                 if node.steps:
-                    open_nodes.append(node)
                     self._bound(node, effort)
-                    heapq.heapify(open_nodes)
                     continue
                 outcome.nodes += 1
-                open_nodes.append(node)  # counts for the bound while it is processed, in case of Ctrl-C
-                bound, prices, children = self._process(node, effort)
+                bound, prices, children = self._process(node, effort)  # stays open until then, in case of Ctrl-C
                 open_nodes.remove(node)
-                heapq.heapify(open_nodes)
                 if outcome.nodes == 1:
                     outcome.prices_R = self._prices_R = prices
                 if not children:
@@ -198,8 +189,8 @@ class BoundAndFix:
                 if children and plunging and self._on_join and most_leaves == 1:
                     plunge = count
                 grown = self._grow(node.leaf, children, prices)
-                for leaf, (_, allowed, kept) in zip(grown, children, strict=True):
-                    heapq.heappush(open_nodes, Node(bound, count, allowed, prices, kept, leaf))
+                for child, (_, allowed, kept) in zip(grown, children, strict=True):
+                    open_nodes.append(Node(bound, count, allowed, prices, kept, child))
                     count += 1
         except KeyboardInterrupt:
             outcome.out_of_time = outcome.interrupted = True
@@ -448,37 +439,6 @@ class Node:
     leaf: Leaf | None = field(compare=False, default=None)
     steps: int = field(compare=False, default=0)
     dual: DualResult | None = field(compare=False, default=None)
-
-
-def pop(open_nodes: list[Node], number: int) -> Node:
-    """Pop the node of a number from the heap; for 0, or if it is not there, the node of least bound."""
-    for position, node in enumerate(open_nodes) if number else ():
-        if node.number == number:
-            open_nodes[position] = open_nodes[-1]
-            open_nodes.pop()
-            heapq.heapify(open_nodes)
-            return node
-    return heapq.heappop(open_nodes)
-
-
-def first_nodes(
-    leaves: Sequence[Leaf], root_Z: Bools, bound: float, prices_R: Floats, plans: list[Priced], steps: int
-) -> list[Node]:
-    """The root, or one node for each leaf, which forbids the entries of its path.
-
-    Several leaves are bounded by ``steps`` minimisations first.
-    """
-    nodes = []
-    for number, leaf in enumerate(leaves):
-        allowed_Z = root_Z.copy() if leaf.path else root_Z
-        for side in leaf.path:
-            allowed_Z[side] = False
-        own_R = prices_R if leaf.prices_R is None or not leaf.path else leaf.prices_R
-        own = leaf.plans if leaf.path and leaf.plans else plans
-        nodes.append(
-            Node(bound, number + bool(leaf.path), allowed_Z, own_R, own, leaf, steps if len(leaves) > 1 else 0)
-        )
-    return nodes
 
 
 def fractional_join(model: AssignmentModel, dual: DualResult) -> tuple[Ints, Ints] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,8 +15,8 @@ import numpy as np
 from qsync_opt.formulations.assignment import PROOF, BoundAndFix, Effort, Outcome
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.infeasible import explain
-from qsync_opt.formulations.training.tables import DeviceTables, GraphTables, device_tables, graph_tables
-from qsync_opt.training import PROOF_GAP, Answer, Plan, Problem, ProblemDevice, TerminationStatus, relative_gap
+from qsync_opt.formulations.training.tables import graph_tables, peers_ns
+from qsync_opt.training import PROOF_GAP, Answer, Plan, Problem, SolveOptions, TerminationStatus, relative_gap
 
 _SMALL = 60
 """A problem of at most so many nodes is searched to the end, whatever the gap: that takes no longer."""
@@ -29,24 +29,19 @@ _FULL_SIZE, _LARGEST = 1500, 5
 class DeviceSearch:
     """Search of one device type; keeps its arrays and its elimination for other limits."""
 
-    problem: Problem
-    device: ProblemDevice
-    graph: GraphTables
-    tables: DeviceTables
-    tied: Sequence[Sequence[str]] = ()
-    latency_limit_ns: int | None = None  # None: the problem's
-    collapsed: Collapsed = field(init=False)
+    collapsed: Collapsed
     engine: BoundAndFix = field(init=False)
     outcome: Outcome = field(init=False)
 
     def __post_init__(self) -> None:
-        """Collapse the problem and plan the elimination."""
-        self.collapsed = collapse(
-            self.problem, self.device, graph=self.graph, tables=self.tables, tied=self.tied,
-            latency_limit_ns=self.latency_limit_ns,
-        )  # fmt: skip
+        """Plan the elimination."""
         self.engine = BoundAndFix(self.collapsed.model)
         self.outcome = Outcome(None, math.inf, -math.inf, np.zeros(0))
+
+    @property
+    def name(self) -> str:
+        """Name of the device type."""
+        return self.collapsed.device.name
 
     def advance(self, effort: Effort, aim: float, *, start: Plan | None = None, deadline: float = math.inf) -> bool:
         """Search with more effort than before; returns whether that settles this device type.
@@ -57,7 +52,7 @@ class DeviceSearch:
             start: A plan to start from.
             deadline: ``time.monotonic()`` value at which to stop.
         """
-        labels = None if start is None else self.collapsed.labels(start.devices[self.device.name])
+        labels = None if start is None else self.collapsed.labels(start.devices[self.name])
         if self.collapsed.model.num_nodes <= _SMALL:
             effort = replace(effort, gap=0.0, tree_gap=0.0)
         if effort.tree_passes is not None:
@@ -72,22 +67,13 @@ class DeviceSearch:
         return reached or outcome.proved_infeasible
 
 
-def plan_certified(
-    problem: Problem,
-    stages: Sequence[Effort],
-    *,
-    time_limit_s: float | None = None,
-    start: Plan | None = None,
-    tied: Sequence[Sequence[str]] = (),
-) -> Answer:
+def plan_certified(problem: Problem, stages: Sequence[Effort], options: SolveOptions) -> Answer:
     """Plan every device type.
 
     Args:
         problem: The problem.
         stages: How hard to search on each device type, ascending; the last one's gap is the aim.
-        time_limit_s: Seconds for everything.
-        start: A plan to start from.
-        tied: Groups of adjustable operators that must share one precision.
+        options: Seconds for everything, a plan to start from, and groups of operators that must share one precision.
 
     Returns:
         The answer, with a bound; on Ctrl-C the best known so far.
@@ -95,16 +81,36 @@ def plan_certified(
     Source: ours.
     """
     started = time.monotonic()
-    deadline = math.inf if time_limit_s is None else started + time_limit_s
-    graph = graph_tables(problem)
+    deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
     searches: list[DeviceSearch] = []
-    for device in problem.devices:
-        searches.append(DeviceSearch(problem, device, graph, device_tables(problem, device), tied))
-        if searches[-1].collapsed.rows.floor_ns > problem.latency_limit_ns:
-            return _infeasible(problem, None, time.monotonic() - started, started, deadline)
-    build_s = time.monotonic() - started
-    # Every device type passes a stage before any begins the next one. Where the last stage was cut short, it continues
-    # in the time that others left.
+    reason = None
+    if peers_ns(problem) > problem.latency_limit_ns:
+        reason = explain(problem, None, deadline)
+    else:
+        graph = graph_tables(problem)
+        searches = [DeviceSearch(collapse(problem, each, graph=graph, tied=options.tied)) for each in problem.devices]
+    built = time.monotonic()
+    without = _advance(searches, stages, options.start, deadline)
+    if without is not None:
+        reason = explain(problem, without.collapsed, deadline)
+    answer = _merge(searches) if reason is None else Answer(termination=TerminationStatus.INFEASIBLE, reason=reason)
+    solver = None if options.solver is None else stages[-1].solver
+    return replace(
+        answer,
+        solver=None if solver is None else f"{solver.name} {solver.version}",
+        build_seconds=built - started,
+        solve_seconds=time.monotonic() - built,
+    )
+
+
+def _advance(
+    searches: list[DeviceSearch], stages: Sequence[Effort], start: Plan | None, deadline: float
+) -> DeviceSearch | None:
+    """Search every device type as far as the stages and the time allow; returns one that is proved to have no plan.
+
+    Every device type passes a stage before any begins the next one. Where the last stage was cut short, it continues
+    in the time that others left.
+    """
     waiting = searches
     for effort in [*stages, *[stages[-1]] * len(searches)]:
         unsettled = []
@@ -115,7 +121,7 @@ def plan_certified(
             if not search.advance(effort, stages[-1].gap, start=start, deadline=share):
                 unsettled.append(search)
             elif search.outcome.proved_infeasible:
-                return _infeasible(problem, search, build_s, started, deadline)
+                return search
         waiting = unsettled
         if effort is stages[-1]:
             waiting = [search for search in unsettled if search.outcome.out_of_time]
@@ -125,23 +131,10 @@ def plan_certified(
             break
         if any(search.outcome.interrupted for search in searches):
             break
-    return _merge(searches, build_s, started)
+    return None
 
 
-def _infeasible(
-    problem: Problem, search: DeviceSearch | None, build_s: float, started: float, deadline: float
-) -> Answer:
-    """No plan: a search proved it, or communication alone does (None)."""
-    reason = explain(problem, None if search is None else search.collapsed, deadline)
-    return Answer(
-        termination=TerminationStatus.INFEASIBLE,
-        build_seconds=build_s,
-        solve_seconds=time.monotonic() - started - build_s,
-        reason=reason,
-    )
-
-
-def _merge(searches: list[DeviceSearch], build_s: float, started: float) -> Answer:
+def _merge(searches: list[DeviceSearch]) -> Answer:
     outcomes = [search.outcome for search in searches]
     solved = all(outcome.labels_N is not None for outcome in outcomes)
     constants = [search.collapsed.constant_objective for search in searches]
@@ -150,13 +143,8 @@ def _merge(searches: list[DeviceSearch], build_s: float, started: float) -> Answ
     objective = math.fsum(o.objective + c for o, c in zip(outcomes, constants, strict=True)) if solved else None
     if objective is not None and bound >= objective * (1 - 2 * PROOF):
         bound = objective  # the search ends within this share of the optimum: that is its proof
-    devices: Mapping[str, Mapping[str, str]] | None = None
-    if solved:
-        devices = {
-            search.device.name: search.collapsed.choices(outcome.labels_N)
-            for search, outcome in zip(searches, outcomes, strict=True)
-            if outcome.labels_N is not None
-        }
+    plans = [(search, search.outcome.labels_N) for search in searches]
+    devices = {search.name: search.collapsed.choices(labels_N) for search, labels_N in plans if labels_N is not None}
     gap = relative_gap(objective, bound)
     stopped = any(outcome.out_of_time for outcome in outcomes)
     if gap is not None and gap <= PROOF_GAP:
@@ -167,10 +155,8 @@ def _merge(searches: list[DeviceSearch], build_s: float, started: float) -> Answ
         termination = TerminationStatus.FEASIBLE if solved else TerminationStatus.ERROR
     return Answer(
         termination=termination,
-        devices=devices,
+        devices=devices if solved else None,
         objective=objective,
         bound=bound if objective is None else min(bound, objective),
-        build_seconds=build_s,
-        solve_seconds=time.monotonic() - started - build_s,
         reason=None if solved else "no plan within the limits was found, which proves nothing; allow more time",
     )

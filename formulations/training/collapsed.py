@@ -9,8 +9,9 @@ Axes: O operators, P precisions, X operator edges, A and B labels of an edge's t
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +50,7 @@ class Collapsed:
         constant_objective: Sensitivity of the operators of constant precision.
         memory_limit_kib: The memory limit in the model.
         latency_limit_ns: The latency limit in the model.
+        tied: Groups of operators that share one precision.
     """
 
     problem: Problem
@@ -61,6 +63,14 @@ class Collapsed:
     constant_objective: float
     memory_limit_kib: int
     latency_limit_ns: int
+    tied: Sequence[Sequence[str]]
+
+    def under(self, latency_limit_ns: int, memory_limit_kib: int) -> Collapsed:
+        """The same device type under other limits."""
+        return collapse(
+            self.problem, self.device, graph=self.graph, tied=self.tied, latency_limit_ns=latency_limit_ns,
+            memory_limit_kib=memory_limit_kib,
+        )  # fmt: skip
 
     def precisions(self, labels_N: Ints) -> Ints:
         """Precision (rank) of every operator under a labelling."""
@@ -96,7 +106,6 @@ def collapse(
     device: ProblemDevice,
     *,
     graph: GraphTables | None = None,
-    tables: DeviceTables | None = None,
     latency_limit_ns: int | None = None,
     memory_limit_kib: int | None = None,
     tied: Sequence[Sequence[str]] = (),
@@ -107,7 +116,6 @@ def collapse(
         problem: The problem.
         device: One of its device types.
         graph: ``graph_tables(problem)`` if it is at hand.
-        tables: ``device_tables(problem, device)`` if it is at hand.
         latency_limit_ns: Another limit than the problem's.
         memory_limit_kib: Another limit than the device's.
         tied: Groups of adjustable operators that must all run in one precision.
@@ -120,13 +128,12 @@ def collapse(
 
     Source: ours.
     """
-    graph = graph or graph_tables(problem)
-    tables = tables or device_tables(problem, device)
+    limit_ns = problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
+    limit_kib = device.memory_limit_kib if memory_limit_kib is None else memory_limit_kib
+    graph, tables = graph or graph_tables(problem), device_tables(problem, device)
     shared = problem.cast_sharing == "producer"
     folding = fold(graph, tables, _tied_to(problem, graph, tables, tied), shared=shared)
     sharing = share_casts(graph, tables, folding) if shared else SharedCasts()
-    limit_ns = problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
-    limit_kib = device.memory_limit_kib if memory_limit_kib is None else memory_limit_kib
     every_row = latency_rows(problem, graph, limit_ns)
     rows = binding_rows(every_row, *_work_range(graph, tables, every_row))
     num_times = len(rows.segment_K)
@@ -139,12 +146,7 @@ def collapse(
     carrier, map_O = np.array(folding.carrier_O, dtype=np.int64), np.array(folding.map_O, dtype=np.int64)
     objective = _operator_terms(terms, tables, folding, carrier, maps[map_O])
     _cast_terms(terms, graph, tables, folding, carrier, maps[map_O], shared=shared)
-    for kind, pair_X2, value_XAB in sharing.edge_batches():
-        terms.add_edge(pair_X2, terms.load(kind, pair_X2[:, 0]), value_XAB)
-    for kind, node_X, value_XA in sharing.node_batches():
-        terms.add_node(node_X, terms.load(kind, node_X), value_XA)
-    for kind, value in sharing.constants:
-        terms.add_constant(terms.load(kind, np.zeros(1, dtype=np.int64)), np.array([value]))
+    sharing.add_to(terms)
     rows_RS = np.tril(np.ones((num_times + 1, num_times + 1), dtype=np.int8))
     rows_RS[-1, :-1] = 0  # memory stands alone
     constants = np.append(np.cumsum(terms.constant[:-1]), terms.constant[-1])
@@ -168,7 +170,7 @@ def collapse(
     constant_objective = float(tables.sensitivity_OP[constant, maps[map_O[constant], 0]].sum())
     return Collapsed(
         problem=problem, device=device, graph=graph, tables=tables, folding=folding, rows=rows, model=model,
-        constant_objective=constant_objective, memory_limit_kib=limit_kib, latency_limit_ns=limit_ns,
+        constant_objective=constant_objective, memory_limit_kib=limit_kib, latency_limit_ns=limit_ns, tied=tied,
     )  # fmt: skip
 
 
@@ -339,13 +341,15 @@ def _add_pair(terms: _Terms, pair_X2: Ints, load: Ints, value_XAB: Ints, allowed
 
 @dataclass(slots=True)
 class SharedCasts:
-    """Forward cast times and buffers to be added, with their nodes, kind and amounts.
+    """Forward cast times and buffers to be added, with their nodes and amounts, by kind and numbers of labels.
 
     An edge's table is the outer product of two rows of amounts, one for each of its nodes.
     """
 
-    edges: list[tuple[tuple[int, int], int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    nodes: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    edges: dict[tuple[int, int, int], list[tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    nodes: dict[tuple[int, int], list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
     constants: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, producer: int, cost_A: tuple[int, ...], wanted: tuple[int, tuple[int, ...]], kind: int) -> None:
@@ -356,35 +360,25 @@ class SharedCasts:
         if node == CONSTANT and producer == CONSTANT:
             self.constants.append((kind, cost_A[0]))
         elif node == CONSTANT:
-            self.nodes.append((producer, kind, cost_A))
-        elif producer == CONSTANT:
-            self.nodes.append((node, kind, tuple(cost_A[0] * flag for flag in flags_B)))
-        elif producer == node:
-            both = zip(cost_A, flags_B, strict=True)
-            self.nodes.append((node, kind, tuple(cost * flag for cost, flag in both)))
+            self.nodes[kind, len(cost_A)].append((producer, cost_A))
+        elif producer in (node, CONSTANT):
+            costs = cost_A if producer == node else cost_A[:1] * len(flags_B)
+            self.nodes[kind, len(flags_B)].append((node, tuple(map(operator.mul, costs, flags_B))))
         elif producer < node:
-            self.edges.append(((producer, node), kind, cost_A, flags_B))
+            self.edges[kind, len(cost_A), len(flags_B)].append(((producer, node), cost_A, flags_B))
         else:
-            self.edges.append(((node, producer), kind, flags_B, cost_A))
+            self.edges[kind, len(flags_B), len(cost_A)].append(((node, producer), flags_B, cost_A))
 
-    def edge_batches(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Kind, node pairs (X, 2) and tables (X, A, B) of edges of equal shape."""
-        groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        for number, (_, kind, first, second) in enumerate(self.edges):
-            groups[kind, len(first), len(second)].append(number)
-        for (kind, _, _), members in groups.items():
-            pairs, _, firsts, seconds = zip(*(self.edges[number] for number in members), strict=True)
-            one, two = np.array(firsts, dtype=np.int64), np.array(seconds, dtype=np.int64)
-            yield kind, np.array(pairs, dtype=np.int64), one[:, :, None] * two[:, None, :]
-
-    def node_batches(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Kind, nodes (X,) and amounts (X, A) of nodes of equally many labels."""
-        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, (_, kind, amounts) in enumerate(self.nodes):
-            groups[kind, len(amounts)].append(number)
-        for (kind, _), members in groups.items():
-            nodes, _, amounts_X = zip(*(self.nodes[number] for number in members), strict=True)
-            yield kind, np.array(nodes, dtype=np.int64), np.array(amounts_X, dtype=np.int64)
+    def add_to(self, terms: _Terms) -> None:
+        """Add everything to the terms."""
+        for (kind, _, _), members in self.edges.items():
+            pair_X2, first_XA, second_XB = (np.array(column, dtype=np.int64) for column in zip(*members, strict=True))
+            terms.add_edge(pair_X2, terms.load(kind, pair_X2[:, 0]), first_XA[:, :, None] * second_XB[:, None, :])
+        for (kind, _), amounts in self.nodes.items():
+            node_X, value_XA = (np.array(column, dtype=np.int64) for column in zip(*amounts, strict=True))
+            terms.add_node(node_X, terms.load(kind, node_X), value_XA)
+        for kind, value in self.constants:
+            terms.add_constant(terms.load(kind, np.zeros(1, dtype=np.int64)), np.array([value]))
 
 
 def share_casts(graph: GraphTables, tables: DeviceTables, folding: Folding) -> SharedCasts:
@@ -400,11 +394,11 @@ def share_casts(graph: GraphTables, tables: DeviceTables, folding: Folding) -> S
     time_OPP, buffer_OPP = (amounts.transpose(0, 2, 1).tolist() for amounts in cast_forward(tables, *every))
     result = SharedCasts()
     wants = _Wants(folding)
-    for operator, targets in users.items():
-        precisions = folding.maps[folding.map_O[operator]]
-        carrier = folding.carrier_O[operator]
+    for producer, targets in users.items():
+        precisions = folding.maps[folding.map_O[producer]]
+        carrier = folding.carrier_O[producer]
         for precision in wants.precisions(targets):
-            times, buffers = time_OPP[operator][precision], buffer_OPP[operator][precision]
+            times, buffers = time_OPP[producer][precision], buffer_OPP[producer][precision]
             time, buffer = tuple([times[p] for p in precisions]), tuple([buffers[p] for p in precisions])
             if any(time) or any(buffer):
                 some = wants.any_user(targets, precision)

@@ -33,12 +33,6 @@ def exact_effort(gap: float, solver: LinearSolver | None) -> Effort:
     return Effort(gap=gap, enough=_ENOUGH, passes=passes, join_passes=2, solver=solver)
 
 
-def _first_effort(gap: float) -> Effort:
-    """Effort of `greedy` without its widest searches and splits, which the proof replaces."""
-    effort = greedy_effort(gap)
-    return replace(effort, passes=effort.passes[:_FIRST_PASSES], joins_only=True, tree_passes=None)
-
-
 class ExactFormulation:
     """Optimal plans with proof; see the module.
 
@@ -52,15 +46,7 @@ class ExactFormulation:
         """Plan every device type; see `Formulation.solve`."""
         choice = options.solver or default_solver()
         solver: LinearSolver | None = None if choice is None else create(Kind.SOLVER, choice)
-        answer = plan_certified(
-            problem,
-            [_first_effort(options.gap), exact_effort(options.gap, solver)],
-            time_limit_s=options.time_limit_s,
-            start=options.start,
-            tied=options.tied,
-        )
-        return answer if options.solver is None or solver is None else replace(answer, solver=_label(solver))
-
-
-def _label(solver: LinearSolver) -> str:
-    return f"{solver.name} {solver.version}"
+        # The first stage goes without the widest searches and splits of `greedy`, which the proof replaces.
+        first = greedy_effort(options.gap)
+        first = replace(first, passes=first.passes[:_FIRST_PASSES], joins_only=True, tree_passes=None)
+        return plan_certified(problem, [first, exact_effort(options.gap, solver)], options)

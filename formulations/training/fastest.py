@@ -16,7 +16,7 @@ from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.front import Sweep
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
-from qsync_opt.formulations.training.tables import device_tables, graph_tables, peers_ns
+from qsync_opt.formulations.training.tables import graph_tables, peers_ns
 from qsync_opt.io import check_number
 from qsync_opt.registry import Feature, Kind, create, features, require
 from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, SolveOptions, TerminationStatus, evaluate
@@ -31,20 +31,22 @@ _GREEDY_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Within:
-    """The fastest known plan within a budget of sensitivity; no such plan is faster than ``bound_ns``."""
+class Fastest:
+    """The fastest known plan within memory and budget; no such plan is faster than ``bound_ns``."""
 
-    plan: Plan
+    devices: dict[str, dict[str, str]]
     iteration_ns: int
     bound_ns: int
+    method: str = ""
+
+    @property
+    def proved(self) -> bool:
+        """True if no such plan is faster than this one."""
+        return self.bound_ns >= self.iteration_ns
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """Result of a method under one latency limit: a plan or None, and whether it proved that none keeps the budget."""
-
-    plan: Plan | None
-    proved_none: bool
+_Attempt = Callable[[int], tuple[Plan | None, bool]]
+"""Solves under a latency limit: a plan or None, and whether it is proved that no plan keeps the budget."""
 
 
 def fastest_within(
@@ -55,7 +57,7 @@ def fastest_within(
     solver: Any = None,
     deadline: float = math.inf,
     prove: bool = True,
-) -> Within | None:
+) -> Fastest | None:
     """Least iteration time with total sensitivity at most ``sensitivity_budget``, by one search under changing limits.
 
     Args:
@@ -78,80 +80,37 @@ def fastest_within(
     sweep = Sweep(problem, gap=gap, tied=tied, solver=solver, deadline=deadline, thorough=True)
     aim = sensitivity_budget * (1 + _ROUNDING)
 
-    def attempt(limit_ns: int) -> _Attempt:
+    def attempt(limit_ns: int) -> tuple[Plan | None, bool]:
         point = sweep.solve(limit_ns, aim=aim)
-        if point is None:
-            return _Attempt(None, sweep.none_proved)
-        return _Attempt(point.plan, point.bound > aim)
+        return (None, sweep.none_proved) if point is None else (point.plan, point.bound > aim)
 
     return _bisect(problem, sensitivity_budget, attempt, sweep.floor_ns, deadline, fine=0.0 if prove else _FINE)
 
 
-def fastest_by(
-    problem: Problem,
-    formulation: Formulation,
-    budget: float,
-    *,
-    options: SolveOptions,
-    deadline: float,
-    proves: bool,
-) -> Within | None:
-    """Find the same by any formulation, which solves the problem anew at every limit.
-
-    Args:
-        problem: The problem; its latency limit is set aside.
-        formulation: What chooses precisions under a latency limit.
-        budget: Most total sensitivity, infinite for none.
-        options: For every solve; the time that is left takes the place of their time limit.
-        deadline: ``time.monotonic()`` value at which to stop.
-        proves: Whether its bounds and its claims of infeasibility are proofs.
-    """
-
-    def attempt(limit_ns: int) -> _Attempt:
-        left_s = None if deadline == math.inf else max(deadline - time.monotonic(), 1e-3)
-        limited = replace(problem, latency_limit_ns=limit_ns)
-        answer = formulation.solve(limited, replace(options, time_limit_s=left_s))
-        if answer.devices is None:
-            return _Attempt(None, proves and answer.termination is TerminationStatus.INFEASIBLE)
-        plan = Plan(problem=problem.name, devices=answer.devices)
-        return _Attempt(plan, proves and answer.bound is not None and answer.bound > budget * (1 + _ROUNDING))
-
-    return _bisect(problem, budget, attempt, 0, deadline, fine=0.0 if proves else _FINE)
-
-
 def _bisect(
-    problem: Problem, budget: float, attempt: Callable[[int], _Attempt], floor_ns: int, deadline: float, *, fine: float
-) -> Within | None:
+    problem: Problem, budget: float, attempt: _Attempt, floor_ns: int, deadline: float, *, fine: float
+) -> Fastest | None:
     patient = replace(problem, latency_limit_ns=NO_LIMIT_NS)
-    best: Within | None = None
+    best: Fastest | None = None
     # It is proved that no plan is below ``proved``; none was found below ``low``.
     proved = low = floor_ns
     high = limit = NO_LIMIT_NS
     for _ in range(_STEPS):
-        result = attempt(limit)
-        evaluation = None if result.plan is None else evaluate(patient, result.plan)
-        if result.plan is not None and evaluation and evaluation.feasible and evaluation.objective <= budget:
+        plan, none_proved = attempt(limit)
+        evaluation = None if plan is None else evaluate(patient, plan)
+        if plan is not None and evaluation and evaluation.feasible and evaluation.objective <= budget:
             high = min(limit, evaluation.iteration_ns)
-            best = Within(plan=result.plan, iteration_ns=evaluation.iteration_ns, bound_ns=proved)
+            devices = {name: dict(choices) for name, choices in plan.devices.items()}
+            best = Fastest(devices=devices, iteration_ns=evaluation.iteration_ns, bound_ns=proved)
         elif limit == NO_LIMIT_NS:
             return None
         else:
-            proved = limit + 1 if result.proved_none and proved == low else proved
+            proved = limit + 1 if none_proved and proved == low else proved
             low = limit + 1
         if low >= high or high - low <= fine * high or time.monotonic() > deadline:
             break
         limit = (low + high) // 2
     return None if best is None else replace(best, bound_ns=min(proved, best.iteration_ns))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fastest:
-    """A fast plan; no plan is faster than ``bound_ns``, and ``proved`` says that none is faster than this one."""
-
-    devices: dict[str, dict[str, str]]
-    bound_ns: int
-    proved: bool
-    method: str
 
 
 def fastest_plan(
@@ -184,52 +143,50 @@ def fastest_plan(
     if exact and solver is not None:
         label += f" with {solver.name} {solver.version}"
     if not exact and method != "greedy":
-        if tied:
-            require(Kind.FORMULATION, method, Feature.TIED)
-        within = fastest_by(
-            problem,
-            create(Kind.FORMULATION, method),
-            math.inf if budget is None else budget,
-            options=SolveOptions(tied=tuple(map(tuple, tied))),
-            deadline=deadline,
-            proves=Feature.PROOF in features(Kind.FORMULATION, method),
-        )
+        result = _fastest_by(problem, method, math.inf if budget is None else budget, deadline, tied)
     elif budget is not None:
-        within = fastest_within(
+        result = fastest_within(
             problem, budget, tied=tied, solver=solver if exact else None, deadline=deadline, prove=exact
         )
     else:
         effort = replace(exact_effort(0.0, solver), enough=0.0) if exact else greedy_effort(0.0)
-        return _least(problem, effort, deadline, tied, label)
-    if within is None:
+        result = _least(problem, effort, deadline, tied)
+    if result is None:
         return None
-    chosen = {name: dict(choices) for name, choices in within.plan.devices.items()}
-    return _fastest(chosen, within.iteration_ns, within.bound_ns, label)
+    return replace(result, method=label if result.proved else f"{label}, not proved fastest")
 
 
-def _least(
-    problem: Problem, effort: Effort, deadline: float, tied: Sequence[Sequence[str]], label: str
+def _fastest_by(
+    problem: Problem, method: Any, budget: float, deadline: float, tied: Sequence[Sequence[str]]
 ) -> Fastest | None:
+    """By any formulation, which solves the problem anew at every limit."""
+    if tied:
+        require(Kind.FORMULATION, method, Feature.TIED)
+    formulation: Formulation = create(Kind.FORMULATION, method)
+    proves = Feature.PROOF in features(Kind.FORMULATION, method)
+
+    def attempt(limit_ns: int) -> tuple[Plan | None, bool]:
+        left_s = None if deadline == math.inf else max(deadline - time.monotonic(), 1e-3)
+        options = SolveOptions(tied=tuple(map(tuple, tied)), time_limit_s=left_s)
+        answer = formulation.solve(replace(problem, latency_limit_ns=limit_ns), options)
+        if answer.devices is None:
+            return None, proves and answer.termination is TerminationStatus.INFEASIBLE
+        plan = Plan(problem=problem.name, devices=answer.devices)
+        return plan, proves and answer.bound is not None and answer.bound > budget * (1 + _ROUNDING)
+
+    return _bisect(problem, budget, attempt, 0, deadline, fine=0.0 if proves else _FINE)
+
+
+def _least(problem: Problem, effort: Effort, deadline: float, tied: Sequence[Sequence[str]]) -> Fastest | None:
     """Least iteration time whatever the sensitivity, device type by device type."""
     graph = graph_tables(problem)
     reached_ns = bound_ns = peers_ns(problem)
     devices: dict[str, dict[str, str]] = {}
     for device in problem.devices:
-        tables = device_tables(problem, device)
-        collapsed = collapse(problem, device, graph=graph, tables=tables, latency_limit_ns=0, tied=tied)
+        collapsed = collapse(problem, device, graph=graph, latency_limit_ns=0, tied=tied)
         low, high, labels_N = least_latency(collapsed, deadline, effort)
         if labels_N is None:
             return None
         devices[device.name] = collapsed.choices(labels_N)
         reached_ns, bound_ns = max(reached_ns, int(high)), max(bound_ns, int(low))
-    return _fastest(devices, reached_ns, bound_ns, label)
-
-
-def _fastest(devices: dict[str, dict[str, str]], reached_ns: int, bound_ns: int, label: str) -> Fastest:
-    proved = bound_ns >= reached_ns
-    return Fastest(
-        devices=devices,
-        bound_ns=min(bound_ns, reached_ns),
-        proved=proved,
-        method=label if proved else f"{label}, not proved fastest",
-    )
+    return Fastest(devices=devices, iteration_ns=reached_ns, bound_ns=min(bound_ns, reached_ns))

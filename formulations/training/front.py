@@ -15,12 +15,13 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment import PASSES, BoundAndFix, Effort, Outcome, Pass
+from qsync_opt.formulations.assignment import PASSES, Effort, Outcome, Pass
 from qsync_opt.formulations.training.certified import DeviceSearch
+from qsync_opt.formulations.training.collapsed import collapse
 from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
-from qsync_opt.formulations.training.tables import device_tables, graph_tables
+from qsync_opt.formulations.training.tables import graph_tables, peers_ns
 from qsync_opt.io import Json
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, plan_from_json, relative_gap
@@ -101,42 +102,33 @@ class Sweep:
             thorough: Where a point's quick search misses the gap, search on as the default method does.
         """
         self.problem = problem
+        self.floor_ns = peers_ns(problem)
+        """Iteration time that communication, peers and the optimizer take alone."""
         self.none_proved = False
         """Whether it is proved that no plan keeps the limits (and the aim) of the last search."""
         self._store = store
         self._deadline = deadline
         self._further: list[Effort] = []
         if gap:
-            self._effort = Effort(
+            self._again = self._effort = Effort(
                 gap=gap, passes=_POINT_PASSES, blends=2, dual_share=0.2, dives=1, dive_passes=1, max_nodes=1
             )
-            further = Effort(
-                gap=gap, passes=_FURTHER_PASSES, blends=2, dual_share=0.2, dives=1, dive_passes=1, join_passes=1,
-                max_nodes=_FURTHER_NODES, joins_only=True,
-            )  # fmt: skip
-            self._further = [further]
-            if thorough:
-                self._further.append(greedy_effort(gap))
+            further = replace(
+                self._effort, passes=_FURTHER_PASSES, join_passes=1, max_nodes=_FURTHER_NODES, joins_only=True
+            )
+            self._further = [further, greedy_effort(gap)] if thorough else [further]
         else:
             choice = solver or default_solver()
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
-        self._again = self._effort
-        if not gap:
             rest = (each for each in self._effort.passes if not each.width or each.nodes is None or each.whole_only)
             passes = (*_AGAIN_PASSES, *rest)
             self._again = replace(self._effort, passes=passes, join_passes=1, dive_passes=1, margins=_MARGINS)
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
         self._searches = [
-            DeviceSearch(problem, device, graph, device_tables(problem, device), tied, latency_limit_ns=0)
+            DeviceSearch(collapse(problem, device, graph=graph, tied=tied, latency_limit_ns=0))
             for device in problem.devices
         ]
-        self._engines = [search.engine for search in self._searches]
-
-    @property
-    def floor_ns(self) -> int:
-        """Iteration time that communication, peers and the optimizer take alone."""
-        return self._searches[0].collapsed.rows.floor_ns
 
     def solve(
         self,
@@ -172,14 +164,14 @@ class Sweep:
         self, limit_ns: int, memory_limits_kib: Mapping[str, int] | None, start: Plan | None, aim: float | None
     ) -> FrontPoint | None:
         outcomes: list[Outcome] = []
-        for number, search in enumerate(self._searches):
+        for search in self._searches:
             limits = search.collapsed.model.limits_R.copy()
             limits[:-1] += limit_ns
-            limits[-1] += (memory_limits_kib or {}).get(search.device.name, search.device.memory_limit_kib)
-            limits[-1] -= search.device.memory_limit_kib
-            engine: BoundAndFix = self._engines[number].under(limits)
-            labels_N = None if start is None else search.collapsed.labels(start.devices[search.device.name])
-            effort = self._effort if self._engines[number].best is None else self._again
+            limits[-1] += (memory_limits_kib or {}).get(search.name, search.collapsed.memory_limit_kib)
+            limits[-1] -= search.collapsed.memory_limit_kib
+            engine = search.engine.under(limits)
+            labels_N = None if start is None else search.collapsed.labels(start.devices[search.name])
+            effort = self._effort if search.engine.best is None else self._again
             # A problem that was split at joins under other limits starts from these splits.
             efforts = [effort, *self._further]
             if engine.is_split and self._further and aim is None:
@@ -190,32 +182,26 @@ class Sweep:
                 efforts = [replace(each, aim=own_aim) for each in efforts]
             outcome = engine.solve(efforts[0], start=labels_N, deadline=self._deadline)
             for further in efforts[1:]:
-                if not self._reached(outcome, own_aim):
+                if not outcome.proved_infeasible:
                     outcome = engine.solve(further, deadline=self._deadline).above(outcome.bound)
             outcomes.append(outcome)
-            if outcomes[-1].labels_N is None:
+            if outcome.labels_N is None:
                 self.none_proved = outcome.proved_infeasible or (own_aim is not None and outcome.bound > own_aim)
                 return None
-            self._engines[number] = engine
+            search.engine = engine
         return self._point(limit_ns, outcomes)
-
-    def _reached(self, outcome: Outcome, aim: float | None) -> bool:
-        if aim is not None and (outcome.objective <= aim or outcome.bound > aim):
-            return True
-        gap = relative_gap(outcome.objective, outcome.bound) if outcome.labels_N is not None else None
-        return outcome.proved_infeasible or (gap is not None and gap <= self._effort.gap)
 
     def _point(self, limit_ns: int, outcomes: list[Outcome]) -> FrontPoint:
         iteration_ns, memory, devices = self.floor_ns, {}, {}
         objective, bound = [], []
-        for search, engine, outcome in zip(self._searches, self._engines, outcomes, strict=True):
+        for search, outcome in zip(self._searches, outcomes, strict=True):
             assert outcome.labels_N is not None
-            excess = engine.model.excess(outcome.labels_N)
+            excess = search.engine.model.excess(outcome.labels_N)
             if len(excess) > 1:
                 iteration_ns = max(iteration_ns, limit_ns + int(excess[:-1].max()))
             constant = search.collapsed.constant_objective
-            memory[search.device.name] = search.collapsed.memory_kib(outcome.labels_N)
-            devices[search.device.name] = search.collapsed.choices(outcome.labels_N)
+            memory[search.name] = search.collapsed.memory_kib(outcome.labels_N)
+            devices[search.name] = search.collapsed.choices(outcome.labels_N)
             objective.append(outcome.objective + constant)
             bound.append(max(outcome.bound, 0.0) + constant)
         return FrontPoint(
@@ -239,7 +225,7 @@ class Sweep:
             _, high, labels_N = least_latency(search.collapsed, math.inf, _COARSE, relaxation=relaxation)
             if labels_N is None:
                 return None
-            reached, devices[search.device.name] = max(reached, high), search.collapsed.choices(labels_N)
+            reached, devices[search.name] = max(reached, high), search.collapsed.choices(labels_N)
         return int(reached), Plan(problem=self.problem.name, devices=devices)
 
 
@@ -271,7 +257,7 @@ def latency_front(
     """
     _check_points(points)
     sweep = Sweep(problem, gap=gap, tied=tied, store=store, thorough=thorough)
-    report = progress or _silent
+    report = progress or (lambda done, total: None)
     point = sweep.slowest()
     front: list[FrontPoint] = []
     if point is None:
@@ -304,10 +290,6 @@ def _check_points(points: int | None) -> None:
         raise ProblemError(f"points is {points!r}, but a front needs a whole number of at least 1")
 
 
-def _silent(done: int, total: int) -> None:
-    """Report nothing."""
-
-
 def memory_front(
     problem: Problem,
     device: str,
@@ -323,7 +305,7 @@ def memory_front(
     problem.device(device)
     _check_points(points)
     sweep = Sweep(problem, gap=gap, tied=tied, store=store, thorough=thorough)
-    report = progress or _silent
+    report = progress or (lambda done, total: None)
     point = sweep.solve(memory_limits_kib={device: _NO_LIMIT_KIB})
     front: list[FrontPoint] = []
     while point is not None and len(front) < points:
@@ -338,12 +320,9 @@ def memory_front(
 
 def _undominated(points: list[FrontPoint], device: str | None = None) -> tuple[FrontPoint, ...]:
     """From the largest to the least use, without points that another one with no more use equals."""
-
-    def use(point: FrontPoint) -> int:
-        return point.iteration_ns if device is None else point.memory_kib[device]
-
     kept: list[FrontPoint] = []
-    for point in sorted(points, key=lambda p: (use(p), p.objective)):
+    uses = [point.iteration_ns if device is None else point.memory_kib[device] for point in points]
+    for _, _, point in sorted(zip(uses, (p.objective for p in points), points, strict=True), key=lambda row: row[:2]):
         if not kept or point.objective < kept[-1].objective:
             kept.append(point)
     return tuple(reversed(kept))

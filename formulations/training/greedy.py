@@ -8,8 +8,6 @@ all moves of that search. The dual's value is the bound.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from qsync_opt.formulations.assignment import Effort, Pass
 from qsync_opt.formulations.linear import LinearSolver
 from qsync_opt.formulations.training.certified import plan_certified
@@ -61,11 +59,4 @@ class GreedyFormulation:
     def solve(self, problem: Problem, options: SolveOptions) -> Answer:
         """Plan every device type; see `Formulation.solve`."""
         solver: LinearSolver | None = None if options.solver is None else create(Kind.SOLVER, options.solver)
-        answer = plan_certified(
-            problem,
-            [greedy_effort(options.gap, solver)],
-            time_limit_s=options.time_limit_s,
-            start=options.start,
-            tied=options.tied,
-        )
-        return answer if solver is None else replace(answer, solver=f"{solver.name} {solver.version}")
+        return plan_certified(problem, [greedy_effort(options.gap, solver)], options)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from qsync_opt.formulations.assignment import QUICK_PASSES, BoundAndFix, Effort, Ints
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
-from qsync_opt.formulations.training.latency import least_latency, row_as_objective, with_objective
+from qsync_opt.formulations.training.latency import least_latency, row_as_objective
 from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.training import NO_LIMIT_NS, Problem, ProblemDevice
 
@@ -19,15 +20,9 @@ _EFFORT = Effort(passes=QUICK_PASSES, max_nodes=6)
 
 
 def prove_infeasible(problem: Problem, device: ProblemDevice, deadline: float) -> str | None:
-    """Prove that a device type has no plan within its limits, and say why.
+    """Prove that a device type has no plan within its limits, and explain it as `explain` does.
 
-    Args:
-        problem: The problem.
-        device: One of its device types.
-        deadline: ``time.monotonic()`` value at which to stop.
-
-    Returns:
-        The explanation, or None if there is a plan or nothing was settled in time.
+    None if there is a plan, or nothing was settled before ``deadline`` (a ``time.monotonic()`` value).
 
     Source: ours.
     """
@@ -35,7 +30,7 @@ def prove_infeasible(problem: Problem, device: ProblemDevice, deadline: float) -
         return explain(problem, None, deadline)
     collapsed = collapse(problem, device)
     model = collapsed.model
-    no_objective = with_objective(model, np.zeros(len(model.objective_Z)), model.rows_RS, model.limits_R)
+    no_objective = replace(model, objective_Z=np.zeros(len(model.objective_Z)))
     outcome = BoundAndFix(no_objective).solve(Effort(), deadline=deadline)
     return explain(problem, collapsed, deadline) if outcome.proved_infeasible else None
 
@@ -109,15 +104,13 @@ def _largest(collapsed: Collapsed, labels_N: Ints | None, *, by_memory: bool) ->
 
 def _least_memory(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple[float, float, Ints | None]:
     """Bounds of the least memory within a latency limit, and a plan; infinite if no plan keeps the limit."""
-    problem, device = collapsed.problem, collapsed.device
-    model = collapse(
-        problem, device, graph=collapsed.graph, tables=collapsed.tables, latency_limit_ns=limit_ns, memory_limit_kib=0
-    ).model
+    model = collapsed.under(limit_ns, 0).model
     # The memory row becomes the objective; its constant part was subtracted from the right-hand side.
     constant = -int(model.limits_R[-1])
-    memory_model = with_objective(model, row_as_objective(model, -1), model.rows_RS[:-1], model.limits_R[:-1])
-    effort = Effort(passes=_EFFORT.passes, max_nodes=_EFFORT.max_nodes, offset=float(constant))
-    outcome = BoundAndFix(memory_model).solve(effort, deadline=deadline)
+    memory_model = replace(
+        model, objective_Z=row_as_objective(model, -1), rows_RS=model.rows_RS[:-1], limits_R=model.limits_R[:-1]
+    )
+    outcome = BoundAndFix(memory_model).solve(replace(_EFFORT, offset=float(constant)), deadline=deadline)
     if outcome.proved_infeasible:
         return math.inf, math.inf, None
     if outcome.labels_N is None:

@@ -7,15 +7,16 @@ is undone exactly if it breaks a limit. `qsync` is one pass, in which an operato
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qsync_opt.formulations.training.ilp import least_time
+from qsync_opt.formulations.training.collapsed import collapse
+from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.infeasible import prove_infeasible
+from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import peers_ns, segments
 from qsync_opt.model import Role
 from qsync_opt.registry import Kind, create, default_solver
@@ -85,21 +86,18 @@ class DeviceState:
         costs = {}
         for source in self._tables[producer]:
             for target in self._tables[consumer]:
-                output, gradient = device.precisions[source].output, device.precisions[target].gradient_output
-                # Pairs that cannot occur together may have no cast; a dependent operator never takes them.
-                backward_ns = self._cast_ns(gradient, device.precisions[source].gradient_input, elements)
-                forward_ns = self._cast_ns(output, target, elements)
-                buffer_kib = 0 if output == target else self._buffer_kib(target, elements)
-                costs[source, target] = (0, backward_ns, 0) if self._shared else (forward_ns, backward_ns, buffer_kib)
+                gradient = device.precisions[target].gradient_output
+                backward_ns, _ = self._cast(gradient, device.precisions[source].gradient_input, elements)
+                forward_ns, buffer_kib = (0, 0) if self._shared else self._cast(self._outputs[source], target, elements)
+                costs[source, target] = forward_ns, backward_ns, buffer_kib
         return _Edge(producer, consumer, costs)
 
-    def _cast_ns(self, source: str, target: str, elements: int) -> int:
+    def _cast(self, source: str, target: str, elements: int) -> tuple[int, int]:
+        """Time and buffer of a cast; pairs that cannot occur together may have none."""
         if source == target or (source, target) not in self.device.casts:
-            return 0
-        return self.device.cast_ns(source, target, elements)
-
-    def _buffer_kib(self, target: str, elements: int) -> int:
-        return -(-elements * self.problem.formats[target] // BYTES_PER_KIB)
+            return 0, 0
+        buffer_kib = -(-elements * self.problem.formats[target] // BYTES_PER_KIB)
+        return self.device.cast_ns(source, target, elements), buffer_kib
 
     # -- contributions, added (sign 1) or subtracted (sign -1) at the current precisions -------------------------
 
@@ -119,15 +117,12 @@ class DeviceState:
             users = self._wanted[edge.producer]
             before = users.get(wanted, 0)
             users[wanted] = before + sign
-            if (before == 0) if sign > 0 else (before == 1):
-                self._add_shared_cast(edge.producer, wanted, sign)
-
-    def _add_shared_cast(self, producer: int, target: str, sign: int) -> None:
-        output = self._outputs[self.precisions[producer]]
-        if output != target:
-            elements = self.problem.operators[producer].output_elements
-            self._times_ns[0] += sign * self._cast_ns(output, target, elements)
-            self.memory_kib += sign * self._buffer_kib(target, elements)
+            if before == (0 if sign > 0 else 1):
+                output = self._outputs[self.precisions[edge.producer]]
+                elements = self.problem.operators[edge.producer].output_elements
+                forward_ns, buffer_kib = self._cast(output, wanted, elements)
+                self._times_ns[0] += sign * forward_ns
+                self.memory_kib += sign * buffer_kib
 
     def _move(self, position: int, precision: str) -> None:
         edges = [*self._into[position], *self._out_of[position]]
@@ -204,7 +199,6 @@ class DeviceState:
         return {operator.name: precision for operator, precision in operators if operator.role is Role.ADJUSTABLE}
 
 
-_LOGGER = logging.getLogger(__name__)
 _SWEEPS = 8
 """Most passes over the operators in one descent; three are nearly always enough."""
 _PRICES = 10
@@ -352,21 +346,19 @@ def _push(
 def feasible_start(problem: Problem, device: ProblemDevice, solver: Any, deadline: float) -> DeviceState | None:
     """Find a fast plan that keeps both limits; None if there is none, or none was found.
 
-    Where descent fails, a linear solver (an instance, a name, or None) finds the fastest plan within memory, so that a
-    plan is missed only without a solver or without time.
+    Where descent fails, bound and fix finds the fastest plan within memory (``solver``: an instance, a name, or None),
+    so that a plan is missed only without time.
     """
     if peers_ns(problem) > problem.latency_limit_ns:
         return None
     state = fast_start(problem, device, deadline)
-    if keeps_limits(state):
-        return state
-    if solver is None:
-        return None
-    _LOGGER.info("device %s: descent found no plan within the limits; asking a solver for the fastest", device.name)
-    choices = least_time(problem, device, create(Kind.SOLVER, solver), deadline)
-    if choices is None:
-        return None
-    state = DeviceState(problem, device, choices)
+    if not keeps_limits(state):
+        collapsed = collapse(problem, device, latency_limit_ns=0)
+        effort = exact_effort(0.0, None if solver is None else create(Kind.SOLVER, solver))
+        labels_N = least_latency(collapsed, deadline, effort)[2]
+        if labels_N is None:
+            return None
+        state = DeviceState(problem, device, collapsed.choices(labels_N))
     return state if keeps_limits(state) else None
 
 

@@ -6,6 +6,7 @@ K rows of the latency limit.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,22 +39,24 @@ def segments(problem: Problem) -> Segments:
 
     Source: unrolling S_k = max(R_k, peer_k, S_{k-1} + D_{k-1}), so that R_k + sum of D_j (j >= k) bounds the iteration.
     """
-    first: dict[int, int] = {}  # bucket -> earliest operator in forward order, the last one in backward order
+    positions: dict[int, int] = {}  # earliest operator of each bucket in forward order, the last one in backward order
     for position, operator in enumerate(problem.operators):
         if operator.bucket is not None:
-            first.setdefault(operator.bucket, position)
-    allreduce_ns = problem.communication.allreduce_ns
+            positions.setdefault(operator.bucket, position)
     tail_by_position: dict[int, int] = {}
-    for bucket, position in first.items():
-        tail_ns = sum(allreduce_ns[bucket:]) + problem.optimizer_ns
+    for bucket, position in positions.items():
+        tail_ns = sum(problem.communication.allreduce_ns[bucket:]) + problem.optimizer_ns
         tail_by_position[position] = max(tail_ns, tail_by_position.get(position, 0))
-    closings = sorted(tail_by_position, reverse=True)
-    tails = [tail_by_position[position] for position in closings]
     # A closing is implied by a later one that leaves no more time: prefix sums only grow.
-    kept = [i for i, tail in enumerate(tails) if all(later < tail for later in [*tails[i + 1 :], problem.optimizer_ns])]
-    positions = [closings[i] for i in kept]
-    segment = tuple(sum(position < closing for closing in positions) for position in range(len(problem.operators)))
-    return Segments(segment=segment, tail_ns=(*(tails[i] for i in kept), problem.optimizer_ns))
+    closings: list[int] = []
+    longest = problem.optimizer_ns
+    for position, tail_ns in sorted(tail_by_position.items()):
+        if tail_ns > longest:
+            closings.append(position)
+            longest = tail_ns
+    segment = [len(closings) - bisect_right(closings, position) for position in range(len(problem.operators))]
+    tails_ns = [tail_by_position[position] for position in reversed(closings)]
+    return Segments(segment=tuple(segment), tail_ns=(*tails_ns, problem.optimizer_ns))
 
 
 def peers_ns(problem: Problem) -> int:
@@ -178,14 +181,12 @@ class LatencyRows:
         num_segments: Segments in all; the forward lies before segment 0 and counts in every row.
         segment_K: Last segment of each row, ascending.
         limit_K: Right-hand sides in nanoseconds.
-        floor_ns: Iteration time that communication, peers and optimizer take alone.
     """
 
     segment_O: Ints
     num_segments: int
     segment_K: Ints
     limit_K: Ints
-    floor_ns: int
 
 
 def latency_rows(problem: Problem, graph: GraphTables, limit_ns: int) -> LatencyRows:
@@ -209,23 +210,13 @@ def latency_rows(problem: Problem, graph: GraphTables, limit_ns: int) -> Latency
     points = np.array(sorted(closing, reverse=True), dtype=np.int64)
     segment_O = np.searchsorted(-points, -np.arange(num_operators), side="left")
     limit_K = np.array([closing[point] for point in points.tolist()], dtype=np.int64)
-    return LatencyRows(
-        segment_O=segment_O, num_segments=len(points), segment_K=np.arange(len(points)), limit_K=limit_K,
-        floor_ns=peers_ns(problem),
-    )  # fmt: skip
+    return LatencyRows(segment_O=segment_O, num_segments=len(points), segment_K=np.arange(len(points)), limit_K=limit_K)
 
 
 def binding_rows(rows: LatencyRows, low_S: Ints, high_S: Ints) -> LatencyRows:
-    """Drop rows that others imply.
+    """Drop rows that an earlier row plus the most work in between, or a later one minus the least, implies.
 
-    Args:
-        rows: All rows.
-        low_S: Least work of each segment under any plan; the forward is in segment 0.
-        high_S: Most work of each segment under any plan.
-
-    Returns:
-        The rows left; row q goes if an earlier row plus the most work in between, or a later row minus the least work
-        in between, already implies it.
+    ``low_S`` and ``high_S`` are the least and most work of each segment under any plan; the forward is in segment 0.
 
     Source: ours.
     """

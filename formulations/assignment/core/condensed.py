@@ -12,6 +12,7 @@ Source: ours; aggregation of equal items is standard for knapsacks.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -96,8 +97,11 @@ def condense(core: Core, upper: float, *, merge: bool, count: bool = True, produ
         groups[_signature(core, nodes, edges)].append(number)
     by_copies = sorted(groups.values(), key=lambda members: (-len(members), members[0]))
     equal = [m for m in by_copies[:_MOST_CLASSES] if len(m) >= _FEWEST_COPIES]
-    small = [n for n, (nodes, _) in enumerate(parts) if _labellings(core, nodes) <= _MOST_LABELLINGS]
-    is_small = set(small)
+    is_small = {
+        number
+        for number, (nodes, _) in enumerate(parts)
+        if math.prod(len(core.nodes[c].labels_A) for c in nodes) <= _MOST_LABELLINGS
+    }
     equal = [members for members in equal if members[0] in is_small]
     mostly_equal = 2 * sum(len(members) for members in equal) > len(parts)
     if not count:
@@ -130,30 +134,27 @@ def _build(
     core: Core, parts: list[tuple[list[int], list[CoreEdge]]], kept: list[int], items: list[_Item], classes: list[Ints]
 ) -> Condensed:
     """Join the nodes that stay and the items; one more row for each class."""
-    place: dict[int, int] = {}
-    single: list[_Item] = []
-    edges = []
-    for number in kept:
-        for c in parts[number][0]:
-            node = core.nodes[c]
-            place[c] = len(single)
-            choice = np.arange(len(node.labels_A))[:, None]
-            single.append(_Item(np.array([c]), choice, node.objective_A, node.rows_AR, node.priced_A))
-        edges += parts[number][1]
-    everything = [*single, *items]
+    single = [c for number in kept for c in parts[number][0]]
+    place = {c: i for i, c in enumerate(single)}
+    everything = [
+        _Item(np.array([c]), np.arange(len(node.labels_A))[:, None], node.objective_A, node.rows_AR, node.priced_A)
+        for c in single
+        for node in (core.nodes[c],)
+    ]
+    everything += items
+    edges = [edge for number in kept for edge in parts[number][1]]
     extra = len(classes)
-    rows_CAR = [np.pad(item.rows_AR, ((0, 0), (0, extra))) for item in everything] if extra else None
     nodes = []
     for c, item in enumerate(everything):
-        rows_AR = item.rows_AR
-        if rows_CAR is not None:
-            rows_AR = rows_CAR[c]
-            if item.copies is not None and item.counts_A is not None:
-                rows_AR[:, len(core.excess_R) + item.copies] = item.counts_A
-        counted = item.counts_A is not None
+        rows_AR = np.pad(item.rows_AR, ((0, 0), (0, extra))) if extra else item.rows_AR
+        if item.copies is not None and item.counts_A is not None:
+            rows_AR[:, len(core.excess_R) + item.copies] = item.counts_A
         nodes.append(
-            CoreNode(c, np.arange(len(item.objective_A)), item.objective_A, rows_AR, item.priced_A, counted=counted)
-        )
+            CoreNode(
+                c, np.arange(len(item.objective_A)), item.objective_A, rows_AR, item.priced_A,
+                counted=item.copies is not None,
+            )
+        )  # fmt: skip
     joined = [
         CoreEdge(
             place[e.first], place[e.second], e.objective_AB,
@@ -179,15 +180,6 @@ def _parts(core: Core) -> list[tuple[list[int], list[CoreEdge]]]:
     for edge in core.edges:
         parts[root(parent, edge.first)][1].append(edge)
     return list(parts.values())
-
-
-def _labellings(core: Core, nodes: list[int]) -> int:
-    count = 1
-    for c in nodes:
-        count *= len(core.nodes[c].labels_A)
-        if count > _MOST_LABELLINGS:
-            break
-    return count
 
 
 def _signature(core: Core, nodes: list[int], edges: list[CoreEdge]) -> tuple[object, ...]:

@@ -128,8 +128,10 @@ def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Fl
     objective_Z[: len(node_entry)][forbidden_Z[: len(node_entry)]] = np.inf
     node_tables = objective_Z[: len(node_entry)], rows_ZR[: len(node_entry)], priced_Z[: len(node_entry)]
     edge_tables = objective_Z[len(node_entry) :], rows_ZR[len(node_entry) :], priced_Z[len(node_entry) :]
-    pairs = _Pairs(position_N[first], position_N[second], count_N[first], count_N[second], is_left_XAB)
-    edges = pairs.split(node_tables, edge_tables, np.cumsum(sizes[: len(core_N)]), forbidden_Z[len(node_entry) :])
+    edges = _split(
+        position_N[first], position_N[second], is_left_XAB, node_tables, edge_tables, sizes[: len(core_N)],
+        forbidden_Z[len(node_entry) :],
+    )  # fmt: skip
     nodes = [
         CoreNode(node, labels_NA[node, : end - start], node_tables[0][start:end], node_tables[1][start:end],
                  node_tables[2][start:end])
@@ -159,76 +161,68 @@ def _differences(
     return objective_X, rows_XR - rows_XR[head], objective_X + (priced_X - priced_X[head])
 
 
-@dataclass(slots=True)
-class _Pairs:
-    """Edges that touch the core: positions of their ends (-1: not in it), labels left there, and their tables' shapes.
+def _split(
+    first_X: Ints,
+    second_X: Ints,
+    is_left_XAB: Bools,
+    node_tables: tuple[Floats, Ints, Floats],
+    edge_tables: tuple[Floats, Ints, Floats],
+    node_sizes: Ints,
+    forbidden_Z: Bools,
+) -> list[CoreEdge]:
+    """Move the parts of the edges' tables that depend on one side to the nodes; the rest, if any, are the edges.
 
-    Axes: X edges, Z entries of all their tables, one after the other.
+    Axes: X edges that touch the core, Z entries of all their tables, one after the other.
+
+    Args:
+        first_X: Positions of their first ends, -1 where it is not in the core.
+        second_X: Likewise of their second ends.
+        is_left_XAB: Labels left at both ends.
+        node_tables: Objective, rows and priced cost of the nodes' labels; they grow.
+        edge_tables: The same of the edges.
+        node_sizes: Labels of each core node.
+        forbidden_Z: Pairs that may not be chosen; their amounts have no meaning.
     """
-
-    first_X: Ints
-    second_X: Ints
-    size_a_X: Ints
-    size_b_X: Ints
-    is_left_XAB: Bools
-
-    def split(
-        self,
-        node_tables: tuple[Floats, Ints, Floats],
-        edge_tables: tuple[Floats, Ints, Floats],
-        node_ends: Ints,
-        forbidden_Z: Bools,
-    ) -> list[CoreEdge]:
-        """Move the parts of the edges' tables that depend on one side to the nodes; the rest, if any, are the edges.
-
-        Args:
-            node_tables: Objective, rows and priced cost of the nodes' labels; they grow.
-            edge_tables: The same of the edges.
-            node_ends: Where each node's labels end.
-            forbidden_Z: Pairs that may not be chosen; their amounts have no meaning.
-        """
-        if not len(self.first_X):
-            return []
-        edge_Z, a_Z, b_Z = np.nonzero(self.is_left_XAB)
-        sizes = self.size_a_X * self.size_b_X
-        start_Z = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        by_a, by_b = (
-            start_Z + a_Z * self.size_b_X[edge_Z],
-            start_Z + b_Z,
-        )  # the entries of one label and the other's base
-        node_starts = np.concatenate([[0], node_ends[:-1]])
-        inner_Z = (self.first_X >= 0)[edge_Z] & (self.second_X >= 0)[edge_Z]
-        to_a = np.flatnonzero(np.where(inner_Z, b_Z == 0, self.first_X[edge_Z] >= 0))
-        to_b = np.flatnonzero(np.where(inner_Z, a_Z == 0, self.second_X[edge_Z] >= 0))
-        label_a = node_starts[self.first_X[edge_Z[to_a]]] + a_Z[to_a]
-        label_b = node_starts[self.second_X[edge_Z[to_b]]] + b_Z[to_b]
-        outer_Z = forbidden_Z & ~inner_Z
-        objective_Z, rows_ZR, priced_Z = edge_tables
-        objective_Z = np.where(forbidden_Z, np.where(inner_Z, 0.0, np.inf), objective_Z)
-        priced_Z = np.where(outer_Z, np.inf, priced_Z)
-        for table, own in zip(node_tables, (objective_Z, rows_ZR, priced_Z), strict=True):
-            np.add.at(table, label_a, own[to_a])
-            np.add.at(table, label_b, own[to_b])
-        kept = np.flatnonzero(inner_Z)
-        by_a, by_b, forbidden_Z = by_a[kept], by_b[kept], forbidden_Z[kept]
-        objective_K = objective_Z[kept] - objective_Z[by_a] - objective_Z[by_b]
-        rows_KR = rows_ZR[kept] - rows_ZR[by_a] - rows_ZR[by_b]
-        priced_K = priced_Z[kept] - priced_Z[by_a] - priced_Z[by_b]
-        matters = forbidden_Z | (objective_K != 0) | rows_KR.any(axis=1)
-        objective_K[forbidden_Z] = np.inf
-        priced_K[forbidden_Z] = np.inf
-        inner_X = np.flatnonzero((self.first_X >= 0) & (self.second_X >= 0))
-        edges = []
-        for number, start, end in _spans(inner_X, sizes[inner_X]):
-            if matters[start:end].any():
-                shape = int(self.size_a_X[number]), int(self.size_b_X[number])
-                edges.append(
-                    CoreEdge(
-                        int(self.first_X[number]), int(self.second_X[number]), objective_K[start:end].reshape(shape),
-                        rows_KR[start:end].reshape(*shape, -1), priced_K[start:end].reshape(shape),
-                    )
-                )  # fmt: skip
-        return edges
+    if not len(first_X):
+        return []
+    size_a_X, size_b_X = is_left_XAB[:, :, 0].sum(axis=1), is_left_XAB[:, 0].sum(axis=1)
+    edge_Z, a_Z, b_Z = np.nonzero(is_left_XAB)
+    sizes = size_a_X * size_b_X
+    start_Z = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    by_a, by_b = start_Z + a_Z * size_b_X[edge_Z], start_Z + b_Z  # the entries of one label and the other's base
+    node_starts = np.cumsum(node_sizes) - node_sizes
+    inner_Z = (first_X >= 0)[edge_Z] & (second_X >= 0)[edge_Z]
+    to_a = np.flatnonzero(np.where(inner_Z, b_Z == 0, first_X[edge_Z] >= 0))
+    to_b = np.flatnonzero(np.where(inner_Z, a_Z == 0, second_X[edge_Z] >= 0))
+    label_a = node_starts[first_X[edge_Z[to_a]]] + a_Z[to_a]
+    label_b = node_starts[second_X[edge_Z[to_b]]] + b_Z[to_b]
+    outer_Z = forbidden_Z & ~inner_Z
+    objective_Z, rows_ZR, priced_Z = edge_tables
+    objective_Z = np.where(forbidden_Z, np.where(inner_Z, 0.0, np.inf), objective_Z)
+    priced_Z = np.where(outer_Z, np.inf, priced_Z)
+    for table, own in zip(node_tables, (objective_Z, rows_ZR, priced_Z), strict=True):
+        np.add.at(table, label_a, own[to_a])
+        np.add.at(table, label_b, own[to_b])
+    kept = np.flatnonzero(inner_Z)
+    by_a, by_b, forbidden_Z = by_a[kept], by_b[kept], forbidden_Z[kept]
+    objective_K = objective_Z[kept] - objective_Z[by_a] - objective_Z[by_b]
+    rows_KR = rows_ZR[kept] - rows_ZR[by_a] - rows_ZR[by_b]
+    priced_K = priced_Z[kept] - priced_Z[by_a] - priced_Z[by_b]
+    matters = forbidden_Z | (objective_K != 0) | rows_KR.any(axis=1)
+    objective_K[forbidden_Z] = np.inf
+    priced_K[forbidden_Z] = np.inf
+    inner_X = np.flatnonzero((first_X >= 0) & (second_X >= 0))
+    edges = []
+    for number, start, end in _spans(inner_X, sizes[inner_X]):
+        if matters[start:end].any():
+            shape = int(size_a_X[number]), int(size_b_X[number])
+            edges.append(
+                CoreEdge(
+                    int(first_X[number]), int(second_X[number]), objective_K[start:end].reshape(shape),
+                    rows_KR[start:end].reshape(*shape, -1), priced_K[start:end].reshape(shape),
+                )
+            )  # fmt: skip
+    return edges
 
 
 def _rows_left(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, excess_R: Ints) -> Ints:
@@ -239,10 +233,10 @@ def _rows_left(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, excess_R:
     base_Z = np.zeros(len(allowed_Z), dtype=np.bool_)
     base_Z[model.chosen(base_N)] = True
     num_loads = model.rows_RS.shape[1]
-    sizes_E = model.sizes_N[model.edges_E2[:, 0]] * model.sizes_N[model.edges_E2[:, 1]]
-    table_Z = np.repeat(np.arange(len(model.sizes_N) + len(sizes_E)), np.concatenate([model.sizes_N, sizes_E]))
-    choices = np.bincount(table_Z[allowed_Z], minlength=len(model.sizes_N) + len(sizes_E))
-    entry_T = np.repeat(np.arange(len(allowed_Z)), np.diff(model.pointer_Z1))
+    sizes = np.concatenate([model.sizes_N, model.sizes_E])
+    table_Z = np.repeat(np.arange(len(sizes)), sizes)
+    choices = np.bincount(table_Z[allowed_Z], minlength=len(sizes))
+    entry_T = model.entry_T
     used = np.flatnonzero(allowed_Z[entry_T] & (choices[table_Z[entry_T]] > 1))
     key = table_Z[entry_T[used]] * num_loads + model.load_T[used]
     order = np.argsort(key, kind="stable")
@@ -298,14 +292,9 @@ def _drop_rows(core: Core) -> None:
 def nearest(
     allowed_Z: Bools, least_Z: Floats, exists_NA: Bools, entry_NA: Ints, most_nodes: int | None
 ) -> tuple[Bools, float]:
-    """Keep a choice only at the nodes whose second label is cheapest; everything else costs at least the float.
+    """Keep a choice only at the ``most_nodes`` nodes whose second label is cheapest, by the bounds ``least_Z``.
 
-    Args:
-        allowed_Z: Entries that are left.
-        least_Z: Bound of a labelling with the entry.
-        exists_NA: Labels of each node.
-        entry_NA: Entry of each label.
-        most_nodes: How many nodes keep a choice; None: all of them.
+    Everything else costs at least the float.
     """
     kept_Z = allowed_Z.copy()
     if most_nodes is None or len(exists_NA) <= most_nodes:

@@ -8,14 +8,12 @@ Source: ours.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.core.condensed import Condensed, condense
-from qsync_opt.formulations.assignment.core.core import Core, extract, nearest
+from qsync_opt.formulations.assignment.core.core import Core, CoreResult, extract, nearest
 from qsync_opt.formulations.assignment.core.frontier import search
 from qsync_opt.formulations.assignment.core.paths import walk
 from qsync_opt.formulations.assignment.core.program import close
@@ -48,11 +46,6 @@ class CoreSearch:
     """
 
     def __init__(self, incumbent: Incumbent) -> None:
-        """Start without a deadline.
-
-        Args:
-            incumbent: The incumbent; better labellings are offered to it.
-        """
         self._incumbent, self._relaxation = incumbent, incumbent.relaxation
         self._model = model = incumbent.model
         self.effort, self.deadline = Effort(), np.inf
@@ -64,46 +57,34 @@ class CoreSearch:
         self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
 
     def near(self, allowed_Z: Bools, dual: DualResult, most: float, known: float) -> tuple[float, Bools]:
-        """Search all labellings that may be below a value; returns as `search`.
-
-        Args:
-            allowed_Z: Entries that are left.
-            dual: The dual over these.
-            most: The value.
-            known: A lower bound of all labellings with these entries.
-        """
-        value, least_Z, base_N = self._through(allowed_Z, dual)
+        """Search all labellings that may be below ``most``; returns as `search`. ``known`` bounds them already."""
+        value, least_Z, base_N, allowed_Z = self._through(allowed_Z, dual)
         if value == np.inf:
             return np.inf, allowed_Z
-        if self._incumbent.best is not None:
-            allowed_Z = allowed_Z & (least_Z < self._incumbent.upper)
         near_Z = allowed_Z & (least_Z < most)
         near_Z[self._model.chosen(base_N)] = True
         if self.undecided(near_Z) > _MOST_NEAR:
             return -np.inf, allowed_Z
         core = extract(self._model, base_N, near_Z, dual.prices_R)
-        aims = self._aims()
-        aims = replace(
-            aims, target=lambda gap: min(self._incumbent.target(gap), most), too_expensive=min(aims.too_expensive, most)
-        )
-        return min(walk_core(aims, core, _NEAR_WALKS, whole=True, known=known), most), allowed_Z
+        return min(self._walk(core, _NEAR_WALKS, whole=True, most=most, known=known), most), allowed_Z
 
-    def _through(self, allowed_Z: Bools, dual: DualResult) -> tuple[float, Floats, Ints]:
-        """Least priced cost, lower bounds of labellings with each entry, and the labelling of least priced cost."""
+    def _through(self, allowed_Z: Bools, dual: DualResult) -> tuple[float, Floats, Ints, Bools]:
+        """Least priced cost, bounds of labellings with each entry, a labelling of least cost, entries that can pay."""
         cost_Y = self._relaxation.model.priced(dual.prices_R, self._relaxation.allowed(allowed_Z))
         value, least_Z = self._relaxation.min_marginals(cost_Y)
         if value == np.inf:
-            return value, least_Z, np.zeros(0, dtype=np.int64)
+            return value, least_Z, np.zeros(0, dtype=np.int64), allowed_Z
         base_N = self._relaxation.labelling(self._relaxation.elimination.minimise(cost_Y)[1])
-        return value, least_Z - float(dual.prices_R @ self._model.limits_R), base_N
+        least_Z = least_Z - float(dual.prices_R @ self._model.limits_R)
+        if self._incumbent.best is not None:
+            allowed_Z = allowed_Z & (least_Z < self._incumbent.upper)
+        return value, least_Z, base_N, allowed_Z
 
     def search(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
         """Fix by min-marginals and search the rest; returns a bound and the entries left."""
-        value, least_Z, base_N = self._through(allowed_Z, dual)
+        value, least_Z, base_N, allowed_Z = self._through(allowed_Z, dual)
         if value == np.inf:
             return np.inf, allowed_Z
-        if self._incumbent.best is not None:
-            allowed_Z = allowed_Z & (least_Z < self._incumbent.upper)
         most = effort_pass.nodes
         if most is not None and effort_pass.needs_solver and self.undecided(allowed_Z) <= effort_pass.whole * most:
             most = None
@@ -117,43 +98,68 @@ class CoreSearch:
         ):
             return min(self._searched[3], ceiling), allowed_Z
         core = extract(self._model, base_N, kept_Z, dual.prices_R)
+        whole = ceiling == np.inf
         if effort_pass.walks:
-            return min(walk_core(self._aims(), core, effort_pass.walks, whole=ceiling == np.inf), ceiling), allowed_Z
-        small = condense(core, self._too_expensive(), merge=True)
+            return min(self._walk(core, effort_pass.walks, whole=whole), ceiling), allowed_Z
+        small = condense(core, self._most(), merge=True)
         bound = -np.inf
-        width = search_width(effort_pass.width, core, small, whole=ceiling == np.inf)
+        width = search_width(effort_pass.width, core, small, whole=whole)
         if width:
-            if ceiling == np.inf and isinstance(small, Condensed):
+            if whole and isinstance(small, Condensed):
                 self.equal.append(small)
-            result = search(
-                small, self._incumbent.target(0.0), width, spread=effort_pass.spread, deadline=self.deadline
+            bound = self._offered(
+                search(small, self._incumbent.target(0.0), width, spread=effort_pass.spread, deadline=self.deadline)
             )
-            if result.labels_N is not None:
-                self._incumbent.offer(result.labels_N)
-            bound = result.bound
             self._searched = key, effort_pass.spread, width, bound
         if not effort_pass.width and bound < self._incumbent.target(self.effort.enough):
-            most_nodes = effort_pass.solver_nodes if ceiling < np.inf else None
-            bound = max(bound, close_core(self._aims(), core, most_nodes))
+            bound = max(bound, self._close(core, None if whole else effort_pass.solver_nodes))
         return min(bound, ceiling), allowed_Z
 
-    def _aims(self) -> Aims:
-        effort = self.effort
-        return Aims(
-            self._incumbent.target,
-            self._incumbent.offer,
-            effort.enough,
-            self._tolerance,
-            self._too_expensive(),
-            effort.solver,
-            self.deadline,
+    def _walk(
+        self, core: Core, walks: tuple[int, ...], *, whole: bool, most: float = np.inf, known: float = -np.inf
+    ) -> float:
+        """Search a core along paths bounded by levels for labellings below ``most``; ``known`` bounds them already."""
+        expensive = min(self._most(), most)
+        parts = condense(core, expensive, merge=True, count=False, product=False)
+        if isinstance(parts, Condensed) and parts.mostly_equal:  # counting bounds them better than paths do
+            if not whole:
+                return -np.inf
+            small = condense(core, expensive, merge=True)
+            width = search_width(0, core, small, whole=whole)
+            if width:
+                upper = min(self._incumbent.target(0.0), most)
+                bound = self._offered(search(small, upper, width, spread=True, deadline=self.deadline))
+                if bound >= min(self._incumbent.target(self.effort.enough), most) or self.effort.solver is not None:
+                    return bound
+        upper = min(self._incumbent.target(0.0), most)
+        walked = walk(parts, upper, walks, tolerance=self._tolerance(), known=known, deadline=self.deadline)
+        return -np.inf if walked is None else self._offered(walked)
+
+    def _close(self, core: Core, most_nodes: int | None) -> float:
+        """Solve a core by the linear solver, with at most ``most_nodes`` nodes in its tree; returns its bound."""
+        left_s = max(self.deadline - time.monotonic(), _LEAST_S)
+        return self._offered(
+            close(
+                condense(core, self._most(), merge=False),
+                self._incumbent.target(0.0),
+                cast("LinearSolver", self.effort.solver),
+                left_s if left_s < np.inf else None,
+                tolerance=self._tolerance(),
+                most_nodes=most_nodes,
+            )
         )
+
+    def _offered(self, result: CoreResult) -> float:
+        """The bound of a result, whose labelling is offered to the incumbent."""
+        if result.labels_N is not None:
+            self._incumbent.offer(result.labels_N)
+        return result.bound
 
     def _tolerance(self) -> float:
         """Distance to the optimum at which a search may stop."""
         return self.effort.enough / 2 * abs(self._incumbent.upper + self.effort.offset) if self._incumbent.best else 0.0
 
-    def _too_expensive(self) -> float:
+    def _most(self) -> float:
         """Priced cost at which a part of a core cannot belong to a better labelling."""
         # Where nodes are split into copies the base is no priced minimum, and then no part is too expensive by itself.
         return self._incumbent.target(0.0) if self._relaxation.entry_Y is None else np.inf
@@ -163,75 +169,10 @@ class CoreSearch:
         return int(((self._exists_NA & allowed_Z[self._entry_NA]).sum(axis=1) > 1).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Aims:
-    """Aims of the search of a core.
-
-    Attributes:
-        target: Value that a labelling must stay below, for a relative gap.
-        offer: Called with labellings.
-        enough: Relative gap that is good enough.
-        tolerance: Distance to the optimum at which a search may stop.
-        too_expensive: Priced cost at which a part of a core cannot belong to a better labelling.
-        solver: Linear solver, if there is one.
-        deadline: ``time.monotonic()`` value at which to stop.
-    """
-
-    target: Callable[[float], float]
-    offer: Callable[[Ints], None]
-    enough: float
-    tolerance: Callable[[], float]
-    too_expensive: float
-    solver: LinearSolver | None
-    deadline: float
-
-
-def walk_core(aims: Aims, core: Core, walks: tuple[int, ...], *, whole: bool, known: float = -np.inf) -> float:
-    """Search a core along paths bounded by levels; returns its bound. ``known`` is a lower bound."""
-    parts = condense(core, aims.too_expensive, merge=True, count=False, product=False)
-    if isinstance(parts, Condensed) and parts.mostly_equal:  # counting bounds them better than paths do
-        if not whole:
-            return -np.inf
-        small = condense(core, aims.too_expensive, merge=True)
-        width = search_width(0, core, small, whole=whole)
-        if width:
-            result = search(small, aims.target(0.0), width, spread=True, deadline=aims.deadline)
-            if result.labels_N is not None:
-                aims.offer(result.labels_N)
-            if result.bound >= aims.target(aims.enough) or aims.solver is not None:
-                return result.bound
-    walked = walk(parts, aims.target(0.0), walks, tolerance=aims.tolerance(), known=known, deadline=aims.deadline)
-    if walked is None:
-        return -np.inf
-    if walked.labels_N is not None:
-        aims.offer(walked.labels_N)
-    return walked.bound
-
-
-def close_core(aims: Aims, core: Core, most_nodes: int | None) -> float:
-    """Solve a core by the linear solver, with at most ``most_nodes`` nodes in its tree; returns its bound."""
-    left_s = max(aims.deadline - time.monotonic(), _LEAST_S)
-    result = close(
-        condense(core, aims.too_expensive, merge=False),
-        aims.target(0.0),
-        cast("LinearSolver", aims.solver),
-        left_s if left_s < np.inf else None,
-        tolerance=aims.tolerance(),
-        most_nodes=most_nodes,
-    )
-    if result.labels_N is not None:
-        aims.offer(result.labels_N)
-    return result.bound
-
-
 def search_width(width: int, core: Core, merged: Core, *, whole: bool) -> int:
-    """Most states that a search of a core keeps at a step; 0: it is left to a solver.
+    """Most states that a search keeps at a step, for the width of a pass; 0: the core is left to a solver.
 
-    Args:
-        width: That of the pass; 0 for a solver.
-        core: The core.
-        merged: The same, condensed as it is searched.
-        whole: The core holds all that is undecided.
+    ``merged`` is the core as it is searched; ``whole``: it holds all that is undecided.
     """
     if not width:
         few = len(core.nodes) <= _EASY_NODES or (whole and len(merged.nodes) <= _EASY_MERGED)

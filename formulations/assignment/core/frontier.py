@@ -19,7 +19,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreResult
-from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+from qsync_opt.formulations.assignment.model import Floats, Ints
 
 _DISTANCES = (1, 2, 3, 5, 8)
 """Distances in sorted order at which states are compared."""
@@ -46,14 +46,13 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
     """
     order = order_of(core)
     steps = _steps(core, order)
-    future = _future_rows(core, order)
+    future, last_R = _row_use(core, order)
     states = _States(
         objective=np.zeros(1), priced=np.zeros(1), rows=np.zeros((1, len(core.excess_R)), dtype=np.int64),
         open_KD=np.zeros((1, 0), dtype=np.int64),
     )  # fmt: skip
     trail: list[tuple[Ints, Ints]] = []
     lost = np.inf
-    last_R = _last_use(core, order)
     for number, step in enumerate(steps):
         if number % 64 == 0 and time.monotonic() > deadline:
             return CoreResult(None, upper, -np.inf)
@@ -182,10 +181,8 @@ def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: 
     for row in wide[:8].tolist():
         step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
         cell = cell * side + step.astype(np.int64)
-    leads = leaders(cell[by_rank], width // 2)
-    place = np.flatnonzero(leads)
-    rest = by_rank[~leads][: width - len(place)]
-    return np.concatenate([by_rank[place], rest])
+    leads = np.sort(np.unique(cell[by_rank], return_index=True)[1])[: width // 2]
+    return np.concatenate([by_rank[leads], np.delete(by_rank, leads)[: width - len(leads)]])
 
 
 def order_of(core: Core) -> list[int]:
@@ -286,28 +283,17 @@ def _steps(core: Core, order: list[int]) -> list[_Step]:
     return steps[::-1]
 
 
-def _future_rows(core: Core, order: list[int]) -> Ints:
-    """Least that nodes and edges from each step on can add to each row, shape (steps + 1, R)."""
-    place = {c: i for i, c in enumerate(order)}
-    least = np.zeros((len(order) + 1, len(core.excess_R)), dtype=np.int64)
-    for step, c in enumerate(order):
-        least[step] += core.nodes[c].rows_AR.min(axis=0)
-    for edge in core.edges:
-        least[max(place[edge.first], place[edge.second])] += edge.rows_ABR.min(axis=(0, 1))
-    result: Ints = np.cumsum(least[::-1], axis=0)[::-1]
-    return result
-
-
-def _last_use(core: Core, order: list[int]) -> Ints:
-    """Last step that adds to each row, shape (R,); -1 where none does."""
-    place = {c: i for i, c in enumerate(order)}
-    last_R = np.full(len(core.excess_R), -1, dtype=np.int64)
-    for c, node in enumerate(core.nodes):
-        last_R[node.rows_AR.any(axis=0)] = np.maximum(last_R[node.rows_AR.any(axis=0)], place[c])
-    for edge in core.edges:
-        used = edge.rows_ABR.any(axis=(0, 1))
-        last_R[used] = np.maximum(last_R[used], max(place[edge.first], place[edge.second]))
-    return last_R
+def _row_use(core: Core, order: list[int]) -> tuple[Ints, Ints]:
+    """Least that nodes and edges from each step on can add to each row, (steps + 1, R); last step that adds, (R,)."""
+    num_rows, place = len(core.excess_R), {c: i for i, c in enumerate(order)}
+    tables = [(place[c], node.rows_AR[:, None]) for c, node in enumerate(core.nodes)]
+    tables += [(max(place[e.first], place[e.second]), e.rows_ABR) for e in core.edges]
+    least, last_R = np.zeros((len(order) + 1, num_rows), dtype=np.int64), np.full(num_rows, -1, dtype=np.int64)
+    for step, rows_ABR in tables:
+        least[step] += rows_ABR.min(axis=(0, 1))
+        used = rows_ABR.any(axis=(0, 1))
+        last_R[used] = np.maximum(last_R[used], step)
+    return np.cumsum(least[::-1], axis=0)[::-1], last_R
 
 
 @compiled("int64[::1](int64[::1],float64[::1],int64[:,::1])")
@@ -401,26 +387,3 @@ def extend(
                 parent[count], label[count], rank[count] = k, a, value
                 count += 1
     return parent[:count].copy(), label[:count].copy(), rank[:count].copy()
-
-
-@compiled("boolean[::1](int64[::1],int64)")
-def leaders(cell_K: Ints, most: int) -> Bools:
-    """The first state of each cell, for at most ``most`` cells."""
-    size = 2
-    while size < 2 * len(cell_K):
-        size *= 2
-    slot = np.full(size, -1, dtype=np.int64)
-    leads = np.zeros(len(cell_K), dtype=np.bool_)
-    count = 0
-    for k in range(len(cell_K)):
-        if count == most:
-            break
-        cell = cell_K[k]
-        at = (cell ^ (cell >> 17)) & (size - 1)
-        while slot[at] >= 0 and cell_K[slot[at]] != cell:
-            at = (at + 1) & (size - 1)
-        if slot[at] < 0:
-            slot[at] = k
-            leads[k] = True
-            count += 1
-    return leads

@@ -70,35 +70,6 @@ class Layers:
             rows_KR=np.ascontiguousarray(self.rows_KR[kept_K]), excess_R=self.excess_R,
         )  # fmt: skip
 
-    def without_forced(self) -> tuple["Layers", float, Ints]:
-        """The same layers without steps of one point and one arc; also what those add to the objective, and their arcs.
-
-        Their rows are added to ``excess_R``.
-        """
-        counts_T = np.diff(self.first_T1)
-        points_T = np.diff(self.point_T1)
-        after_T = np.append(points_T[1:], 1)
-        forced_T = (counts_T == 1) & (points_T == 1) & (after_T == 1)
-        forced_K = forced_T[self.step_K]
-        arcs = np.flatnonzero(forced_K)
-        if not len(arcs):
-            return self, 0.0, arcs
-        left = ~forced_T
-        shift_T = np.cumsum(np.where(forced_T, points_T, 0)) - np.where(forced_T, points_T, 0)
-        shift_S = np.append(np.repeat(shift_T, points_T), int(points_T[forced_T].sum()))
-        kept_K = ~forced_K
-        source_K = self.source_K[kept_K] - shift_S[self.source_K[kept_K]]
-        # The target of an arc is the start of the next step that is left.
-        target_K = self.target_K[kept_K] - shift_S[self.target_K[kept_K]]
-        other = Layers(
-            node_T=self.node_T[left], first_T1=np.concatenate([[0], np.cumsum(counts_T[left])]).astype(np.int64),
-            point_T1=np.concatenate([[0], np.cumsum(points_T[left])]).astype(np.int64),
-            source_K=source_K, target_K=target_K, label_K=self.label_K[kept_K],
-            objective_K=self.objective_K[kept_K], rows_KR=np.ascontiguousarray(self.rows_KR[kept_K]),
-            excess_R=self.excess_R + self.rows_KR[arcs].sum(axis=0),
-        )  # fmt: skip
-        return other, math.fsum(self.objective_K[arcs].tolist()), arcs
-
 
 def lay_out(core: Core) -> Layers | None:
     """Layers of a core, its nodes in the order of the core search; None if some step would have too many arcs.

@@ -148,10 +148,7 @@ def affordable(layers: Layers, levels: Levels, at: LevelBound, upper: float) -> 
 def choose_levels(layers: Layers, prices_R: Floats, room: float) -> Levels:
     """Choose the row whose amounts within reach of the incumbent need the fewest levels.
 
-    Args:
-        layers: At least one step and one row.
-        prices_R: Prices of the rows.
-        room: Distance between bound and incumbent, in units of the objective; may be infinite.
+    ``room`` is the distance between bound and incumbent, in units of the objective; it may be infinite.
     """
     fits = max(_FEWEST_LEVELS, min(_MOST_LEVELS, _MOST_ENTRIES // layers.num_points))
     best: tuple[float, Levels] | None = None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.core.core import Core, CoreResult
 from qsync_opt.formulations.assignment.core.layers import Layers, lay_out
 from qsync_opt.formulations.assignment.core.levels import (
-    LevelBound,
     Levels,
     affordable,
     bound,
@@ -71,73 +69,38 @@ def walk(
     layers = lay_out(core)
     if layers is None:
         return None
-    left = _Left(layers, core.objective, np.zeros(len(core.nodes), dtype=np.int64))
     best_labels: Ints | None = None
     least, before, prices_R = known, 0, core.prices_R
-    goal = upper
+    goal, base = upper, core.objective
     for states in most_states:
         width = min(states, _MOST_STATES // max(1, layers.num_steps))
         if width <= before or least >= goal or time.monotonic() > deadline:
             break
         before = width
-        levels = choose_levels(left.layers, prices_R, goal - max(core.priced, least))
-        at_best = bound(left.layers, levels, prices_R, goal - left.fixed, deadline)
+        levels = choose_levels(layers, prices_R, goal - max(core.priced, least))
+        at_best = bound(layers, levels, prices_R, goal - base, deadline)
         prices_R = at_best.prices_R
-        least = max(least, at_best.bound + left.fixed)
+        least = max(least, at_best.bound + base)
         for share in _SHARES:
             if least >= goal or (share < 1 and (best_labels is not None or not np.isfinite(goal))):
                 continue
             aim = goal if share == 1 else least + share * (goal - least)
-            narrow = left.below(aim, levels, at_best)
-            if narrow is None:
+            narrow = layers.keep(affordable(layers, levels, at_best, aim - base))
+            if (np.diff(narrow.first_T1) == 0).any():  # no path is below
                 least = max(least, aim)
                 continue
-            objective, arcs, lost = narrow.search(prices_R, least, aim, width, deadline)
-            if objective < aim:
-                upper = aim = objective
-                best_labels = core.labels(narrow.chosen(arcs))
+            own = choose_levels(narrow, prices_R, aim - least)
+            objective, arcs, lost = _search(narrow, own, prices_R, aim - base, width, deadline)
+            if base + objective < aim:
+                upper = aim = base + objective
+                choice_C = np.empty(len(core.nodes), dtype=np.int64)
+                choice_C[narrow.node_T] = narrow.label_K[arcs]
+                best_labels = core.labels(choice_C)
                 goal = upper - tolerance  # a better incumbent has to be better by this much
-            least = max(least, min(lost, aim))
+            least = max(least, min(base + lost, aim))
             if share == 1:
-                left = narrow
+                layers = narrow
     return CoreResult(best_labels, upper, min(least, upper))
-
-
-@dataclass(slots=True)
-class _Left:
-    """Layers that are left, the objective of the base and of all forced arcs, and the labels fixed so far."""
-
-    layers: Layers
-    fixed: float
-    choice_C: Ints
-
-    def below(self, goal: float, levels: Levels, at: LevelBound) -> _Left | None:
-        """Drop arcs that no path below a value takes; None if there is no such path."""
-        layers = self.layers.keep(affordable(self.layers, levels, at, goal - self.fixed))
-        if (np.diff(layers.first_T1) == 0).any():
-            return None
-        step_K, node_T, label_K = layers.step_K, layers.node_T, layers.label_K
-        layers, added, forced = layers.without_forced()
-        choice_C = self.choice_C.copy()
-        choice_C[node_T[step_K[forced]]] = label_K[forced]
-        return _Left(layers, self.fixed + added, choice_C)
-
-    def search(
-        self, prices_R: Floats, least: float, goal: float, width: int, deadline: float
-    ) -> tuple[float, Ints, float]:
-        """Objective and arcs of the best path below ``goal`` (infinite: none), and a bound of what the search lost."""
-        if not self.layers.num_steps:
-            fits = (self.layers.excess_R <= 0).all()
-            return self.fixed if fits else np.inf, np.zeros(0, dtype=np.int64), np.inf
-        levels = choose_levels(self.layers, prices_R, goal - least)
-        objective, arcs, lost = _search(self.layers, levels, prices_R, goal - self.fixed, width, deadline)
-        return self.fixed + objective, arcs, self.fixed + lost
-
-    def chosen(self, arcs: Ints) -> Ints:
-        """Labels of the core's nodes on a path."""
-        chosen_C = self.choice_C.copy()
-        chosen_C[self.layers.node_T] = self.layers.label_K[arcs]
-        return chosen_C
 
 
 def _search(
@@ -215,11 +178,11 @@ def _tables(layers: Layers, levels: Levels, prices_R: Floats, upper: float) -> t
     if len(prices_R) > 1:
         best = start(prices_R)
         distance = _FURTHEST
-        most_loss = _LOSS_SHARE * (upper - best)
+        most_loss = max(0.0, _LOSS_SHARE * (upper - best))
         loss = best - start(at(1 + distance))
         while distance > _NEAREST and loss > most_loss:
             # The loss is convex in the distance: a step by the quotient is never too long, by its root it may be.
-            distance *= math.sqrt(max(most_loss, 0.0) / loss) if distance == _FURTHEST else max(most_loss, 0.0) / loss
+            distance *= math.sqrt(most_loss / loss) if distance == _FURTHEST else most_loss / loss
             loss = best - start(at(1 + distance))
         distance = max(distance, _NEAREST)
         scale = 1

@@ -3,7 +3,7 @@
 Axes as in `core`; label 0 is the base's. Columns and rows:
 
     x[c,a] in {0,1}, a > 0     core node c leaves the base for its label a;       sum_a x[c,a] <= 1
-    n[c] in {0,1,2,...}        steps of core node c, where its labels are numbers of copies of equal parts
+    x[c,1] in {0,1,2,...}      steps of core node c, where its labels are numbers of copies of equal parts
     y[e,a,b] >= 0, a, b > 0    both ends of edge e leave the base, for labels a and b
                                sum_b y[e,a,b] <= x[first,a],  sum_a y[e,a,b] <= x[second,b]
                                sum_ab y[e,a,b] >= sum_a x[first,a] + sum_b x[second,b] - 1
@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode, CoreResult
+from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreResult
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearSolver, LinearStatus
 
 _OBJECTIVE_SCALE = 1e3
@@ -97,14 +97,13 @@ def _program(core: Core, unit: float) -> tuple[LinearModel, list[list[int]]]:
     terms: list[dict[int, float]] = [{} for _ in core.excess_R]
     columns: list[list[int]] = []
     for c, node in enumerate(core.nodes):
-        if node.counted:
-            columns.append([_add_count(model, terms, c, node, unit, scale_R)])
-            continue
         own = []
-        for a, objective in enumerate(node.objective_A[1:].tolist(), start=1):
+        most = len(node.labels_A) - 1
+        for a, objective in enumerate(node.objective_A[1 : 2 if node.counted else None].tolist(), start=1):
             finite = math.isfinite(objective)
+            upper = float(most if node.counted else finite)
             column = model.add_column(
-                f"x[{c},{a}]", integer=True, upper=1.0 if finite else 0.0, cost=objective / unit if finite else 0.0
+                f"x[{c},{a}]", integer=True, upper=upper, cost=objective / unit if finite else 0.0
             )
             own.append(column)
             _add(terms, column, node.rows_AR[a] / scale_R)
@@ -116,18 +115,6 @@ def _program(core: Core, unit: float) -> tuple[LinearModel, list[list[int]]]:
     for r, row in enumerate(terms):
         model.add_row(f"limit[{r}]", row, upper=float(-core.excess_R[r] / scale_R[r]))
     return model, columns
-
-
-def _add_count(
-    model: LinearModel, terms: list[dict[int, float]], number: int, node: CoreNode, unit: float, scale_R: np.ndarray
-) -> int:
-    """The column of a node that counts copies: a whole number of steps."""
-    steps = len(node.labels_A) - 1
-    cost = float(node.objective_A[1]) / unit if steps else 0.0
-    column = model.add_column(f"n[{number}]", integer=True, upper=float(steps), cost=cost)
-    if steps:
-        _add(terms, column, node.rows_AR[1] / scale_R)
-    return column
 
 
 def _add_edge(

@@ -16,12 +16,10 @@ if TYPE_CHECKING:
         build_assignment,
         read_back,
     )
-    from qsync_opt.formulations.training.ilp.program import Goal, Units, linearize
-    from qsync_opt.formulations.training.ilp.run import least_time
+    from qsync_opt.formulations.training.ilp.program import Units, linearize
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Assignment", "Choice", "Goal", "Limit", "Product", "Units", "build_assignment", "least_time", "linearize",
-    "read_back",
+    "Assignment", "Choice", "Limit", "Product", "Units", "build_assignment", "linearize", "read_back",
 ]  # fmt: skip

@@ -173,13 +173,12 @@ class _Carrier:
     precisions: tuple[str, ...]
 
 
-def build_assignment(problem: Problem, device: ProblemDevice, *, latency_limit_ns: int | None = None) -> Assignment:
+def build_assignment(problem: Problem, device: ProblemDevice) -> Assignment:
     """The assignment of one device type.
 
     Args:
         problem: The problem.
         device: One of its devices.
-        latency_limit_ns: Limit on the iteration time; the problem's own by default.
 
     Returns:
         The assignment: its choices are named like the adjustable operators that have more than one precision; limits
@@ -187,9 +186,7 @@ def build_assignment(problem: Problem, device: ProblemDevice, *, latency_limit_n
 
     Source: ours; solving per device type and collapsing dependent operators are exact, by the rules of the format.
     """
-    return _Builder(problem, device).finish(
-        problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns,
-    )
+    return _Builder(problem, device).finish()
 
 
 def read_back(problem: Problem, device: ProblemDevice, labels: dict[str, str]) -> dict[str, str]:
@@ -391,7 +388,7 @@ class _Builder:
 
     # -- the whole ---------------------------------------------------------------------------------------------
 
-    def finish(self, latency_limit_ns: int) -> Assignment:
+    def finish(self) -> Assignment:
         masks: dict[tuple[int, int], list[Ints]] = {}
         for _, own, _ in self.shared:
             for key, mask in own.items():
@@ -407,7 +404,7 @@ class _Builder:
             Limit(
                 name=f"time[{s}]",
                 resources=tuple(range(1, s + 2)),
-                bound=latency_limit_ns - self.segments.tail_ns[s],
+                bound=self.problem.latency_limit_ns - self.segments.tail_ns[s],
             )
             for s in range(self.segments.count)
         ]

@@ -49,7 +49,6 @@ and the cumulated rows are ours.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,13 +59,6 @@ from qsync_opt.formulations.training.ilp.assignment import MEMORY, Assignment, C
 _ONE = -1
 """Key of the constant in an expression."""
 _Expression = dict[int, float]
-
-
-class Goal(enum.StrEnum):
-    """What to minimise."""
-
-    COST = "cost"
-    TIME = "time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +173,8 @@ class _Linearizer:
         for column, value in total.items():
             self.model.columns[column] = replace(self.model.columns[column], cost=value / unit)
 
-    def add_time(self, total: _Expression, segments: Sequence[_Expression], unit: float) -> None:
-        """Cumulate the segments, and keep every time limit; ``total`` is added to the limits' bounds."""
+    def add_time(self, segments: Sequence[_Expression], unit: float) -> None:
+        """Cumulate the segments, and keep every time limit."""
         limits = {len(limit.resources): limit for limit in self.assignment.limits if MEMORY not in limit.resources}
         before: _Expression = {}
         longest = 0.0
@@ -193,7 +185,7 @@ class _Linearizer:
             self._add_row(f"elapsed[{r}]", terms, lower=0.0, upper=0.0)
             if r + 1 in limits:
                 limit = limits[r + 1]
-                self._add_row(limit.name, _sum([{elapsed: 1.0}, _scale(total, -1.0)]), upper=limit.bound / unit)
+                self._add_row(limit.name, {elapsed: 1.0}, upper=limit.bound / unit)
             before = {elapsed: 1.0}
 
     def add_memory(self, load: _Expression, unit: float) -> None:
@@ -225,7 +217,6 @@ class _Linearizer:
 def linearize(
     assignment: Assignment,
     *,
-    goal: Goal = Goal.COST,
     units: Units | None = None,
     whole: bool = False,
     allowed: Mapping[str, frozenset[str]] | None = None,
@@ -235,8 +226,6 @@ def linearize(
     Args:
         assignment: The assignment. Its first resource is memory in KiB, the others are consecutive time segments in
             ns, limited by prefixes.
-        goal: What to minimise: the cost; or by how much all time limits must be moved together for some plan to keep
-            them (limits built at 0 then give the least time itself).
         units: Scales; exact integers by default.
         whole: Make every column whole, for solvers without continuous columns (use whole units then).
         allowed: Labels that a choice may take (all, where the choice is not in it).
@@ -249,16 +238,8 @@ def linearize(
     units = units or Units()
     builder = _Linearizer(assignment, whole=whole, allowed=allowed)
     memory, *segments = builder.loads()
-    moved: _Expression = {}
-    if goal is Goal.COST:
-        builder.add_cost(units.cost)
-    else:
-        reach = sum(abs(v) for load in (memory, *segments) for v in load.values())
-        reach += sum(abs(limit.bound) for limit in assignment.limits)
-        reach /= units.time_ns
-        lowest = 0.0 if all(limit.bound <= 0 for limit in assignment.limits) else -reach
-        moved = {builder.model.add_column("moved", lower=lowest, upper=reach, integer=whole, cost=1.0): 1.0}
-    builder.add_time(moved, segments, units.time_ns)
+    builder.add_cost(units.cost)
+    builder.add_time(segments, units.time_ns)
     builder.add_memory(memory, units.memory_kib)
     return AssignmentProgram(model=builder.model, choice_columns=builder.choice_columns, units=units)
 

@@ -1,4 +1,7 @@
-"""The method ``ilp``: the integer program of each device type, scaled around a greedy plan."""
+"""The method ``ilp``: the integer program of each device type, scaled around a greedy plan.
+
+A solver's answer is evaluated in exact integers before it counts.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from qsync_opt.errors import NotInstalledError, SolverError
-from qsync_opt.formulations.linear import LinearOptions, LinearSolver, LinearStatus
-from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, build_assignment, read_back
-from qsync_opt.formulations.training.ilp.run import Run, run
+from qsync_opt.formulations.linear import LinearOptions, LinearResult, LinearSolver, LinearStatus
+from qsync_opt.formulations.training.ilp.assignment import MEMORY, Assignment, Choice, build_assignment, read_back
+from qsync_opt.formulations.training.ilp.program import AssignmentProgram, Units, linearize
 from qsync_opt.formulations.training.infeasible import prove_infeasible
 from qsync_opt.formulations.training.paper_greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.training.tables import peers_ns
@@ -24,6 +29,14 @@ _FALL = 1e3
 """When the incumbent falls by a larger factor, the scale was wrong and the solve is repeated."""
 _START_SHARE = 0.1
 """Largest share of the time limit for the search of a plan to scale by."""
+_ROW_SCALE = 1e3
+"""Size of the rows, so that solvers' tolerances of 1e-9 stay below one nanosecond or KiB."""
+_WHOLE_COST_SCALE = 1e13
+"""Sum of the largest costs where only whole coefficients are allowed: 1e6 gave wrong optima, and 2**53 must not be
+reached."""
+_TIGHTENINGS = 3
+"""Most repetitions with tightened limits when a solver's tolerance lets a plan exceed them."""
+_UNEXPLAINED = "the solver proved that no plan keeps the limits; there was no time to find out which limit is at fault"
 _NO_SOLVER = "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
 
 
@@ -58,32 +71,28 @@ class IlpFormulation:
         if choice is None:
             raise NotInstalledError(_NO_SOLVER)
         solver: LinearSolver = create(Kind.SOLVER, choice)
-        label = f"{solver.name} {solver.version}"
-        if peers_ns(problem) > problem.latency_limit_ns:
-            return _infeasible(problem, problem.devices[0], deadline, label, [])
         answers: list[_DeviceAnswer] = []
+        # A device type that has no plan.
+        without = problem.devices[0] if peers_ns(problem) > problem.latency_limit_ns else None
         for left, device in zip(range(len(problem.devices), 0, -1), problem.devices, strict=True):
-            share = math.inf if math.isinf(deadline) else max(0.0, deadline - time.monotonic()) / left
-            answers.append(_solve_device(problem, device, solver, options.gap, time.monotonic() + share))
-            if answers[-1].status is LinearStatus.INFEASIBLE:
-                return _infeasible(problem, device, deadline, label, answers)
-        return _merge(problem, answers, label, options.gap)
+            if without is None:
+                share = math.inf if math.isinf(deadline) else max(0.0, deadline - time.monotonic()) / left
+                answers.append(_solve_device(problem, device, solver, options.gap, time.monotonic() + share))
+                without = device if answers[-1].status is LinearStatus.INFEASIBLE else None
+        if without is None:
+            answer = _merge(problem, answers, options.gap)
+        else:
+            reason = prove_infeasible(problem, without, deadline) or _UNEXPLAINED
+            answer = Answer(termination=TerminationStatus.INFEASIBLE, reason=reason)
+        return replace(
+            answer,
+            solver=f"{solver.name} {solver.version}",
+            build_seconds=sum(each.build_seconds for each in answers),
+            solve_seconds=sum(each.solve_seconds for each in answers),
+        )
 
 
-def _infeasible(
-    problem: Problem, device: ProblemDevice, deadline: float, label: str, answers: list[_DeviceAnswer]
-) -> Answer:
-    reason = "the solver proved that no plan keeps the limits; there was no time to find out which limit is at fault"
-    return Answer(
-        termination=TerminationStatus.INFEASIBLE,
-        solver=label,
-        build_seconds=sum(answer.build_seconds for answer in answers),
-        solve_seconds=sum(answer.solve_seconds for answer in answers),
-        reason=prove_infeasible(problem, device, deadline) or reason,
-    )
-
-
-def _merge(problem: Problem, answers: list[_DeviceAnswer], label: str, gap: float) -> Answer:
+def _merge(problem: Problem, answers: list[_DeviceAnswer], gap: float) -> Answer:
     """Device types share only the latency limit, so objectives and bounds add up."""
     bound = math.fsum(part for answer in answers for part in (answer.lowest, answer.bound))
     solved = all(answer.labels is not None for answer in answers)
@@ -109,9 +118,6 @@ def _merge(problem: Problem, answers: list[_DeviceAnswer], label: str, gap: floa
         else None,
         objective=objective,
         bound=bound,
-        solver=label,
-        build_seconds=sum(answer.build_seconds for answer in answers),
-        solve_seconds=sum(answer.solve_seconds for answer in answers),
         reason=None if solved else "no plan within the limits was found in the time allowed, which proves nothing",
     )
 
@@ -201,3 +207,111 @@ def _allowed(shifted: Assignment, budget: float | None) -> dict[str, frozenset[s
         node.name: frozenset(label for label, own in zip(node.labels, node.cost_S, strict=True) if own <= most)
         for _, node in shifted.choices
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A solver's answer in the assignment's own units.
+
+    ``labels`` keep every limit in exact integers. ``value`` is exact for them; ``bound`` is the solver's lower bound.
+    ``labels`` and ``value`` are None together.
+    """
+
+    status: LinearStatus
+    labels: Mapping[str, str] | None
+    value: float | None
+    bound: float | None
+    native: str
+    build_seconds: float
+    solve_seconds: float
+
+
+def run(
+    assignment: Assignment,
+    solver: LinearSolver,
+    *,
+    options: LinearOptions,
+    cost_unit: float = 1.0,
+    allowed: Mapping[str, frozenset[str]] | None = None,
+) -> Run:
+    """Solve an assignment.
+
+    Args:
+        assignment: The assignment.
+        solver: The solver.
+        options: The solver's limits.
+        cost_unit: What cost one unit of the objective stands for.
+        allowed: Labels that a choice may take.
+
+    Returns:
+        The answer. A plan that exceeds a limit within the solver's tolerance is never returned: the limit is tightened
+        by the excess and the solve repeated; the bound remains that of the real limits.
+
+    Raises:
+        SolverError: The solver failed, or keeps returning plans that exceed the limits.
+    """
+    build_seconds = solve_seconds = 0.0
+    bound: float | None = None
+    tightened = assignment
+    for attempt in range(_TIGHTENINGS + 1):
+        started = time.monotonic()
+        program = _program(tightened, solver, cost_unit, allowed)
+        built = time.monotonic()
+        result = solver.solve(program.model, options)
+        build_seconds += built - started
+        solve_seconds += time.monotonic() - built
+        if attempt == 0 and result.bound is not None:
+            bound = result.bound * program.units.cost
+        labels, value, excess = _read(assignment, program, result)
+        if not excess:
+            return Run(
+                status=result.status,
+                labels=labels,
+                value=value,
+                bound=bound,
+                native=result.native,
+                build_seconds=build_seconds,
+                solve_seconds=solve_seconds,
+            )
+        limits = tuple(replace(limit, bound=limit.bound - 2 * excess.get(limit.name, 0)) for limit in tightened.limits)
+        tightened = replace(tightened, limits=limits)
+    over = ", ".join(f"{name} by {amount}" for name, amount in excess.items())
+    raise SolverError(
+        f"{solver.name} keeps returning plans for {assignment.name!r} that exceed limits ({over}); use another solver"
+    )
+
+
+def _program(
+    assignment: Assignment,
+    solver: LinearSolver,
+    cost_unit: float,
+    allowed: Mapping[str, frozenset[str]] | None,
+) -> AssignmentProgram:
+    if not solver.continuous:
+        total = assignment.constant_cost + sum(float(node.cost_S.max()) for node in assignment.nodes)
+        units = Units(cost=max(total / _WHOLE_COST_SCALE, cost_unit * 1e-12))
+        program = linearize(assignment, units=units, whole=True, allowed=allowed)
+        # Rounding down keeps the bound valid: every column is at least 0.
+        program.model.columns[:] = [replace(c, cost=float(math.floor(c.cost))) for c in program.model.columns]
+        return program
+    largest_R = np.abs(assignment.constant_R)
+    for node in assignment.nodes:
+        largest_R = largest_R + np.abs(node.load_SR).max(axis=0)
+    units = Units(
+        cost=cost_unit,
+        time_ns=max(1.0, float(largest_R[MEMORY + 1 :].sum())) / _ROW_SCALE,
+        memory_kib=max(1.0, float(largest_R[MEMORY])) / _ROW_SCALE,
+    )
+    return linearize(assignment, units=units, allowed=allowed)
+
+
+def _read(
+    assignment: Assignment, program: AssignmentProgram, result: LinearResult
+) -> tuple[dict[str, str] | None, float | None, dict[str, int]]:
+    """Labels, exact value, and by how much they exceed limits."""
+    if result.values is None:
+        return None, None, {}
+    labels = program.labels(result.values)
+    states = assignment.states(labels)
+    excess = {limit.name: value for limit, value in assignment.excess(states).items() if value > 0}
+    return labels, assignment.cost(states), excess

@@ -54,9 +54,11 @@ def test_equal_plans_far_from_the_limits_take_few_pivots(monkeypatch):
         0.10219806, 0.01380564, 0.02624094, 0.03177122, 0.03762096, 0.0518334, 0.06010458, 0.0718162, 0.04886268,
     ]  # fmt: skip
     monkeypatch.setattr(master_module, "_MAX_PIVOTS", 20)
-    started = np.array([8, 2, 1])  # columns of the fifth plan, the first row's box, the second row's slack
-    pivot = master_module._pivot.py_func
-    dual, _, basis = pivot(np.array(cost), np.array(excess), started, 1e9 * max(cost), max(cost))
-    prices = np.clip(-dual[1:], 0.0, 1e9 * max(cost))
-    assert dual[0] == pytest.approx((np.array(cost) + np.array(excess) @ prices).min(), rel=1e-12)
-    assert len(set(basis.tolist())) == 3
+    monkeypatch.setattr(master_module, "_pivot", master_module._pivot.py_func)
+    master = Master(2, 1e9 * max(cost), max(cost))
+    for each, excess_R in zip(cost, excess, strict=True):
+        master.add(each, np.array(excess_R))
+    master._basis = np.array([8, 2, 1])  # columns of the fifth plan, the first row's box, the second row's slack
+    value, prices, _ = master.solve()
+    assert value == pytest.approx((np.array(cost) + np.array(excess) @ prices).min(), rel=1e-12)
+    assert len(set(master._basis.tolist())) == 3

@@ -115,23 +115,6 @@ def test_a_row_of_levels_knows_what_no_combination_reaches():
     assert walk(core, 5.0, (1,)).bound == pytest.approx(1.0)
 
 
-def test_steps_that_are_decided_leave_the_layers(truth):
-    core = make_core(3)
-    best = truth(core)
-    layers = lay_out(core)
-    first = np.flatnonzero(np.diff(layers.point_T1) == 1)[0]
-    kept = np.ones(len(layers.label_K), dtype=np.bool_)
-    kept[layers.first_T1[first] + 1 : layers.first_T1[first + 1]] = False
-    fewer = layers.keep(kept)
-    shorter, added, arcs = fewer.without_forced()
-    assert len(arcs) == fewer.num_steps - shorter.num_steps
-    if len(arcs):
-        assert added == pytest.approx(float(fewer.objective_K[arcs].sum()))
-        assert (shorter.excess_R == layers.excess_R + fewer.rows_KR[arcs].sum(axis=0)).all()
-    assert shorter.num_points == shorter.point_T1[-1] + 1
-    assert best <= walk(core, np.inf, (10_000,)).objective + 1e-9
-
-
 def test_a_core_that_is_too_wide_is_left_to_others(monkeypatch):
     monkeypatch.setattr("qsync_opt.formulations.assignment.core.layers._MOST_ARCS", 4)
     assert walk(make_core(0), np.inf, (10,)) is None

@@ -111,7 +111,7 @@ def test_the_start_is_the_fastest_plan_and_not_the_lowest():
     assert state.choices() == dict.fromkeys("abc", "FP32")
 
 
-def test_greedy_asks_a_solver_where_descent_finds_no_start(monkeypatch):
+def test_qsync_searches_for_the_fastest_plan_where_descent_finds_no_start(monkeypatch):
     """A start that breaks the limits must not end as a claim of infeasibility."""
     problem = chain().problem
 

@@ -8,7 +8,7 @@ import pytest
 from qsync_opt import solve
 from qsync_opt.formulations.training import certified, exact_effort, greedy_effort, plan_certified
 from qsync_opt.testing import random_problem
-from qsync_opt.training import TerminationStatus
+from qsync_opt.training import SolveOptions, TerminationStatus
 
 STAGES = [greedy_effort(0.0), exact_effort(0.0, None)]
 
@@ -31,9 +31,9 @@ def turns(monkeypatch, problem):
 
     def slowly(self, effort, aim, *, start=None, deadline):
         settled = advance(self, effort, aim, start=start, deadline=deadline)
-        found.append((self.device.name, STAGES.index(effort), deadline))
-        own = [name for name, _, _ in found if name == self.device.name]
-        if self.device.name == problem.devices[0].name and len(own) <= 3:
+        found.append((self.name, STAGES.index(effort), deadline))
+        own = [name for name, _, _ in found if name == self.name]
+        if self.name == problem.devices[0].name and len(own) <= 3:
             self.outcome.out_of_time = True
             return False
         return settled
@@ -44,7 +44,7 @@ def turns(monkeypatch, problem):
 
 def test_time_that_a_device_type_leaves_goes_to_those_cut_short(problem, turns):
     began = time.monotonic()
-    answer = plan_certified(problem, STAGES, time_limit_s=600.0)
+    answer = plan_certified(problem, STAGES, SolveOptions(time_limit_s=600.0))
     first, *others = [device.name for device in problem.devices]
     assert [turn[:2] for turn in turns] == [
         (first, 0), *((name, 0) for name in others), (first, 1), (first, 1), (first, 1),
@@ -56,6 +56,6 @@ def test_time_that_a_device_type_leaves_goes_to_those_cut_short(problem, turns):
 
 
 def test_who_got_no_further_turn_is_out_of_time(problem, turns):
-    answer = plan_certified(problem, STAGES, time_limit_s=0.0)
+    answer = plan_certified(problem, STAGES, SolveOptions(time_limit_s=1e-9))
     assert {name for name, _, _ in turns} == {device.name for device in problem.devices}
     assert answer.termination is not TerminationStatus.FEASIBLE  # either proved, or cut short and said so
