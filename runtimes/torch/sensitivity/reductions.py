@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,43 @@ def by_place(items: Iterable[_Item], tensor_of: Callable[[_Item], Tensor]) -> di
         x = tensor_of(item)
         groups.setdefault((x.dtype, x.device), []).append(item)
     return groups
+
+
+class Queue(Generic[_Item]):
+    """Tensors, each with an item, that wait to be reduced together with others of the same type and device.
+
+    Nothing may write into a tensor while it waits. What autograd hands to a hook is such a tensor: it adds in place only
+    where nobody else refers to the memory.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Start an empty queue of ``limit`` elements at most, unless one tensor has more."""
+        self.limit = limit
+        self._waiting: list[tuple[Tensor, _Item]] = []
+        self._elements = 0
+
+    def wait(self, x: Tensor, item: _Item) -> None:
+        """Queue a tensor until the next ``flush``, which happens now if there would be too many elements."""
+        if self._elements + x.numel() > self.limit:
+            self.flush()
+        self._waiting.append((x, item))
+        self._elements += x.numel()
+
+    def flush(self) -> None:
+        """Reduce all that waits."""
+        alike = by_place(self._waiting, lambda one: one[0])
+        self.clear()
+        while alike:
+            self.reduce(alike.popitem()[1])
+
+    def clear(self) -> None:
+        """Release all that waits."""
+        self._waiting.clear()
+        self._elements = 0
+
+    def reduce(self, some: list[tuple[Tensor, _Item]]) -> None:
+        """Reduce tensors of one type and device; the last reference to each is in the list."""
+        raise NotImplementedError
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[list[float]]:
