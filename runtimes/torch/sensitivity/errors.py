@@ -96,7 +96,7 @@ _SCORES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """Arguments of one call, without dropout."""
+    """Arguments of one call."""
 
     query: Tensor
     key: Tensor
@@ -104,8 +104,13 @@ class AttentionCall:
     mask: Tensor | None
     is_causal: bool
     scale: float
-    repeats: int
-    """Query heads per key head (1 without grouped-query attention)."""
+    dropout: float
+    grouped: bool
+
+    @property
+    def repeats(self) -> int:
+        """Query heads per key head (1 without grouped-query attention)."""
+        return self.query.shape[-3] // self.key.shape[-3] if self.grouped else 1
 
     def sizes(self) -> tuple[ProductSizes, ProductSizes]:
         """Query times keys, and probabilities times values."""
@@ -122,17 +127,16 @@ def attention_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Attentio
     """Normal form of a call of ``torch.nn.functional.scaled_dot_product_attention``."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key = arguments["query"], arguments["key"]
-    scale = arguments.get("scale")
-    grouped = bool(arguments.get("enable_gqa", False))
+    query, scale = arguments["query"], arguments.get("scale")
     return AttentionCall(
         query=query,
-        key=key,
+        key=arguments["key"],
         value=arguments["value"],
         mask=arguments.get("attn_mask"),
         is_causal=bool(arguments.get("is_causal", False)),
         scale=float(scale) if scale is not None else float(query.shape[-1]) ** -0.5,
-        repeats=query.shape[-3] // key.shape[-3] if grouped else 1,
+        dropout=float(arguments.get("dropout_p", 0.0)),
+        grouped=bool(arguments.get("enable_gqa", False)),
     )
 
 

@@ -35,8 +35,8 @@ def by_place(items: Iterable[_Item], tensor_of: Callable[[_Item], Tensor]) -> di
 class Queue(Generic[_Item]):
     """Tensors, each with an item, that wait to be reduced together with others of the same type and device.
 
-    Nothing may write into a tensor while it waits. What autograd hands to a hook is such a tensor: it adds in place only
-    where nobody else refers to the memory.
+    Nothing may write into a tensor while it waits. What autograd hands to a hook is such a tensor: it adds to a
+    gradient in place only where nobody else refers to its memory.
     """
 
     def __init__(self, limit: int) -> None:

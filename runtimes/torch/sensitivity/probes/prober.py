@@ -39,7 +39,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     NoiseMeasurement,
     noisy_passes,
 )
-from qsync_opt.runtimes.torch.sensitivity.probes.taps import Kept, Key
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import Key
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place
 from qsync_opt.sensitivity import Curvature, Gain, ModelStatistics
 
@@ -138,13 +138,13 @@ def _averages(a: ProbeSums, b: ProbeSums, share: float, whole: ModelStatistics) 
 def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Gain]:
     """Gains of tensors that all samples share, from products of the two parts' derivatives instead of squares."""
     keys = [key for key, sums in a.sums.items() if sums.kept]
-    ours, theirs = (_on_host([kept for key in keys for kept in part.sums[key].kept]) for part in (a, b))
-    products = iter([_products(x, y) for x, y in zip(ours, theirs, strict=True)])
+    ours, theirs = (_on_host([x for key in keys for x in part.sums[key].kept]) for part in (a, b))
+    products = map(_products, ours, theirs)
     gains = {}
     for key in keys:
         sums = a.sums[key]
         rows = [next(products) for _ in sums.kept]
-        scale = sums.scale * sums.elements / sums.kept[0].derivative.numel() / len(rows)
+        scale = sums.scale * sums.elements / sums.kept[0].shape[1] / len(rows)
         plain, fixed, floating = (scale * sum(column) for column in zip(*rows, strict=True))
         uniform = normalized_sum(plain, fixed, sums.fixed_weight, sums.elements)
         floating = normalized_sum(plain, floating, sums.values, sums.elements)
@@ -152,23 +152,19 @@ def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Gain]:
     return gains
 
 
-def _on_host(every: Sequence[Kept]) -> list[Kept]:
-    """The samples on the host; one transfer per field and type."""
-    fields: list[list[torch.Tensor | None]] = []
-    for tensors in zip(*every, strict=True):
-        present = [x for x in tensors if x is not None]
-        parts = {
-            place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some]))
-            for place, some in by_place(present, lambda x: x).items()
-        }
-        fields.append([None if x is None else next(parts[x.dtype, x.device]) for x in tensors])
-    return [Kept(*parts_of_one) for parts_of_one in zip(*fields, strict=True)]
+def _on_host(samples: Sequence[Tensor]) -> list[Tensor]:
+    """The samples on the host; one transfer per type and device."""
+    parts = {
+        place: iter(torch.split(torch.cat([x.flatten() for x in some]).cpu(), [x.numel() for x in some]))
+        for place, some in by_place(samples, lambda x: x).items()
+    }
+    return [next(parts[x.dtype, x.device]).view(x.shape) for x in samples]
 
 
-def _products(a: Kept, b: Kept) -> tuple[float, float, float]:
-    both = (a.derivative * b.derivative).double()
-    fixed = 0.0 if a.fixed is None else float(both @ a.fixed.double())
-    return float(both.sum()), fixed, float(both @ a.values.double().square())
+def _products(a: Tensor, b: Tensor) -> tuple[float, float, float]:
+    both = (a[0] * b[0]).double()
+    fixed = float(both @ a[2].double()) if len(a) > 2 else 0.0
+    return float(both.sum()), fixed, float(both @ a[1].double().square())
 
 
 _LOGGER = logging.getLogger(__name__)

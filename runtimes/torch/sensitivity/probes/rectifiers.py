@@ -37,7 +37,7 @@ _POOLS: dict[str, Any] = {
     "max_pool2d": F.max_pool2d_with_indices,
     "max_pool3d": F.max_pool3d_with_indices,
 }
-MAX_POOLS = tuple(_POOLS)
+MAX_POOLS: tuple[str, ...] = tuple(_POOLS)
 _SIGNATURE = inspect.signature(
     lambda input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False: None
 )
