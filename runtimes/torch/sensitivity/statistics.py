@@ -396,7 +396,7 @@ def collect_statistics(
                 measured = with_probes(
                     measured,
                     prober.gains(probes),
-                    prober.gains(adaptive_probes, adaptive=roots),
+                    prober.gains(adaptive_probes, roots=roots),
                     prober.curvatures(curvature_probes),
                 )
             total = measured if total is None else merge_statistics([total, measured])
