@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.sensitivity.products import MatrixForm
 from qsync_opt.runtimes.torch.support import is_capturing
 
 _CHUNK = 1 << 19
@@ -153,18 +152,15 @@ def strided(x: Tensor, limit: int) -> Tensor:
     return flat[::step]
 
 
-def reduce_result(form: MatrixForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time."""
+def reduce_result(g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Sums by row (P, N) and by column (P, M) of a function of the elements of (P, N, M), large ones in parts."""
     chunk = _CHUNK_ON_CARD if _on_card(g) else _CHUNK
-    if g.numel() <= chunk:
-        values = function(g)
-        return form.result_by_row(values), form.result_by_column(values)
     rows, columns = [], []
-    for part in torch.split(g, max(1, chunk * g.shape[1] // g.numel()), 1):
+    for part in torch.split(g, max(1, chunk * g.shape[1] // max(chunk, g.numel())), 1):
         values = function(part)
-        rows.append(form.result_by_row(values))
-        columns.append(form.result_by_column(values))
-    return torch.cat(rows, 1), torch.stack(columns).sum(0)
+        rows.append(values.sum(2))
+        columns.append(values.sum(1))
+    return (rows[0], columns[0]) if len(rows) == 1 else (torch.cat(rows, 1), torch.stack(columns).sum(0))
 
 
 def ratio(whole: Tensor, part: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class ConvolutionRecord(OperatorRecord):
         self.elements["output_gradient"] = g.numel()
         form, first = self.form, self.sample_first()
         squares = g.square()
-        row_g2 = form.result_by_row(squares)
+        row_g2 = form.merge_groups(squares)
         self.columns = form.columns_of_weight(squares)
         del squares
         self.by_row = first.by_row, row_g2

@@ -105,12 +105,12 @@ class MatrixRecord(OperatorRecord):
 
     def _measure_operands(self, form: MatrixForm) -> None:
         squares = form.first.square()
-        contracted_x2 = form.first_by_contraction(squares)
-        self.by_row["floating"] = form.first_by_row(squares)
+        contracted_x2 = squares.sum(1)
+        self.by_row["floating"] = squares.sum(2)
         self.put("first.square_sum", total(self.by_row["floating"]))
         squares = form.second.square()
-        contracted_w2 = form.second_by_contraction(squares)
-        self.by_column["floating"] = form.second_by_column(squares)
+        contracted_w2 = squares.sum(2)
+        self.by_column["floating"] = squares.sum(1)
         self.put("second.square_sum", total(self.by_column["floating"]))
         del squares
         self.put("xw/floating", dot(contracted_x2, contracted_w2))
@@ -120,7 +120,7 @@ class MatrixRecord(OperatorRecord):
     def _first(self, form: MatrixForm, contracted_w2: Tensor) -> None:
         """Errors of the first operand, from some of its rows."""
         part, self.sampled = form.sample(self.sample)
-        errors, row_amax, some_amax = self._operand_errors("first", form, form.first, part, self.sampled)
+        errors, row_amax, some_amax = self._operand_errors("first", form.first, part, self.sampled)
         by_size: Tensor | float = 1.0
         fraction = part.numel() / form.first.numel()
         if fraction < 1.0:
@@ -130,8 +130,8 @@ class MatrixRecord(OperatorRecord):
             by_size = ratio(mean(self.row_sizes), some)
         for shape, noise in errors.items():
             share = by_size if shape == Granularity.ROW else 1.0
-            self.put(f"xw/first/{shape}", dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
-            self.by_row[shape] = form.first_by_row(noise)
+            self.put(f"xw/first/{shape}", dot(noise.sum(1), contracted_w2) / fraction * share)
+            self.by_row[shape] = noise.sum(2)
 
     def _second(self, form: MatrixForm, contracted_x2: Tensor) -> None:
         """Errors of the second operand, from some of its rows if it is a large weight.
@@ -139,7 +139,7 @@ class MatrixRecord(OperatorRecord):
         With a scale per row, a row's error grows with its largest magnitude, which is known for all rows.
         """
         part, rows = form.sample_second(self.sample)
-        errors, row_amax, _ = self._operand_errors("second", form, form.second, part, rows)
+        errors, row_amax, _ = self._operand_errors("second", form.second, part, rows)
         some_x2 = contracted_x2[:, rows]
         # Factors from sums over sampled rows to sums over all: for the output and for a column.
         even: tuple[Tensor | float, Tensor | float] = 1.0, 1.0
@@ -154,14 +154,14 @@ class MatrixRecord(OperatorRecord):
             self.put("second.sample.row", some)
         for shape, noise in errors.items():
             output_scale, column_scale = by_size if shape is Granularity.ROW else even
-            self.put(f"xw/second/{shape}", dot(some_x2, form.second_by_contraction(noise)) * output_scale)
-            self.by_column[shape] = form.second_by_column(noise) * column_scale
+            self.put(f"xw/second/{shape}", dot(some_x2, noise.sum(2)) * output_scale)
+            self.by_column[shape] = noise.sum(1) * column_scale
 
     def _operand_errors(
-        self, tensor: str, form: MatrixForm, x: Tensor, part: Tensor, rows: slice
+        self, tensor: str, x: Tensor, part: Tensor, rows: slice
     ) -> tuple[dict[Granularity, Tensor], Tensor, Tensor]:
         """Fixed-point errors of sampled rows by granularity, and largest magnitudes of all rows and of these."""
-        amaxes = self.amaxes(tensor, x, {g: form.slice_dims(tensor, g) for g in Granularity})
+        amaxes = self.amaxes(tensor, x, channel=1, row=2)
         row_amax = amaxes[Granularity.ROW]
         if part.numel() < x.numel():
             amaxes[Granularity.ROW] = row_amax[:, rows]
@@ -171,7 +171,7 @@ class MatrixRecord(OperatorRecord):
         return fixed_point, row_amax, amaxes[Granularity.ROW]
 
     def _measure_gradient(self, form: MatrixForm, g: Tensor) -> None:
-        row_g2, column_g2 = reduce_result(form, g, torch.square)
+        row_g2, column_g2 = reduce_result(g, torch.square)
         self.put("xg/floating", dot(self.by_row["floating"], row_g2))
         columns = torch.stack(tuple(self.by_column.values())) * column_g2
         names = tuple(f"gw/{shape}" for shape in self.by_column)
@@ -180,7 +180,7 @@ class MatrixRecord(OperatorRecord):
 
         def from_sampled(noise: Tensor) -> Tensor:
             """Factor from a sum over sampled rows to that over all, as a few rows may hold most of the gradient."""
-            window = form.first_by_row(noise)
+            window = noise.sum(2)
             return ratio(dot(window, row_g2), dot(window[:, self.sampled], some_g2))
 
         even: Tensor | float = 1.0
@@ -191,9 +191,9 @@ class MatrixRecord(OperatorRecord):
         for shape in _FIXED_POINT:
             scale = by_size if shape is Granularity.ROW else even
             self.put(f"xg/{shape}", dot(self.by_row[shape], some_g2) * scale)
-        self._add_gradient_errors(form, g, row_g2)
+        self._add_gradient_errors(g, row_g2)
 
-    def _add_gradient_errors(self, form: MatrixForm, g: Tensor, row_g2: Tensor) -> None:
+    def _add_gradient_errors(self, g: Tensor, row_g2: Tensor) -> None:
         """Errors of rounding the gradient, from all elements, as a few may hold most of it; INT8 has one scale."""
         amax = torch.linalg.vector_norm(g, float("inf"))
         self.elements["output_gradient"] = g.numel()
@@ -209,7 +209,7 @@ class MatrixRecord(OperatorRecord):
             errors_8bit = errors[0, RESULT_KINDS.index(GRADIENT_KINDS["INT8"])]
             return errors_8bit if scale == 1.0 else errors_8bit / scale**2
 
-        rows, columns = reduce_result(form, g, integer_errors)
+        rows, columns = reduce_result(g, integer_errors)
         means = (totals[0] if len(totals) == 1 else torch.stack(totals).sum(0)) / (g.numel() * scale**2)
         names = tuple(f"output_gradient.{kind}.{rounding}" for rounding in Rounding for kind in RESULT_KINDS)
         self.numbers.append((names, means.flatten()))

@@ -150,11 +150,11 @@ class OperatorRecord:
         if part.numel() < self.elements[tensor]:
             self.put(f"{tensor}.sample.square", mean(part.square()))
 
-    def amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
-        """Record and return the largest magnitude of every slice, per granularity."""
+    def amaxes(self, tensor: str, x: Tensor, *, channel: int, row: int) -> dict[Granularity, Tensor]:
+        """Record and return the largest magnitude of every slice, per granularity: along ``channel`` and ``row``."""
         amaxes = {
-            g: torch.linalg.vector_norm(x, float("inf"), dims[g], keepdim=True)
-            for g in (Granularity.CHANNEL, Granularity.ROW)
+            g: torch.linalg.vector_norm(x, float("inf"), (dim,), keepdim=True)
+            for g, dim in ((Granularity.CHANNEL, channel), (Granularity.ROW, row))
         }
         rows = amaxes[Granularity.ROW]
         amaxes[Granularity.TENSOR] = rows.amax(tuple(range(rows.dim())), keepdim=True)
@@ -212,9 +212,6 @@ class AttentionRecord(OperatorRecord):
             self.numbers.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
 
 
-_TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
-
-
 @dataclass(slots=True, kw_only=True)
 class LookupRecord(OperatorRecord):
     """The measurements of one lookup: a product with a one-hot first operand.
@@ -249,7 +246,7 @@ class LookupRecord(OperatorRecord):
         rows = table[used]
         self.put("xw/floating", total(rows.square()))
         self.put("second.norm", norm(table))
-        amaxes = self.amaxes("second", table, _TABLE_DIMS)
+        amaxes = self.amaxes("second", table, channel=0, row=1)
         step = max(1, min(table.shape[0] // 8, table.numel() // self.sample))
         row_amax = amaxes[Granularity.ROW]
         some = amaxes | {Granularity.ROW: row_amax[::step]}
