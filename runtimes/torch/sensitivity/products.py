@@ -8,16 +8,19 @@ the reductions of a form by contraction (``c`` is 1), by row (``b`` is 1) and by
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import CONVOLUTIONS, PRODUCTS, ConvolutionCall, convolution_call, product_call
 from qsync_opt.numerics import Granularity
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.sensitivity import ProductSizes
 
 
@@ -273,6 +276,18 @@ def dense_lookup(
     place = 4 if function is torch.embedding else 6
     args = (*args[:place], False, *args[place + 1 :]) if len(args) > place else args
     return args, {key: value for key, value in kwargs.items() if key != "sparse"}
+
+
+_BATCH_NORM = inspect.signature(F.batch_norm)
+
+
+def batch_norm_arguments(call: OperatorCall) -> dict[str, Any] | None:
+    """The arguments of a call of ``torch.nn.functional.batch_norm``; None if it is another one."""
+    if call.function is not F.batch_norm:
+        return None
+    bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _einsum_slots(name: str, args: tuple[Any, ...]) -> tuple[Slot, ...]:

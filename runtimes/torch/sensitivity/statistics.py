@@ -368,7 +368,8 @@ def collect_statistics(
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
     replays = Replays()
-    with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
+    with model_unchanged(model), full_precision():
+        scatter = GradientScatter(model)
         for number, batch in enumerate(batches):
             collector = _Collector(model, graph, sample_elements, replays, loss_scale)
             with intercept(model, collector, _SIGNAL_KINDS):

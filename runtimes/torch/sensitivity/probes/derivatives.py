@@ -26,6 +26,7 @@ from torch import Tensor
 from qsync_opt.kernels import CONVOLUTIONS, convolution_call
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.errors import attention_call
+from qsync_opt.runtimes.torch.sensitivity.products import batch_norm_arguments
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,6 @@ def attention_twice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor 
     return output
 
 
-_BATCH_NORM = inspect.signature(F.batch_norm)
 _LINEAR = inspect.signature(lambda input, weight, bias=None: None)
 _ALL = (True, True, True)
 
@@ -156,7 +156,7 @@ class _Linear:
     def run(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(x, w, b)
 
-    def gradients(self, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    def gradients(self, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> tuple[Any, ...]:
         """The gradients of the operands that need one."""
         second = g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1]) if needs[1] else None
         return g @ w if needs[0] else None, second
@@ -175,14 +175,13 @@ class _Convolution:
     def run(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return torch.convolution(x, w, b, *self.geometry)
 
-    def gradients(self, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    def gradients(self, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> tuple[Any, ...]:
         """The gradients of the operands that need one."""
         if not any(needs[:2]):
             return None, None
-        gradients: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
-            g, x, w, None, *self.geometry, [*needs[:2], False]
-        )
-        return gradients[:2]
+        mask = [*needs[:2], False]
+        first, second, _ = torch.ops.aten.convolution_backward(g, x, w, None, *self.geometry, mask)
+        return first, second
 
     def to_bias(self, g: Tensor) -> Tensor:
         return g.sum((0, *range(2, g.dim())))
@@ -387,11 +386,9 @@ def _gradients(
 
 def batch_norm_twice(call: OperatorCall) -> Tensor | None:
     """Run a batch normalization in training mode; None if the call is another one."""
-    if call.function is not F.batch_norm:
+    arguments = batch_norm_arguments(call)
+    if arguments is None:
         return None
-    bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     plain = arguments["training"] and x.requires_grad and x.dim() > 1 and math.prod(x.shape) > x.shape[1]
     if not plain or any(t is None or t.dtype is not x.dtype for t in (weight, bias)):

@@ -14,11 +14,10 @@ gradient is that of the loss which the noise smooths.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,14 +103,8 @@ def pool_call(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     stride = arguments["stride"]
     if stride is None or (isinstance(stride, Sequence) and not stride):
         stride = arguments["kernel_size"]
-    window = Window(
-        kernel=_each(arguments["kernel_size"], dims),
-        stride=_each(stride, dims),
-        padding=_each(arguments["padding"], dims),
-        dilation=_each(arguments["dilation"], dims),
-        ceil=bool(arguments["ceil_mode"]),
-    )
-    return arguments["input"], window
+    extents = arguments["kernel_size"], stride, arguments["padding"], arguments["dilation"]
+    return arguments["input"], Window(*(_each(extent, dims) for extent in extents), bool(arguments["ceil_mode"]))
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
@@ -367,24 +360,17 @@ def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
 class _MeanShift:
     """Squared norm of the mean deviation of a gradient, from independent draws and some elements of each parameter."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self) -> None:
         self._parts: dict[int, Tensor] = {}
         self._exact: Tensor | None = None
         self._sum: Tensor | None = None
         self._squares: list[Tensor] = []
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Sample gradients by hooks within the block; nothing of their size is kept."""
-
-        def hook(index: int, g: Tensor) -> Tensor:
-            some = strided(g, _ELEMENTS)
-            self._parts[index] = some * math.sqrt(g.numel() / some.numel())
-            return g.new_zeros(()).expand_as(g)
-
-        with gradient_hooks(self._parameters, hook):
-            yield
+    def hook(self, index: int, g: Tensor) -> Tensor:
+        """Sample a gradient, and keep nothing of its size."""
+        some = strided(g, _ELEMENTS)
+        self._parts[index] = some * math.sqrt(g.numel() / some.numel())
+        return g.new_zeros(()).expand_as(g)
 
     def add(self) -> None:
         """Finish a pass: the first is the one without noise."""
@@ -444,7 +430,7 @@ def noisy_passes(
         Ours.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    watch, shifted = _NoisyPasses(operators, passes), _MeanShift(parameters)
+    watch, shifted = _NoisyPasses(operators, passes), _MeanShift()
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     interception = Interception(model, watch, kinds=KINKED)
     watch.recomputing = lambda: interception.recomputing
@@ -457,7 +443,7 @@ def noisy_passes(
                 return NO_NOISE
             if not shift:
                 continue
-            with shifted.watching():
+            with gradient_hooks(parameters, shifted.hook):
                 torch.autograd.grad(loss, parameters, allow_unused=True)
             shifted.add()
         return NoiseMeasurement(watch.results(), shifted.estimate())

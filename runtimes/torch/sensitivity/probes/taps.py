@@ -32,7 +32,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     contest,
     pool_call,
 )
-from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, Slot, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import Queue, largest, norms, on_host, strided, summed, totals
 from qsync_opt.sensitivity import GRADIENTS, OPERANDS, SIGN_CHANGE_RATIOS
 
@@ -301,72 +301,61 @@ class GainTapper:
             watched.append(self._watch(call.name, operand, trained, alias, x.detach(), leaf=x if x.is_leaf else None))
             operands.append(alias)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
-        output = self._run(call, args, kwargs, slots, watched)
+        output: Tensor | None = None
+        if call.op_type == "scaled_dot_product_attention":
+            output = attention_twice(args, kwargs)
+        else:
+            trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
+            twice = product_twice(call.op_type, args, kwargs, defer=slots[-1].tensor.is_leaf, trained=trained)
+            if twice is not None:
+                output = twice[0]
+                self._pending.append((twice[1], watched[1]))
+        if output is None:
+            output = call.run(*args, **kwargs)
         values = output.detach()
-        snapshot = self._watch(
-            call.name, "output", "output_gradient", output, values.clone() if call.name in self._copied else values
-        )
+        if call.name in self._copied:
+            values = values.clone()
+        snapshot = self._watch(call.name, "output", "output_gradient", output, values)
         self._sums.count_result(output.numel())
         self._outputs[output.data_ptr()] = snapshot
         return output
-
-    def _run(
-        self,
-        call: OperatorCall,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        slots: Sequence[Slot],
-        watched: Sequence[_Snapshot],
-    ) -> Tensor:
-        if call.op_type == "scaled_dot_product_attention":
-            attended = attention_twice(args, kwargs)
-            if attended is not None:
-                return attended
-        trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
-        twice = product_twice(call.op_type, args, kwargs, defer=slots[-1].tensor.is_leaf, trained=trained)
-        if twice is None:
-            plain: Tensor = call.run(*args, **kwargs)
-            return plain
-        self._pending.append((twice[1], watched[1]))
-        return twice[0]
 
     def _watch(
         self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, leaf: Tensor | None = None
     ) -> _Snapshot:
         """Reduce the derivatives at a node and at its gradient as they come; a leaf receives zeros."""
         snapshot = self._snapshot(name, tensor, values)
+        reduce = self._reducer(snapshot, ends=leaf is not None)
 
         def hook(g: Tensor | None) -> Tensor | None:  # None: nothing depends on what is here
-            if self.first and g is not None and gradient is not None:
-                if leaf is None or len(leaf._backward_hooks or ()) != 1:  # another hook may change it
-                    return self._watch_gradient(name, gradient, g)
-                key = self._snapshot(name, gradient, g.detach()).key
-                self._gradients.add(key, leaf, g)
+            if not self.first:
+                return reduce(g)
+            if g is None or gradient is None:
                 return None
-            if self.first:
+            seen = self._snapshot(name, gradient, g.detach())
+            if leaf is not None and len(leaf._backward_hooks or ()) == 1:  # another hook may change it
+                self._gradients.add(seen.key, leaf, g)
                 return None
-            self._reduce(g, snapshot)
-            return None if leaf is None or g is None else expanded_zeros(g)
+            tap = g.view_as(g) if g.requires_grad else g.detach().requires_grad_()
+            tap.register_hook(self._reducer(seen, ends=not g.requires_grad))  # type: ignore[no-untyped-call]
+            return tap
 
         node.register_hook(hook)  # type: ignore[no-untyped-call]
         return snapshot
+
+    def _reducer(self, snapshot: _Snapshot, *, ends: bool) -> Callable[[Tensor | None], Tensor | None]:
+        """A hook that reduces a derivative; where autograd ends, it hands on zeros."""
+
+        def hook(derivative: Tensor | None) -> Tensor | None:
+            self._reduce(derivative, snapshot)
+            return expanded_zeros(derivative) if ends and derivative is not None else None
+
+        return hook
 
     def _snapshot(self, name: str, tensor: str, values: Tensor) -> _Snapshot:
         call = self._calls[name, tensor]
         self._calls[name, tensor] += 1
         return _Snapshot(values, values._version, (name, tensor, call))
-
-    def _watch_gradient(self, name: str, tensor: str, g: Tensor) -> Tensor:
-        differentiable = g.requires_grad
-        tap = g.view_as(g) if differentiable else g.detach().requires_grad_()
-        snapshot = self._snapshot(name, tensor, g.detach())
-
-        def hook(derivative: Tensor | None) -> Tensor | None:
-            self._reduce(derivative, snapshot)
-            return None if differentiable or derivative is None else expanded_zeros(derivative)
-
-        tap.register_hook(hook)  # type: ignore[no-untyped-call]
-        return tap
 
     def _rectify(self, call: OperatorCall) -> Tensor:
         z: Tensor = call.args[0] if call.args else call.kwargs["input"]
