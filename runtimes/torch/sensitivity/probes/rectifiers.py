@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -104,7 +105,8 @@ def pool_call(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if stride is None or (isinstance(stride, Sequence) and not stride):
         stride = arguments["kernel_size"]
     extents = arguments["kernel_size"], stride, arguments["padding"], arguments["dilation"]
-    return arguments["input"], Window(*(_each(extent, dims) for extent in extents), bool(arguments["ceil_mode"]))
+    kernel, steps, padding, dilation = (_each(extent, dims) for extent in extents)
+    return arguments["input"], Window(kernel, steps, padding, dilation, bool(arguments["ceil_mode"]))
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
@@ -228,29 +230,23 @@ class _NoisyPasses:
     def __init__(self, operators: frozenset[str] | None, passes: int) -> None:
         self._operators, self._passes = operators, passes
         self.draw = -1
+        """Number of the pass; -1 is the one without noise."""
         self.reference: dict[str, list[Tensor]] = {}
         self._windows: dict[str, list[Contest]] = {}
         self._rectified = LastRectified()
         self.spread: dict[str, list[Tensor]] = {}
         self._gaps: dict[str, list[Tensor]] = {}
-        self._calls: dict[str, int] = {}
+        self.calls: Counter[str] = Counter()
         self._seeds: dict[str, int] = {}
         self.recomputing: Callable[[], bool] = lambda: False
-
-    def begin(self, draw: int) -> None:
-        """Start a pass; -1 is the one without noise."""
-        self.draw, self._calls = draw, {}
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type in KINKED:
             if self.recomputing():  # by activation checkpointing: the same numbers again
                 return call.run()
             return self._pool(call) if call.op_type in MAX_POOLS else self._rectify(call)
-        if (
-            self.draw < 0
-            or call.op_type not in BILINEAR
-            or not (self._operators is None or call.name in self._operators)
-        ):
+        chosen = self._operators is None or call.name in self._operators
+        if self.draw < 0 or call.op_type not in BILINEAR or not chosen:
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         seed = self._seeds.setdefault(call.name, len(self._seeds))  # by name: a recomputation rounds alike
@@ -281,7 +277,7 @@ class _NoisyPasses:
             ranked, name = self._rectified.ranks(x), call.traced_name
             if self.draw < 0:
                 self._windows.setdefault(name, []).append(contest(ranked, window))
-            number, windows = self._calls.get(name, 0), self._windows.get(name, [])
+            number, windows = self.calls[name], self._windows.get(name, [])
             if number < len(windows):
                 leading = x.shape[: -len(window.kernel)]
                 self._compare(name, x, lambda _: _gap_spread(windows[number], ranked).view(*leading, 1))
@@ -289,8 +285,8 @@ class _NoisyPasses:
 
     @torch.no_grad()
     def _compare(self, name: str, z: Tensor, spread_of: Callable[[Tensor], Tensor]) -> None:
-        number = self._calls.get(name, 0)
-        self._calls[name] = number + 1
+        number = self.calls[name]
+        self.calls[name] += 1
         if self.draw < 0:
             self.reference.setdefault(name, []).append(z.clone())
             return
@@ -298,8 +294,7 @@ class _NoisyPasses:
         if number >= len(references) or references[number].shape != z.shape:
             return  # the step took another path
         squares = (z - references[number]).square_()
-        spread = spread_of(squares)
-        sums = [(self.spread, spread)]
+        sums = [(self.spread, spread_of(squares))]
         if spread_of is not _per_channel:  # whose mean is that of all
             sums.append((self._gaps, squares.mean()))
         for place, value in sums:
@@ -436,7 +431,8 @@ def noisy_passes(
     watch.recomputing = lambda: interception.recomputing
     try:
         for draw in range(-1, passes):
-            watch.begin(draw)
+            watch.draw = draw
+            watch.calls.clear()
             with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(shift):
                 loss = loss_of()
             if not watch.reference:

@@ -305,8 +305,8 @@ class GainTapper:
         if call.op_type == "scaled_dot_product_attention":
             output = attention_twice(args, kwargs)
         else:
-            trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
-            twice = product_twice(call.op_type, args, kwargs, defer=slots[-1].tensor.is_leaf, trained=trained)
+            reached = [slot.tensor.requires_grad for slot in slots[:2]]
+            twice = product_twice(call.op_type, args, kwargs, defer=slots[-1].tensor.is_leaf, trained=reached)
             if twice is not None:
                 output = twice[0]
                 self._pending.append((twice[1], watched[1]))
@@ -447,11 +447,9 @@ class GainTapper:
     def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
         """Inverse noise levels over root 2 at ``SIGN_CHANGE_RATIOS`` and at the measured ratio: (ratios, 1)."""
         if name not in self._inverse:
-            names = dict.fromkeys((*self._ratios, name)) if not self._inverse else [name]
-            rows = [[*SIGN_CHANGE_RATIOS, self._ratios.get(some, 0.0)] for some in names]
-            every = torch.tensor([[(2 * max(ratio, 1e-30)) ** -0.5 for ratio in row] for row in rows], dtype=like.dtype)
-            inverse = every.to(like.device, non_blocking=True).unsqueeze(2).unbind()
-            self._inverse.update(zip(names, inverse, strict=True))
+            ratios = [*SIGN_CHANGE_RATIOS, self._ratios.get(name, 0.0)]
+            sizes = torch.tensor([[(2 * max(ratio, 1e-30)) ** -0.5] for ratio in ratios], dtype=like.dtype)
+            self._inverse[name] = sizes.to(like.device, non_blocking=True)
         return self._inverse[name]
 
     def results(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:

@@ -20,8 +20,12 @@ from qsync_opt.numerics import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.errors import ErrorRequest, fixed_point_errors, run_batched
 from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm, product_of
-from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord
-from qsync_opt.runtimes.torch.sensitivity.records.summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
+from qsync_opt.runtimes.torch.sensitivity.records.operator import (
+    INTEGER_KINDS,
+    RESULT_KINDS,
+    SCALED_KINDS,
+    OperatorRecord,
+)
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, stacked, summed, totals
 from qsync_opt.runtimes.torch.sensitivity.samples import (
     Positions,
@@ -101,7 +105,7 @@ class ConvolutionRecord(OperatorRecord):
 
     Attributes:
         form: The convolution; only the shape of its first operand remains after its release.
-        by_row: Squares of the first operand and of the gradient by row.
+        row_g2: Squares of the gradient by row.
         columns: Squares of the gradient summed over the results that each weight reaches, by output channel.
         contracted_second: Squares of the weight by contraction, once they are known.
         by_column: Squares of the weight by output channel, once they are known.
@@ -113,7 +117,7 @@ class ConvolutionRecord(OperatorRecord):
     columns: Tensor | None = None
     weighted: WeightedSample | None = None
     gradient: GradientSample | None = None
-    by_row: tuple[Tensor, Tensor] | None = None
+    row_g2: Tensor | None = None
     contracted_second: Tensor | None = None
     by_column: Tensor | None = None
     positions: int = 0
@@ -142,15 +146,13 @@ class ConvolutionRecord(OperatorRecord):
         self.elements["output_gradient"] = g.numel()
         form, first = self.form, self.sample_first()
         squares = g.square()
-        row_g2 = form.merge_groups(squares)
+        self.row_g2 = row_g2 = form.merge_groups(squares)
         self.columns = form.columns_of_weight(squares)
         del squares
-        self.by_row = first.by_row, row_g2
         if "second_gradient" in self.needs_gradient:
             self.weighted = self._sample_weighted(first, row_g2)
         if not self.transposed:
             self.gradient = self._sample_gradient(first, g, row_g2)
-        self.first = first._replace(by_row=first.by_row.new_empty(0))
         self.release_first()
 
     def sample_first(self) -> FirstSample:
@@ -179,7 +181,7 @@ class ConvolutionRecord(OperatorRecord):
 
     def clear(self) -> None:
         """Release all samples and vectors."""
-        self.first = self.weighted = self.gradient = self.by_row = None
+        self.first = self.weighted = self.gradient = self.row_g2 = None
         self.columns = self.contracted_second = self.by_column = None
 
     def _sample_weighted(self, first: FirstSample, row_g2: Tensor) -> WeightedSample:
@@ -306,7 +308,7 @@ def finish_convolutions(calls: Sequence[ConvolutionRecord]) -> None:
         _add_numbers(group, _weighted(group[0][0], [sample for _, sample in group]))
     gradients = [(call, call.gradient) for call in calls if call.gradient is not None]
     _run(gradients, _gradients, _gradient_key, lambda _, gradient: gradient.part.numel() * len(RESULT_KINDS))
-    _by_row(calls)
+    _by_row(firsts)
     for call in calls:
         call.clear()
 
@@ -540,9 +542,9 @@ def _gradients(calls: Sequence[ConvolutionRecord], gradients: Sequence[GradientS
     ]
 
 
-def _by_row(calls: Sequence[ConvolutionRecord]) -> None:
+def _by_row(firsts: Sequence[tuple[ConvolutionRecord, FirstSample]]) -> None:
     """T(squares of the first operand, 1, squares of the gradient)."""
-    every = [(call, *call.by_row) for call in calls if call.by_row is not None]
+    every = [(call, first.by_row, call.row_g2) for call, first in firsts if call.row_g2 is not None]
     for some in by_place(every, lambda one: one[1]).values():
         products = torch._foreach_mul([first for _, first, _ in some], [gradient for *_, gradient in some])
         for (call, *_), value in zip(some, totals(products), strict=True):

@@ -14,8 +14,12 @@ from qsync_opt.numerics import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.errors import rounding_errors
 from qsync_opt.runtimes.torch.sensitivity.products import MatrixForm, product_of
-from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord
-from qsync_opt.runtimes.torch.sensitivity.records.summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
+from qsync_opt.runtimes.torch.sensitivity.records.operator import (
+    INTEGER_KINDS,
+    RESULT_KINDS,
+    SCALED_KINDS,
+    OperatorRecord,
+)
 from qsync_opt.runtimes.torch.sensitivity.reductions import dot, mean, ratio, reduce_result, summed, total
 
 _FIXED_POINT = {Granularity(kind.partition("/")[2]): kind for kind in INTEGER_KINDS}

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qsync_opt.numerics import Granularity, Rounding
+from qsync_opt.numerics import GRADIENT_KINDS, Granularity, Rounding, noise_kinds
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.errors import (
     AttentionCall,
@@ -24,11 +24,18 @@ from qsync_opt.runtimes.torch.sensitivity.errors import (
     weight_gradient_errors,
 )
 from qsync_opt.runtimes.torch.sensitivity.products import ProductForm, operand_slots
-from qsync_opt.runtimes.torch.sensitivity.records.summary import INTEGER_KINDS, SCALED_KINDS
 from qsync_opt.runtimes.torch.sensitivity.reductions import Queue, largest, mean, norm, norms, strided, total
 from qsync_opt.runtimes.torch.sensitivity.replays import Replays
 from qsync_opt.runtimes.torch.sensitivity.samples import SizedRuns, even_runs, runs_by_size
 from qsync_opt.sensitivity import GRADIENTS, OPERANDS, OperatorKind, ProductSizes
+
+SCALED_KINDS = noise_kinds(scaled=True)
+CAST_KINDS = noise_kinds(scaled=False)
+OUTPUT_GRADIENT_KINDS = tuple(GRADIENT_KINDS.values())
+INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+"""Fixed-point rounding of an operand, by granularity."""
+RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
+"""Rounding of the gradient of a result."""
 
 _SAMPLE = 1 << 15
 """Sample size, at most, of a tensor that is no operand."""
