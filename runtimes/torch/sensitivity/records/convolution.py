@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,11 +173,10 @@ class ConvolutionRecord(OperatorRecord):
         )
         return self.first
 
-    def release_first(self) -> FirstSample:
+    def release_first(self) -> None:
         """Release the first operand, apart from its shape, after sampling it."""
         first = self.sample_first()
         self.form = dataclasses.replace(self.form, first=first.rows[0].expand(self.form.first.shape))
-        return first
 
     def clear(self) -> None:
         """Release all samples and vectors."""
@@ -278,78 +277,76 @@ _EIGHT_BITS = RESULT_KINDS.index(GRADIENT_KINDS["INT8"])
 _TOGETHER = 10 << 20
 """Errors computed at a time, at most, unless those of one call are more."""
 
-_Sample = TypeVar("_Sample")
 _Numbers = list[tuple[tuple[str, ...], Tensor]]
 """Names, and numbers (names, M) of M calls."""
+_Steps = Generator[ErrorRequest, Tensor, _Numbers]
 
 
 def finish_convolutions(calls: Sequence[ConvolutionRecord]) -> None:
     """Compute all numbers that depend on rounding, after the backward pass."""
-    firsts = [(call, call.release_first()) for call in calls]
-    kinds = len(SCALED_KINDS)
+    for call in calls:
+        call.release_first()
     _run(
-        firsts,
+        calls,
         _seconds,
-        lambda call, first: (call.form.second.shape, first.contracted.shape, call.columns is None, call.sample),
-        lambda call, _: call.form.sample_second(call.sample)[0].numel() * kinds,
+        lambda call: (call.form.second.shape, call.sample_first().contracted.shape, call.columns is None, call.sample),
+        lambda call: call.form.sample_second(call.sample)[0].numel() * len(SCALED_KINDS),
     )
     _run(
-        firsts,
+        calls,
         _firsts,
-        lambda call, _: (call.form.first.shape, call.form.second.shape[2:], call.sample),
-        lambda _, first: first.part.numel() * kinds,
+        lambda call: (call.form.first.shape, call.form.second.shape[2:], call.sample),
+        lambda call: call.sample_first().part.numel() * len(SCALED_KINDS),
     )
-    samples = [(call, (first, call.weighted)) for call, first in firsts if call.weighted is not None]
+    weighted = [call for call in calls if call.weighted is not None]
     for group in _alike(
-        samples,
-        lambda call, sample: (call.form.first.shape, sample[1].sampled.requested),
-        lambda _, sample: sample[1].part.numel() * len(_SHAPES),
+        weighted,
+        lambda call: (call.form.first.shape, call.sample),
+        lambda call: _elements(call.weighted) * len(_SHAPES),
     ):
-        _add_numbers(group, _weighted(group[0][0], [sample for _, sample in group]))
-    gradients = [(call, call.gradient) for call in calls if call.gradient is not None]
-    _run(gradients, _gradients, _gradient_key, lambda _, gradient: gradient.part.numel() * len(RESULT_KINDS))
-    _by_row(firsts)
+        _add_numbers(group, _weighted(group))
+    gradients = [call for call in calls if call.gradient is not None]
+    _run(gradients, _gradients, _gradient_key, lambda call: _elements(call.gradient) * len(RESULT_KINDS))
+    _by_row(calls)
     for call in calls:
         call.clear()
 
 
-_Steps = Generator[ErrorRequest, Tensor, _Numbers]
+def _elements(sample: WeightedSample | GradientSample | None) -> int:
+    return 0 if sample is None else sample.part.numel()
 
 
 def _run(
-    samples: Sequence[tuple[ConvolutionRecord, _Sample]],
-    steps: Callable[[Sequence[ConvolutionRecord], Sequence[_Sample]], _Steps],
-    key: Callable[[ConvolutionRecord, _Sample], Hashable],
-    size: Callable[[ConvolutionRecord, _Sample], int],
+    calls: Sequence[ConvolutionRecord],
+    steps: Callable[[Sequence[ConvolutionRecord]], _Steps],
+    key: Callable[[ConvolutionRecord], Hashable],
+    size: Callable[[ConvolutionRecord], int],
 ) -> None:
     """Run steps for groups of calls; several groups compute their errors together."""
-    groups = _alike(samples, key, size)
-    computations = ((group, steps([call for call, _ in group], [sample for _, sample in group])) for group in groups)
-    for group, numbers in run_batched(computations, _TOGETHER):
+    for group, numbers in run_batched(((group, steps(group)) for group in _alike(calls, key, size)), _TOGETHER):
         _add_numbers(group, numbers)
 
 
 def _alike(
-    every: Sequence[tuple[ConvolutionRecord, _Sample]],
-    key: Callable[[ConvolutionRecord, _Sample], Hashable],
-    size: Callable[[ConvolutionRecord, _Sample], int],
-) -> Iterator[list[tuple[ConvolutionRecord, _Sample]]]:
+    calls: Sequence[ConvolutionRecord],
+    key: Callable[[ConvolutionRecord], Hashable],
+    size: Callable[[ConvolutionRecord], int],
+) -> Iterator[list[ConvolutionRecord]]:
     """Groups of calls with one key, and with sizes that sum up to the limit at most."""
-    groups: dict[Hashable, list[tuple[ConvolutionRecord, _Sample]]] = {}
-    for call, sample in every:
+    groups: dict[Hashable, list[ConvolutionRecord]] = {}
+    for call in calls:
         form = call.form
         common = form.first.device, form.second.shape[2:].numel(), form.sizes.products, form.geometry, call.loss_scale
-        groups.setdefault((*map(str, common), key(call, sample)), []).append((call, sample))
+        groups.setdefault((*map(str, common), key(call)), []).append(call)
     for group in groups.values():
-        count = max(1, _TOGETHER // max(1, size(*group[0])))
+        count = max(1, _TOGETHER // max(1, size(group[0])))
         yield from (group[start : start + count] for start in range(0, len(group), count))
 
 
-def _add_numbers(calls: Sequence[tuple[ConvolutionRecord, _Sample]], numbers: _Numbers) -> None:
-    """Add the numbers to the calls."""
+def _add_numbers(calls: Sequence[ConvolutionRecord], numbers: _Numbers) -> None:
     names = tuple(name for some, _ in numbers for name in some)
     table = torch.cat([values for _, values in numbers]).T.contiguous()
-    for (call, _), values in zip(calls, table, strict=True):
+    for call, values in zip(calls, table, strict=True):
         call.numbers.append((names, values))
 
 
@@ -367,7 +364,7 @@ def _norms(x: Tensor) -> Tensor:
 # -- operands --------------------------------------------------------------------------------------------------------
 
 
-def _seconds(calls: Sequence[ConvolutionRecord], firsts: Sequence[FirstSample]) -> _Steps:
+def _seconds(calls: Sequence[ConvolutionRecord]) -> _Steps:
     form = calls[0].form
     weights = stacked([call.form.second for call in calls])
     squares = weights.square()
@@ -393,7 +390,7 @@ def _seconds(calls: Sequence[ConvolutionRecord], firsts: Sequence[FirstSample]) 
     errors = yield ErrorRequest(part, SCALED_KINDS, amaxes)
     numbers.append(_means("second", SCALED_KINDS, errors.flatten(3).mean(3)))
     noise = errors[0, _INTEGER]
-    x2 = stacked([first.contracted for first in firsts])
+    x2 = stacked([call.sample_first().contracted for call in calls])
     some_x2 = x2[:, :, rows]
     numbers.append((("xw/floating",), summed((x2 * contracted_w2).flatten(1), 1).unsqueeze(0)))
     sums = summed((form.by_input_channel(noise) * some_x2).flatten(2), 2)
@@ -414,7 +411,8 @@ def _seconds(calls: Sequence[ConvolutionRecord], firsts: Sequence[FirstSample]) 
     return numbers
 
 
-def _firsts(calls: Sequence[ConvolutionRecord], firsts: Sequence[FirstSample]) -> _Steps:
+def _firsts(calls: Sequence[ConvolutionRecord]) -> _Steps:
+    firsts = [call.sample_first() for call in calls]
     parts, rows, channels = (torch.stack(x) for x in zip(*((f.part, f.rows, f.channels) for f in firsts), strict=True))
     positions = firsts[0].positions
     units, largest = rows[:, positions.images], rows.amax(1)
@@ -424,7 +422,8 @@ def _firsts(calls: Sequence[ConvolutionRecord], firsts: Sequence[FirstSample]) -
         Granularity.ROW: units.unsqueeze(2),
     }
     errors = yield ErrorRequest(parts, SCALED_KINDS, amaxes)
-    spreads = torch.cat([_spread(call) for call in calls])
+    contracted = [call.contracted_second for call in calls if call.contracted_second is not None]
+    spreads = torch.cat([calls[0].form.contraction_by_position(second) for second in contracted])
     noise = errors[0, _INTEGER]
     numbers: _Numbers = [
         (("first.greatest",), largest.unsqueeze(0)),
@@ -446,11 +445,6 @@ def _firsts(calls: Sequence[ConvolutionRecord], firsts: Sequence[FirstSample]) -
     return [*numbers, (tuple(f"xw/first/{shape}" for shape in _SHAPES), sums)]
 
 
-def _spread(call: ConvolutionRecord) -> Tensor:
-    assert call.contracted_second is not None
-    return call.form.contraction_by_position(call.contracted_second)
-
-
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -460,11 +454,13 @@ def _weights(sizes: Tensor, sampled: Sequence[SizedPositions]) -> Tensor:
     return weights_by_size(sizes, totals, sampled[0].number, sampled[0].requested)
 
 
-def _weighted(call: ConvolutionRecord, every: Sequence[tuple[FirstSample, WeightedSample]]) -> _Numbers:
+def _weighted(calls: Sequence[ConvolutionRecord]) -> _Numbers:
     """T(noise of the first operand, 1, g**2) for fixed-point rounding."""
-    rows, channels = (torch.stack(x) for x in zip(*((f.rows, f.channels) for f, _ in every), strict=True))
+    firsts = [call.sample_first() for call in calls]
+    every = [call.weighted for call in calls if call.weighted is not None]
+    rows, channels = torch.stack([f.rows for f in firsts]), torch.stack([f.channels for f in firsts])
     parts, gradient_squares, indices = (
-        torch.stack(x) for x in zip(*((m.part, m.sizes.flatten(2), m.sampled.indices) for _, m in every), strict=True)
+        torch.stack(x) for x in zip(*((m.part, m.sizes.flatten(2), m.sampled.indices) for m in every), strict=True)
     )
     images = indices // gradient_squares.shape[3]
     by_image = gradient_squares.flatten(2).sum(2)
@@ -478,10 +474,10 @@ def _weighted(call: ConvolutionRecord, every: Sequence[tuple[FirstSample, Weight
     noise = fixed_point_errors(parts, [scales[shape] for shape in _SHAPES])
     chosen_by = sizes.sum(2)
     weights = _weights(
-        torch.addcmul(chosen_by, chosen_by, image_shares(rows).gather(1, images)), [m.sampled for _, m in every]
+        torch.addcmul(chosen_by, chosen_by, image_shares(rows).gather(1, images)), [m.sampled for m in every]
     )
     weighted = sizes * weights.unsqueeze(2)
-    sums = summed((_by_group(noise, call) * weighted).flatten(2), 2)
+    sums = summed((_by_group(noise, calls[0]) * weighted).flatten(2), 2)
     weighted = weighted.sum(2)
     terms = [by_image, by_image * rows.square()], [weighted, weighted * units.square()]
     return [
@@ -503,12 +499,15 @@ def _by_group(x: Tensor, call: ConvolutionRecord) -> Tensor:
     return x.reshape(*x.shape[:-1], call.form.sizes.products, -1).sum(-1)
 
 
-def _gradient_key(call: ConvolutionRecord, gradient: GradientSample) -> Hashable:
+def _gradient_key(call: ConvolutionRecord) -> Hashable:
+    gradient = call.gradient
+    assert gradient is not None
     windows = None if call.form.pointwise else call.form.first.shape
     return windows, gradient.part.shape, gradient.sampled.number, gradient.sampled.requested
 
 
-def _gradients(calls: Sequence[ConvolutionRecord], gradients: Sequence[GradientSample]) -> _Steps:
+def _gradients(calls: Sequence[ConvolutionRecord]) -> _Steps:
+    gradients = [call.gradient for call in calls if call.gradient is not None]
     form, scale = calls[0].form, calls[0].loss_scale
     parts, amax, every, shares, indices = (
         torch.stack(x)
@@ -542,9 +541,9 @@ def _gradients(calls: Sequence[ConvolutionRecord], gradients: Sequence[GradientS
     ]
 
 
-def _by_row(firsts: Sequence[tuple[ConvolutionRecord, FirstSample]]) -> None:
+def _by_row(calls: Sequence[ConvolutionRecord]) -> None:
     """T(squares of the first operand, 1, squares of the gradient)."""
-    every = [(call, first.by_row, call.row_g2) for call, first in firsts if call.row_g2 is not None]
+    every = [(call, call.sample_first().by_row, call.row_g2) for call in calls if call.row_g2 is not None]
     for some in by_place(every, lambda one: one[1]).values():
         products = torch._foreach_mul([first for _, first, _ in some], [gradient for *_, gradient in some])
         for (call, *_), value in zip(some, totals(products), strict=True):
