@@ -59,7 +59,6 @@ def weight_gradient_errors(form: ProductForm, g: Tensor, loss_scale: float) -> d
         if isinstance(form, MatrixForm):
             errors = _matrix_errors(form, g, loss_scale)
         else:
-            assert isinstance(form, ConvolutionForm)
             errors = iter(norms(list(_convolution_errors(form, g, loss_scale))))
         return dict(zip(NEAREST_FORMATS, errors, strict=True))
 
@@ -344,29 +343,26 @@ def rounding_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granulari
     return errors if units is None else errors.mul_(units.div_(stack.largest).square_())
 
 
-def joint_errors(
-    tensors: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]
-) -> list[Tensor]:
-    """`rounding_errors` of each of several tensors on one device, computed together."""
-    if len(tensors) == 1:
-        x, amaxes_of_x = tensors[0]
-        return [rounding_errors(x, kinds, amaxes_of_x)]
-    sizes = [x.numel() for x, _ in tensors]
-    whole = torch.cat([x.reshape(-1) for x, _ in tensors])
-    amaxes = {granularity: torch.empty_like(whole) for granularity in tensors[0][1]}
-    for granularity, place in amaxes.items():
-        for (x, amaxes_of_x), part in zip(tensors, torch.split(place, sizes), strict=True):
-            part.view(x.shape).copy_(amaxes_of_x[granularity])
-    errors = torch.split(rounding_errors(whole, kinds, amaxes), sizes, 2)
-    return [part.view(2, len(kinds), *x.shape) for part, (x, _) in zip(errors, tensors, strict=True)]
-
-
 class ErrorRequest(NamedTuple):
     """Arguments of `rounding_errors` that a computation yields to `run_batched`."""
 
     x: Tensor
     kinds: tuple[str, ...]
     amaxes: Mapping[Granularity, Tensor]
+
+
+def _joint_errors(requests: Sequence[ErrorRequest]) -> Sequence[Tensor]:
+    """The errors of several tensors on one device, computed together."""
+    if len(requests) == 1:
+        return [rounding_errors(*requests[0])]
+    kinds, sizes = requests[0].kinds, [request.x.numel() for request in requests]
+    whole = torch.cat([request.x.reshape(-1) for request in requests])
+    amaxes = {granularity: torch.empty_like(whole) for granularity in requests[0].amaxes}
+    for granularity, place in amaxes.items():
+        for request, part in zip(requests, torch.split(place, sizes), strict=True):
+            part.view(request.x.shape).copy_(request.amaxes[granularity])
+    errors = torch.split(rounding_errors(whole, kinds, amaxes), sizes, 2)
+    return [part.view(2, len(kinds), *x.shape) for part, (x, *_) in zip(errors, requests, strict=True)]
 
 
 def run_batched(
@@ -386,7 +382,7 @@ def run_batched(
     def run_waiting() -> Iterator[tuple[_Name, _Result]]:
         batch = waiting.copy()
         waiting.clear()
-        results = joint_errors([(request.x, request.amaxes) for *_, request in batch], batch[0][2].kinds)
+        results = _joint_errors([request for *_, request in batch])
         for (name, steps, _), errors in zip(batch, results, strict=True):
             try:
                 steps.send(errors)

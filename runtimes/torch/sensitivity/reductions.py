@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -66,6 +66,15 @@ class Queue(Generic[_Item]):
     def reduce(self, some: list[tuple[Tensor, _Item]]) -> None:
         """Reduce tensors of one type and device; the last reference to each is in the list."""
         raise NotImplementedError
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the host; one transfer per type and device."""
+    parts = {
+        place: iter(torch.split(torch.cat([x.reshape(-1) for x in some]).cpu(), [x.numel() for x in some]))
+        for place, some in by_place(tensors, lambda x: x).items()
+    }
+    return [next(parts[x.dtype, x.device]).view(x.shape) for x in tensors]
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[list[float]]:
@@ -171,16 +180,3 @@ def ratio(whole: Tensor, part: Tensor) -> Tensor:
 def channel_variances(x: Tensor) -> Tensor:
     """Variance of each channel of (samples, channels, ...)."""
     return x.detach().var([dim for dim in range(x.dim()) if dim != 1], correction=0)
-
-
-def shares_of_mean(squares: Mapping[tuple[str, str, int], float]) -> dict[tuple[str, str, int], float]:
-    """Mean square of every call's tensor over the mean of all calls of that operator; 1 where all are zero.
-
-    Args:
-        squares: Mean squares by operator, tensor and number of the call.
-    """
-    calls: dict[tuple[str, str], list[float]] = {}
-    for key, square in squares.items():
-        calls.setdefault(key[:2], []).append(square)
-    means = {key: sum(values) / len(values) for key, values in calls.items()}
-    return {key: square / means[key[:2]] if means[key[:2]] > 0 else 1.0 for key, square in squares.items()}

@@ -39,7 +39,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_befor
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NoiseMeasurement
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm
 from qsync_opt.runtimes.torch.sensitivity.signs import signs_like
 from qsync_opt.sensitivity import Gain
 
@@ -312,11 +312,15 @@ def sum_calls(pairs: Mapping[Key, Pair], squares: Mapping[Key, float]) -> dict[s
     Statistics hold means over the calls of an operator. A call with a larger tensor is noisier, so it counts by the
     tensor's mean square (``squares``) over the mean of all calls.
     """
-    shares = shares_of_mean(squares)
+    calls: dict[tuple[str, str], list[float]] = {}
+    for (name, tensor, _), square in squares.items():
+        calls.setdefault((name, tensor), []).append(square)
     together: dict[str, dict[str, Pair]] = {}
-    for (name, tensor, call), pair in pairs.items():
+    for key, pair in pairs.items():
+        name, tensor, _ = key
+        mean = sum(calls[name, tensor]) / len(calls[name, tensor])
         sums = together.setdefault(name, {})
-        sums[tensor] = sums.get(tensor, 0.0) + pair * shares[name, tensor, call]
+        sums[tensor] = sums.get(tensor, 0.0) + pair * (squares[key] / mean if mean > 0 else 1.0)
     return together
 
 

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
 )
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import NO_NOISE, PASSES, NoiseMeasurement, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import Key
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place
+from qsync_opt.runtimes.torch.sensitivity.reductions import to_host
 from qsync_opt.sensitivity import Curvature, ModelStatistics
 
 PASSES_OF_PARTS = 3
@@ -110,7 +110,7 @@ def _averages(a: ProbeSums, b: ProbeSums, whole: ModelStatistics) -> bool:
 def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Pair]:
     """Gains of tensors that all samples share, from products of the two parts' derivatives instead of squares."""
     keys = [key for key, sums in a.sums.items() if sums.kept]
-    ours, theirs = (_on_host([x for key in keys for x in part.sums[key].kept]) for part in (a, b))
+    ours, theirs = (to_host([x for key in keys for x in part.sums[key].kept]) for part in (a, b))
     products = map(_products, ours, theirs)
     gains = {}
     for key in keys:
@@ -120,15 +120,6 @@ def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Pair]:
         changes = [scale * sum(column) for column in zip(*rows, strict=True)]
         gains[key] = np.fmax(0.0, gain_of(sums, changes))
     return gains
-
-
-def _on_host(samples: Sequence[Tensor]) -> list[Tensor]:
-    """The samples on the host; one transfer per type and device."""
-    parts = {
-        place: iter(torch.split(torch.cat([x.flatten() for x in some]).cpu(), [x.numel() for x in some]))
-        for place, some in by_place(samples, lambda x: x).items()
-    }
-    return [next(parts[x.dtype, x.device]).view(x.shape) for x in samples]
 
 
 def _products(a: Tensor, b: Tensor) -> tuple[float, float, float]:
