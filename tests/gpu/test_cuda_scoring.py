@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics, full_precision
-from qsync_opt.runtimes.torch.sensitivity.probes import DerivativeSums, NoiseMeasurement, probe_gains
+from qsync_opt.runtimes.torch.sensitivity.probes import DerivativeSums, NoiseMeasurement, Probe
 from qsync_opt.runtimes.torch.sensitivity.records import MomentQueue
 from qsync_opt.runtimes.torch.support import allocation_of
 
@@ -104,7 +104,7 @@ def test_probing_keeps_no_gradient_of_a_parameter():
 
     def probe() -> None:
         with full_precision():
-            probe_gains(model, lambda: model(x).square().mean(), probes=1, noise=NoiseMeasurement({}, 0.0))
+            Probe(operators=None, probes=1).run(model, lambda: model(x).square().mean(), NoiseMeasurement({}, 0.0))
 
     probe()  # workspaces
     _, allocation = allocation_of(probe, CUDA)

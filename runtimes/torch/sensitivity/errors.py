@@ -59,7 +59,6 @@ def weight_gradient_errors(form: ProductForm, g: Tensor, loss_scale: float) -> d
         if isinstance(form, MatrixForm):
             errors = _matrix_errors(form, g, loss_scale)
         else:
-            assert isinstance(form, ConvolutionForm)
             errors = iter(norms(list(_convolution_errors(form, g, loss_scale))))
         return dict(zip(NEAREST_FORMATS, errors, strict=True))
 
@@ -96,7 +95,7 @@ _SCORES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """Arguments of one call, without dropout."""
+    """Arguments of one call."""
 
     query: Tensor
     key: Tensor
@@ -104,8 +103,13 @@ class AttentionCall:
     mask: Tensor | None
     is_causal: bool
     scale: float
-    repeats: int
-    """Query heads per key head (1 without grouped-query attention)."""
+    dropout: float
+    grouped: bool
+
+    @property
+    def repeats(self) -> int:
+        """Query heads per key head (1 without grouped-query attention)."""
+        return self.query.shape[-3] // self.key.shape[-3] if self.grouped else 1
 
     def sizes(self) -> tuple[ProductSizes, ProductSizes]:
         """Query times keys, and probabilities times values."""
@@ -122,17 +126,16 @@ def attention_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Attentio
     """Normal form of a call of ``torch.nn.functional.scaled_dot_product_attention``."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key = arguments["query"], arguments["key"]
-    scale = arguments.get("scale")
-    grouped = bool(arguments.get("enable_gqa", False))
+    query, scale = arguments["query"], arguments.get("scale")
     return AttentionCall(
         query=query,
-        key=key,
+        key=arguments["key"],
         value=arguments["value"],
         mask=arguments.get("attn_mask"),
         is_causal=bool(arguments.get("is_causal", False)),
         scale=float(scale) if scale is not None else float(query.shape[-1]) ** -0.5,
-        repeats=query.shape[-3] // key.shape[-3] if grouped else 1,
+        dropout=float(arguments.get("dropout_p", 0.0)),
+        grouped=bool(arguments.get("enable_gqa", False)),
     )
 
 
@@ -340,29 +343,26 @@ def rounding_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granulari
     return errors if units is None else errors.mul_(units.div_(stack.largest).square_())
 
 
-def joint_errors(
-    tensors: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]
-) -> list[Tensor]:
-    """`rounding_errors` of each of several tensors on one device, computed together."""
-    if len(tensors) == 1:
-        x, amaxes_of_x = tensors[0]
-        return [rounding_errors(x, kinds, amaxes_of_x)]
-    sizes = [x.numel() for x, _ in tensors]
-    whole = torch.cat([x.reshape(-1) for x, _ in tensors])
-    amaxes = {granularity: torch.empty_like(whole) for granularity in tensors[0][1]}
-    for granularity, place in amaxes.items():
-        for (x, amaxes_of_x), part in zip(tensors, torch.split(place, sizes), strict=True):
-            part.view(x.shape).copy_(amaxes_of_x[granularity])
-    errors = torch.split(rounding_errors(whole, kinds, amaxes), sizes, 2)
-    return [part.view(2, len(kinds), *x.shape) for part, (x, _) in zip(errors, tensors, strict=True)]
-
-
 class ErrorRequest(NamedTuple):
     """Arguments of `rounding_errors` that a computation yields to `run_batched`."""
 
     x: Tensor
     kinds: tuple[str, ...]
     amaxes: Mapping[Granularity, Tensor]
+
+
+def _joint_errors(requests: Sequence[ErrorRequest]) -> Sequence[Tensor]:
+    """The errors of several tensors on one device, computed together."""
+    if len(requests) == 1:
+        return [rounding_errors(*requests[0])]
+    kinds, sizes = requests[0].kinds, [request.x.numel() for request in requests]
+    whole = torch.cat([request.x.reshape(-1) for request in requests])
+    amaxes = {granularity: torch.empty_like(whole) for granularity in requests[0].amaxes}
+    for granularity, place in amaxes.items():
+        for request, part in zip(requests, torch.split(place, sizes), strict=True):
+            part.view(request.x.shape).copy_(request.amaxes[granularity])
+    errors = torch.split(rounding_errors(whole, kinds, amaxes), sizes, 2)
+    return [part.view(2, len(kinds), *x.shape) for part, (x, *_) in zip(errors, requests, strict=True)]
 
 
 def run_batched(
@@ -382,7 +382,7 @@ def run_batched(
     def run_waiting() -> Iterator[tuple[_Name, _Result]]:
         batch = waiting.copy()
         waiting.clear()
-        results = joint_errors([(request.x, request.amaxes) for *_, request in batch], batch[0][2].kinds)
+        results = _joint_errors([request for *_, request in batch])
         for (name, steps, _), errors in zip(batch, results, strict=True):
             try:
                 steps.send(errors)

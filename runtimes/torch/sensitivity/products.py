@@ -8,16 +8,19 @@ the reductions of a form by contraction (``c`` is 1), by row (``b`` is 1) and by
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import CONVOLUTIONS, PRODUCTS, ConvolutionCall, convolution_call, product_call
 from qsync_opt.numerics import Granularity
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.sensitivity import ProductSizes
 
 
@@ -26,60 +29,33 @@ def _split(x: Tensor, dim: int, parts: int) -> Tensor:
     return x.reshape(*x.shape[:dim], parts, -1, *x.shape[dim + 1 :])
 
 
+def _every(length: int, limit: int, elements: int) -> slice:
+    """Indices for a sample of about ``limit`` elements."""
+    return slice(None, None, max(1, min(length, elements // max(limit, 1))))
+
+
 @dataclass(frozen=True, slots=True)
 class MatrixForm:
-    """``first`` (P, N, K) times ``second`` (P, K, M)."""
+    """``first`` (P, N, K) times ``second`` (P, K, M); ``result`` brings the operator's result into the form (P, N, M).
+
+    Reductions are sums over one dimension.
+    """
 
     first: Tensor
     second: Tensor
     sizes: ProductSizes
-    arrange: Callable[[Tensor], Tensor]
-
-    def first_by_contraction(self, a: Tensor) -> Tensor:
-        """Sums over rows, (P, K)."""
-        return a.sum(1)
-
-    def second_by_contraction(self, b: Tensor) -> Tensor:
-        """Sums over columns, (P, K)."""
-        return b.sum(2)
-
-    def first_by_row(self, a: Tensor) -> Tensor:
-        """Sums over the contraction, (P, N)."""
-        return a.sum(2)
-
-    def result_by_row(self, c: Tensor) -> Tensor:
-        """Sums over columns, (P, N)."""
-        return c.sum(2)
-
-    def second_by_column(self, b: Tensor) -> Tensor:
-        """Sums over the contraction, (P, M)."""
-        return b.sum(1)
-
-    def result_by_column(self, c: Tensor) -> Tensor:
-        """Sums over rows, (P, M)."""
-        return c.sum(1)
-
-    def result(self, z: Tensor) -> Tensor:
-        """The operator's result as (P, N, M)."""
-        return self.arrange(z)
+    result: Callable[[Tensor], Tensor]
 
     def sample(self, limit: int) -> tuple[Tensor, slice]:
         """Every s-th row of each product."""
-        step = max(1, min(self.first.shape[1], self.first.numel() // max(limit, 1)))
-        rows = slice(None, None, step)
+        rows = _every(self.first.shape[1], limit, self.first.numel())
         return self.first[:, rows], rows
 
     def sample_second(self, limit: int) -> tuple[Tensor, slice]:
         """Every s-th row of a weight; of a batch of products all."""
-        step = 1
-        if self.second.shape[0] == 1:
-            step = max(1, min(self.second.shape[1] // 8, self.second.numel() // max(limit, 1)))
-        rows = slice(None, None, step)
+        weight = self.second.shape[0] == 1
+        rows = _every(self.second.shape[1] // 8 if weight else 1, limit, self.second.numel())
         return self.second[:, rows], rows
-
-    def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
-        """Dimensions that share one scale: rows run along the last, channels along the one before it."""
-        return {Granularity.TENSOR: (0, 1, 2), Granularity.ROW: (2,), Granularity.CHANNEL: (1,)}[granularity]
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,9 +87,6 @@ class ConvolutionForm:
     def _groups(self) -> int:
         return self.sizes.products
 
-    def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.convolution(x, weight, None, *self.geometry)
-
     @property
     def pointwise(self) -> bool:
         """Whether every result sees one position: then windows are slices, and nothing has to be convolved."""
@@ -129,10 +102,6 @@ class ConvolutionForm:
         backward = torch.ops.aten.convolution_backward
         gradients: tuple[Tensor, ...] = backward(result, first, weight, None, *self.geometry, mask)
         return gradients[operand]
-
-    def _merge_groups(self, x: Tensor) -> Tensor:
-        """Sums over the channels of each group: (B, C, ...) to (B, groups, ...)."""
-        return _split(x, 1, self._groups).sum(2)
 
     def _split_groups(self, b: Tensor) -> Tensor:
         """The first dimension of a weight, or of a stack of weights, as two: groups, and channels of a group."""
@@ -155,13 +124,10 @@ class ConvolutionForm:
             return self._split_groups(b).sum(-dims)
         return b.sum(1 - dims, keepdim=True)
 
-    def _contraction_shape(self) -> tuple[int, ...]:
-        shape = self.second.shape
-        return (shape[0], 1, *shape[2:]) if self._transposed else (self._groups, *shape[1:])
-
     def first_by_contraction(self, a: Tensor) -> Tensor:
         """For each input channel and kernel position, the sum of the elements that this weight multiplies."""
-        shape = self._contraction_shape()
+        weight = self.second.shape
+        shape = (weight[0], 1, *weight[2:]) if self._transposed else (self._groups, *weight[1:])
         if self.pointwise:
             return a[self._centers()].sum((0, *range(2, a.dim()))).view(shape)
         x = a.sum(0, keepdim=True)
@@ -170,8 +136,12 @@ class ConvolutionForm:
 
     def first_by_row(self, a: Tensor) -> Tensor:
         """Sums over the window of each output position, per sample and group."""
-        merged = self._merge_groups(a)
-        return merged[self._centers()] if self.pointwise else self._convolve(merged, self._ones(a))
+        merged = self.merge_groups(a)
+        return (
+            merged[self._centers()]
+            if self.pointwise
+            else torch.convolution(merged, self._ones(a), None, *self.geometry)
+        )
 
     def _ones(self, like: Tensor) -> Tensor:
         return _ones((self._groups, 1, *self.second.shape[2:]), like.dtype, like.device)
@@ -179,7 +149,7 @@ class ConvolutionForm:
     def rows_by_position(self, q: Tensor) -> Tensor:
         """Sums over the output positions whose windows hold each input position: (B, groups, ...) of ``first``.
 
-        The adjoint of ``first_by_row``: T(a, 1, c) = <sums of a over channels, this of ``result_by_row(c)``>.
+        The adjoint of ``first_by_row``: T(a, 1, c) = <sums of a over channels, this of ``merge_groups(c)``>.
         """
         shape = (q.shape[0], self._groups, *self.first.shape[2:])
         if not self.pointwise:
@@ -202,15 +172,15 @@ class ConvolutionForm:
         result = _ones((1, self._groups, *self.result_places), vector.dtype, vector.device)
         return self._backward(result, vector.new_empty((1, *shape)), vector, operand=0)
 
-    def result_by_row(self, c: Tensor) -> Tensor:
-        """Sums over output channels, per sample, group and position."""
-        return self._merge_groups(c)
+    def merge_groups(self, x: Tensor) -> Tensor:
+        """Sums over the channels of each group, (B, C, ...) to (B, groups, ...): of a result its reduction by row."""
+        return _split(x, 1, self._groups).sum(2)
 
     def columns_by_position(self, weights: Tensor) -> Tensor:
         """Sums over those weights that reach each output position from inside the input, from ``by_output_channel``."""
         if self.pointwise:  # the same at every position
             return weights.reshape(1, -1, *(1,) * (weights.dim() - 2))
-        return self._convolve(self.inside, weights)
+        return torch.convolution(self.inside, weights, None, *self.geometry)
 
     def columns_of_weight(self, c: Tensor) -> Tensor:
         """Sums over the results that a weight reaches: T(1, b, c) = <``by_output_channel(b)``, this of c>.
@@ -229,10 +199,8 @@ class ConvolutionForm:
 
     def sample_second(self, limit: int) -> tuple[Tensor, slice]:
         """Every s-th input channel; all of them with groups, or transposed."""
-        step = 1
-        if self._groups == 1 and not self._transposed:
-            step = max(1, min(self.second.shape[1] // 8, self.second.numel() // max(limit, 1)))
-        rows = slice(None, None, step)
+        plain = self._groups == 1 and not self._transposed
+        rows = _every(self.second.shape[1] // 8 if plain else 1, limit, self.second.numel())
         return self.second[:, rows], rows
 
     def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
@@ -310,6 +278,18 @@ def dense_lookup(
     return args, {key: value for key, value in kwargs.items() if key != "sparse"}
 
 
+_BATCH_NORM = inspect.signature(F.batch_norm)
+
+
+def batch_norm_arguments(call: OperatorCall) -> dict[str, Any] | None:
+    """The arguments of a call of ``torch.nn.functional.batch_norm``; None if it is another one."""
+    if call.function is not F.batch_norm:
+        return None
+    bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
 def _einsum_slots(name: str, args: tuple[Any, ...]) -> tuple[Slot, ...]:
     nested = len(args) == 2 and isinstance(args[1], list | tuple)
     operands = args[1] if nested else args[1:]
@@ -376,34 +356,19 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _convolution_form(call: ConvolutionCall, *, batched: bool, inside: Tensor) -> ConvolutionForm:
-    kernel = call.weight.shape[2:].numel()
+    extents, kernel, groups = call.x.shape[2:], call.weight.shape[2:], call.groups
+    steps = zip(extents, kernel, call.stride, call.padding, call.dilation, call.output_padding, strict=True)
     if call.transposed:
-        _, padding, dilation, _, extra, _ = call.geometry
-        places = [
-            (size - 1) * s - 2 * p + d * (k - 1) + e + 1
-            for size, p, d, k, s, e in zip(
-                call.x.shape[2:], padding, dilation, call.weight.shape[2:], call.stride, extra, strict=True
-            )
-        ]
-        sizes = ProductSizes(
-            products=call.groups,
-            rows=call.x.shape[0] * call.x.shape[2:].numel(),
-            contraction=call.weight.shape[0] // call.groups,
-            columns=call.weight.shape[1] * kernel,
-        )
+        places = [(size - 1) * s - 2 * p + d * (k - 1) + e + 1 for size, k, s, p, d, e in steps]
     else:
-        places = [
-            (size + 2 * p - d * (k - 1) - 1) // s + 1
-            for size, p, d, k, s in zip(
-                call.x.shape[2:], call.padding, call.dilation, call.weight.shape[2:], call.stride, strict=True
-            )
-        ]
-        sizes = ProductSizes(
-            products=call.groups,
-            rows=call.x.shape[0] * torch.Size(places).numel(),
-            contraction=call.weight.shape[1] * kernel,
-            columns=call.weight.shape[0] // call.groups,
-        )
+        places = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d, _ in steps]
+    sides = call.weight.shape[0] // groups, call.weight.shape[1] * kernel.numel()
+    sizes = ProductSizes(
+        products=groups,
+        rows=call.x.shape[0] * torch.Size(extents if call.transposed else places).numel(),
+        contraction=sides[0 if call.transposed else 1],
+        columns=sides[1 if call.transposed else 0],
+    )
     return ConvolutionForm(call.x, call.weight, sizes, call.geometry, batched, inside, tuple(places))
 
 

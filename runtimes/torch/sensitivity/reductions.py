@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.sensitivity.products import MatrixForm
 from qsync_opt.runtimes.torch.support import is_capturing
 
 _CHUNK = 1 << 19
@@ -30,6 +29,52 @@ def by_place(items: Iterable[_Item], tensor_of: Callable[[_Item], Tensor]) -> di
         x = tensor_of(item)
         groups.setdefault((x.dtype, x.device), []).append(item)
     return groups
+
+
+class Queue(Generic[_Item]):
+    """Tensors, each with an item, that wait to be reduced together with others of the same type and device.
+
+    Nothing may write into a tensor while it waits. What autograd hands to a hook is such a tensor: it adds to a
+    gradient in place only where nobody else refers to its memory.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Start an empty queue of ``limit`` elements at most, unless one tensor has more."""
+        self.limit = limit
+        self._waiting: list[tuple[Tensor, _Item]] = []
+        self._elements = 0
+
+    def wait(self, x: Tensor, item: _Item) -> None:
+        """Queue a tensor until the next ``flush``, which happens now if there would be too many elements."""
+        if self._elements + x.numel() > self.limit:
+            self.flush()
+        self._waiting.append((x, item))
+        self._elements += x.numel()
+
+    def flush(self) -> None:
+        """Reduce all that waits."""
+        alike = by_place(self._waiting, lambda one: one[0])
+        self.clear()
+        while alike:
+            self.reduce(alike.popitem()[1])
+
+    def clear(self) -> None:
+        """Release all that waits."""
+        self._waiting.clear()
+        self._elements = 0
+
+    def reduce(self, some: list[tuple[Tensor, _Item]]) -> None:
+        """Reduce tensors of one type and device; the last reference to each is in the list."""
+        raise NotImplementedError
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the host; one transfer per type and device."""
+    parts = {
+        place: iter(torch.split(torch.cat([x.reshape(-1) for x in some]).cpu(), [x.numel() for x in some]))
+        for place, some in by_place(tensors, lambda x: x).items()
+    }
+    return [next(parts[x.dtype, x.device]).view(x.shape) for x in tensors]
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[list[float]]:
@@ -116,18 +161,15 @@ def strided(x: Tensor, limit: int) -> Tensor:
     return flat[::step]
 
 
-def reduce_result(form: MatrixForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time."""
+def reduce_result(g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Sums by row (P, N) and by column (P, M) of a function of the elements of (P, N, M), large ones in parts."""
     chunk = _CHUNK_ON_CARD if _on_card(g) else _CHUNK
-    if g.numel() <= chunk:
-        values = function(g)
-        return form.result_by_row(values), form.result_by_column(values)
     rows, columns = [], []
-    for part in torch.split(g, max(1, chunk * g.shape[1] // g.numel()), 1):
+    for part in torch.split(g, max(1, chunk * g.shape[1] // max(chunk, g.numel())), 1):
         values = function(part)
-        rows.append(form.result_by_row(values))
-        columns.append(form.result_by_column(values))
-    return torch.cat(rows, 1), torch.stack(columns).sum(0)
+        rows.append(values.sum(2))
+        columns.append(values.sum(1))
+    return (rows[0], columns[0]) if len(rows) == 1 else (torch.cat(rows, 1), torch.stack(columns).sum(0))
 
 
 def ratio(whole: Tensor, part: Tensor) -> Tensor:
@@ -138,16 +180,3 @@ def ratio(whole: Tensor, part: Tensor) -> Tensor:
 def channel_variances(x: Tensor) -> Tensor:
     """Variance of each channel of (samples, channels, ...)."""
     return x.detach().var([dim for dim in range(x.dim()) if dim != 1], correction=0)
-
-
-def shares_of_mean(squares: Mapping[tuple[str, str, int], float]) -> dict[tuple[str, str, int], float]:
-    """Mean square of every call's tensor over the mean of all calls of that operator; 1 where all are zero.
-
-    Args:
-        squares: Mean squares by operator, tensor and number of the call.
-    """
-    calls: dict[tuple[str, str], list[float]] = {}
-    for key, square in squares.items():
-        calls.setdefault(key[:2], []).append(square)
-    means = {key: sum(values) / len(values) for key, values in calls.items()}
-    return {key: square / means[key[:2]] if means[key[:2]] > 0 else 1.0 for key, square in squares.items()}

@@ -10,36 +10,42 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from qsync_opt.runtimes.torch.support import capture_stream, is_capturing
 
-Labels = TypeVar("Labels")
-Computation = Callable[..., tuple[Labels, list[Tensor]]]
-"""From tensors to labels and tensors; the labels depend on shapes alone."""
+Result = TypeVar("Result")
 
 _LARGEST = 1 << 23
 """Elements of the inputs, at most, of a graph; larger computations keep the card busy without one."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph(Generic[Labels]):
-    """A captured computation: its inputs, and its outputs, also joined by type."""
+class _Graph(Generic[Result]):
+    """A captured computation: its inputs, and the leaves of its result, whose tensors are also joined by type."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
-    labels: Labels
-    outputs: list[Tensor]
+    leaves: list[Any]
+    spec: TreeSpec
     flat: dict[torch.dtype, Tensor]
 
-    def replay(self, inputs: Sequence[Tensor]) -> tuple[Labels, list[Tensor]]:
+    def replay(self, inputs: Sequence[Tensor]) -> Result:
         for place, x in zip(self.inputs, inputs, strict=True):
             place.copy_(x)
         self.graph.replay()
+        outputs = _tensors(self.leaves)
         parts = {
-            dtype: iter(torch.split(whole.clone(), [x.numel() for x in self.outputs if x.dtype is dtype]))
+            dtype: iter(torch.split(whole.clone(), [x.numel() for x in outputs if x.dtype is dtype]))
             for dtype, whole in self.flat.items()
         }
-        return self.labels, [next(parts[x.dtype]).view(x.shape) for x in self.outputs]
+        leaves = [next(parts[x.dtype]).view(x.shape) if isinstance(x, Tensor) else x for x in self.leaves]
+        result: Result = tree_unflatten(leaves, self.spec)
+        return result
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 @contextlib.contextmanager
@@ -58,34 +64,40 @@ class Replays:
     """Runs computations, on a card as CUDA graphs from the second run on."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Hashable, _Graph[object] | None] = {}
+        self._graphs: dict[Hashable, _Graph[Any] | None] = {}
         self._pool: Any = None
 
-    def __call__(self, key: Hashable, computation: Computation[Labels], *inputs: Tensor) -> tuple[Labels, list[Tensor]]:
+    def __call__(self, key: Hashable, computation: Callable[..., Result], *inputs: Any) -> Result:
         """Run a computation.
 
         Args:
             key: Identifies the computation, with shapes, strides and types of the inputs.
-            computation: Reads no other tensors, does not synchronize, and is not differentiated.
-            inputs: Tensors on one device.
+            computation: From trees of tensors to a tree of tensors and of values that depend on shapes alone. Reads no
+                other tensors, does not synchronize, and is not differentiated.
+            inputs: Trees of tensors on one device.
 
         Returns:
             The result of the computation.
         """
-        if not inputs[0].is_cuda or sum(x.numel() for x in inputs) > _LARGEST or is_capturing():
+        leaves = tree_leaves(inputs)
+        tensors = _tensors(leaves)
+        if not tensors[0].is_cuda or sum(x.numel() for x in tensors) > _LARGEST or is_capturing():
             return computation(*inputs)
-        signature = (key, *((x.shape, x.stride(), x.dtype, x.device) for x in inputs))
+        signature = (
+            key,
+            *((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves),
+        )
         if signature not in self._graphs:
             self._graphs[signature] = None
             return computation(*inputs)
         graph = self._graphs[signature]
         if graph is None:
             graph = self._graphs[signature] = self._captured(computation, inputs)
-        return graph.replay(inputs)  # type: ignore[return-value]
+        return graph.replay(tensors)  # type: ignore[no-any-return]
 
-    def _captured(self, computation: Computation[Labels], inputs: Sequence[Tensor]) -> _Graph[Labels]:
-        device = inputs[0].device
-        places = [torch.empty_like(x).copy_(x) for x in inputs]
+    def _captured(self, computation: Callable[..., Result], inputs: Sequence[Any]) -> _Graph[Result]:
+        places = tree_map_only(Tensor, lambda x: torch.empty_like(x).copy_(x), inputs)
+        device = _tensors(tree_leaves(places))[0].device
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(device):
@@ -96,7 +108,8 @@ class Replays:
             # Not torch.cuda.graph, which collects garbage and empties the cache. Other threads may use the card.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                labels, outputs = computation(*places)
+                leaves, spec = tree_flatten(computation(*places))
+                outputs = _tensors(leaves)
                 flat = {
                     dtype: torch.cat([x.reshape(-1) for x in outputs if x.dtype is dtype])
                     for dtype in dict.fromkeys(x.dtype for x in outputs)
@@ -104,4 +117,4 @@ class Replays:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
-        return _Graph(graph, places, labels, outputs, flat)
+        return _Graph(graph, _tensors(tree_leaves(places)), leaves, spec, flat)

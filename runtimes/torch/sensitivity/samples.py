@@ -16,8 +16,6 @@ from torch import Tensor
 
 _UNITS = 1 << 40
 """Shares are integers, whose running sums do not depend on the order in which a card adds."""
-_TABLE = 1 << 15
-"""Positions of all images, at most, for a cached table of images and places."""
 _EVEN = 0.5
 """Part of the sample that is evenly spaced, so that elements of size 0 are sampled too."""
 
@@ -120,18 +118,7 @@ def positions_by_size(sizes: Tensor, count: int) -> SizedPositions:
     by_place = (sizes if sizes.shape[1] == 1 else sizes.sum(1)).reshape(-1)
     total, number, count = by_place.sum(), by_place.numel(), max(1, count)
     indices, places = places_by_size(by_place, total, count), sizes.shape[2:].numel()
-    if number <= _TABLE:
-        positions = Positions(*_images_and_places(number, places, sizes.device)[:, indices].unbind())
-    else:
-        positions = Positions(indices // places, indices % places)
-    return SizedPositions(positions, indices, total, number, count)
-
-
-@functools.lru_cache(maxsize=32)
-def _images_and_places(number: int, places: int, device: torch.device) -> Tensor:
-    """Images and places of all positions, (2, number)."""
-    every = torch.arange(number, device=device)
-    return torch.stack([every // places, every % places])
+    return SizedPositions(Positions(indices // places, indices % places), indices, total, number, count)
 
 
 class SizedRuns(NamedTuple):

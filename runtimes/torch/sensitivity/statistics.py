@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from qsync_opt.errors import ModelError
+from qsync_opt.kernels import CONVOLUTIONS
 from qsync_opt.kernels.autograd import fp32_mode
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
-from qsync_opt.runtimes.torch.sensitivity.errors import attention_call
 from qsync_opt.runtimes.torch.sensitivity.probes import MAX_POOLS, Probed, Prober
-from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.records import (
     CAST_BEFORE_BACKWARD,
+    AttentionRecord,
+    ConvolutionRecord,
     GradientScatter,
+    LookupRecord,
+    MatrixRecord,
     MomentQueue,
     Norms,
     OperatorRecord,
@@ -30,7 +34,6 @@ from qsync_opt.runtimes.torch.sensitivity.records import (
     cast_pending,
     finish_batch,
     loss_curvature,
-    measure_lookup,
     normalized,
     signals_on_host,
 )
@@ -40,7 +43,6 @@ from qsync_opt.sensitivity import (
     GRADIENTS,
     Curvature,
     ModelStatistics,
-    OperatorKind,
     OperatorStatistics,
     Signal,
     check_loss_scale,
@@ -112,7 +114,10 @@ _SIGNAL_KINDS = (
     "batch_norm",
     *("mean", "avg_pool2d", "adaptive_avg_pool2d", *MAX_POOLS),
 )
-_KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
+_RECORDS: dict[str, type[OperatorRecord]] = {
+    "embedding": LookupRecord,
+    "scaled_dot_product_attention": AttentionRecord,
+}
 
 
 def default_step(model: nn.Module, batch: Any) -> Tensor:
@@ -160,12 +165,11 @@ class _Collector:
         if self._operators is not None and call.name not in self._operators:
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
-        kind = _KINDS.get(call.op_type, OperatorKind.PRODUCT)
-        lead = (None,) if kind is OperatorKind.LOOKUP else ()  # a lookup's table is its second operand
-        record = OperatorRecord(
+        kind = ConvolutionRecord if call.op_type in CONVOLUTIONS else _RECORDS.get(call.op_type, MatrixRecord)
+        lead = (None,) if kind is LookupRecord else ()  # a lookup's table is its second operand
+        record = kind(
             name=call.name,
             op_type=call.op_type,
-            kind=kind,
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
             replays=self._replays,
@@ -176,9 +180,9 @@ class _Collector:
         taps = [_tap(record, name, slot.tensor) for name, slot in zip(GRADIENTS[len(lead) :], slots, strict=False)]
         args, kwargs = replace_operands(call.args, call.kwargs, slots, taps)
         with torch.no_grad():
-            if call.op_type.startswith("conv"):
+            if kind is ConvolutionRecord:
                 record.put("first.norm", self._norms.of(slots[0].tensor))
-            _measure_operands(record, call, args, kwargs, taps)
+            record.measure(call, _detached(args), _detached(kwargs))
         output = call.run(*args, **kwargs)
         with torch.no_grad():
             record.add_tensor("output", _full(output), self._norms.of(output))
@@ -226,7 +230,7 @@ def _tap(record: OperatorRecord, gradient: str, tensor: Tensor) -> Tensor:
     record.needs_gradient[gradient] = tensor.numel()
     if not torch.is_grad_enabled():
         return tensor
-    lookup = record.kind is OperatorKind.LOOKUP
+    lookup = isinstance(record, LookupRecord)
     alias: Tensor = _Alias.apply(tensor) if lookup else tensor.view_as(tensor)  # type: ignore[no-untyped-call]
     alias.register_hook(functools.partial(_on_gradient, record, gradient))  # type: ignore[no-untyped-call]
     return alias
@@ -250,27 +254,6 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-def _measure_operands(
-    record: OperatorRecord, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor]
-) -> None:
-    if record.kind is OperatorKind.PRODUCT:
-        product = product_of(call.op_type, call.function, _detached(args), _detached(kwargs))
-        record.product(product)
-    elif record.kind is OperatorKind.LOOKUP:
-        swapped = call.function is torch.embedding
-        indices = args[1] if swapped else (args[0] if args else kwargs["input"])
-        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
-        if padding is not None and padding < 0:
-            padding = None if swapped else padding + operands[0].shape[0]
-        measure_lookup(record, _full(operands[0]), indices, padding)
-    else:
-        attention = attention_call(_detached(args), _detached(kwargs))
-        record.attention = attention
-        record.products = attention.sizes()
-        for name, operand in zip(("first", "second", "third"), operands, strict=True):
-            record.moments(name, _full(operand))
 
 
 def _detached(values: Any) -> Any:
@@ -385,7 +368,8 @@ def collect_statistics(
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
     replays = Replays()
-    with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
+    with model_unchanged(model), full_precision():
+        scatter = GradientScatter(model)
         for number, batch in enumerate(batches):
             collector = _Collector(model, graph, sample_elements, replays, loss_scale)
             with intercept(model, collector, _SIGNAL_KINDS):
@@ -413,7 +397,7 @@ def collect_statistics(
                 measured = with_probes(
                     measured,
                     prober.gains(probes),
-                    prober.gains(adaptive_probes, adaptive=roots),
+                    prober.gains(adaptive_probes, roots=roots),
                     prober.curvatures(curvature_probes),
                 )
             total = measured if total is None else merge_statistics([total, measured])

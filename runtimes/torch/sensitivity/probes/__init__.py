@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.runtimes.torch.sensitivity.probes.batch_parts import parts_of
     from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
     from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import attention_twice, batch_norm_twice, product_twice
-    from qsync_opt.runtimes.torch.sensitivity.probes.gradient import Probed, probe_gains
-    from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober
+    from qsync_opt.runtimes.torch.sensitivity.probes.gradient import Probe, Probed
+    from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober, parts_of
     from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
         MAX_POOLS,
         Contest,
@@ -30,6 +29,6 @@ else:
 
 __all__ = [
     "MAX_POOLS", "Contest", "DerivativeSums", "GainTapper", "InputNoise", "LastRectified", "NoiseMeasurement",
-    "ParameterGradients", "Probed", "Prober", "Window", "attention_twice", "batch_norm_twice", "contest",
-    "noisy_passes", "parts_of", "pool_call", "probe_curvatures", "probe_gains", "product_twice",
+    "ParameterGradients", "Probe", "Probed", "Prober", "Window", "attention_twice", "batch_norm_twice", "contest",
+    "noisy_passes", "parts_of", "pool_call", "probe_curvatures", "product_twice",
 ]  # fmt: skip

@@ -9,11 +9,11 @@ the real Hessian, neither Gauss-Newton nor Fisher, so an estimate can be negativ
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,9 +22,15 @@ from qsync_opt.errors import ModelError
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
-from qsync_opt.runtimes.torch.sensitivity.probes.gradient import adjustable_names, tapped, twice_differentiable
+from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
+    adjustable_names,
+    sum_calls,
+    tapped,
+    twice_differentiable,
+)
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import Key
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.sensitivity.reductions import shares_of_mean
+from qsync_opt.runtimes.torch.sensitivity.reductions import on_host
 from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
 from qsync_opt.sensitivity import OPERANDS, Curvature
 
@@ -34,65 +40,57 @@ class _Tapper:
 
     def __init__(self, operators: frozenset[str] | None) -> None:
         self._operators = operators
-        self.taps: list[tuple[str, str, Tensor]] = []
+        self._calls: Counter[str] = Counter()
+        self.taps: dict[Key, Tensor] = {}
 
     def __call__(self, call: OperatorCall) -> Any:
         """Run an operator on aliases of its operands, and return an alias of its result."""
         if call.op_type not in ADJUSTABLE or (self._operators is not None and call.name not in self._operators):
             return call.run()
+        number = self._calls[call.name]
+        self._calls[call.name] += 1
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         operands = []
         for operand, slot in zip(OPERANDS[int(call.op_type == "embedding") :], slots, strict=False):
             x = slot.tensor
             tap = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-            self.taps.append((call.name, operand, tap))
+            self.taps[call.name, operand, number] = tap
             operands.append(tap)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
         output = call.run(*args, **kwargs)
-        output = output.view_as(output)
-        self.taps.append((call.name, "output", output))
+        self.taps[call.name, "output", number] = output = output.view_as(output)
         return output.clone()  # what follows may write into it
 
 
-def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed: int) -> list[Tensor | None]:
+def _traces(loss: Tensor, taps: Mapping[Key, Tensor], probes: int, seed: int) -> dict[Key, Tensor]:
     """Per tap: trace of its block of the Hessian, plain and weighted by the squared element over its mean."""
+    totals: dict[Key, Tensor] = {}
     if not taps:
-        return []
-    tensors = [tap for *_, tap in taps]
+        return totals
     start = torch.ones_like(loss, requires_grad=True)
-    gradients = torch.autograd.grad(loss, tensors, start, create_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(taps.values()), start, create_graph=True, allow_unused=True)
     leaves_before(gradients)
-    curved = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad]
+    curved = {
+        key: gradient
+        for key, gradient in zip(taps, gradients, strict=True)
+        if gradient is not None and gradient.requires_grad
+    }
     random = RandomSigns(seed)
-    totals: list[Tensor | None] = [None] * len(taps)
     for probe in range(probes):
-        signs = {i: random.like(tensors[i].detach()) for i in curved}
-        projection = torch.stack([(gradients[i] * signs[i]).sum() for i in curved]).sum()
-        products = torch.autograd.grad(
-            projection, [tensors[i] for i in curved], allow_unused=True, retain_graph=probe + 1 < probes
+        signs = {key: random.like(taps[key].detach()) for key in curved}
+        projection = torch.stack([(gradient * signs[key]).sum() for key, gradient in curved.items()]).sum()
+        products: tuple[Tensor | None, ...] = torch.autograd.grad(
+            projection, [taps[key] for key in curved], allow_unused=True, retain_graph=probe + 1 < probes
         )
-        for i, product in zip(curved, products, strict=True):
-            if product is None:  # typed as if it never were
-                continue  # type: ignore[unreachable]
-            diagonal, squares = product * signs[i], tensors[i].detach().square()
+        for key, product in zip(curved, products, strict=True):
+            if product is None:
+                continue
+            diagonal, squares = product * signs[key], taps[key].detach().square()
             mean = squares.mean(dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
             sums = [diagonal.sum(dtype=torch.float64), (diagonal * squares).sum(dtype=torch.float64) / mean]
-            estimate, total = torch.stack(sums) / probes, totals[i]
-            totals[i] = estimate if total is None else total + estimate
+            estimate = torch.stack(sums) / probes
+            totals[key] = totals[key] + estimate if key in totals else estimate
     return totals
-
-
-def _shares(taps: list[tuple[str, str, Tensor]]) -> list[float]:
-    """Weights of the calls of an operator: a call with a larger tensor is noisier."""
-    calls: Counter[tuple[str, str]] = Counter()
-    keys = []
-    for name, tensor, _ in taps:
-        keys.append((name, tensor, calls[name, tensor]))
-        calls[name, tensor] += 1
-    several = {key: tap for key, (*_, tap) in zip(keys, taps, strict=True) if calls[key[:2]] > 1}
-    squares = {key: float(tap.detach().square().mean(dtype=torch.float64)) for key, tap in several.items()}
-    shares = shares_of_mean(squares)
-    return [shares.get(key, 1.0) for key in keys]
 
 
 def probe_curvatures(
@@ -121,24 +119,20 @@ def probe_curvatures(
         Hutchinson's estimator, as HAWQ-V2 (Dong et al., NeurIPS 2020) uses it for weights; over activations ours.
     """
     tapper = _Tapper(adjustable_names(graph))
-    traces_by_operator: dict[str, dict[str, tuple[float, float]]] = {}
+    taps = tapper.taps
     try:
         with twice_differentiable("curvature_probes"):
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
                 loss = loss_of()
-            traces = _traces(loss, tapper.taps, probes, seed)
-        for (name, tensor, _), share, total in zip(tapper.taps, _shares(tapper.taps), traces, strict=True):
-            if total is None:
-                continue
-            uniform, floating = (share * value for value in total.tolist())
-            before = traces_by_operator.setdefault(name, {}).get(tensor, (0.0, 0.0))
-            traces_by_operator[name][tensor] = (before[0] + uniform, before[1] + floating)
+            traces = _traces(loss, taps, probes, seed)
+        means = on_host([tap.detach().square().mean(dtype=torch.float64) for tap in taps.values()])
+        squares = {key: mean for key, (mean,) in zip(taps, means, strict=True)}
     finally:
-        tapper.taps.clear()
-    values = [number for tensors in traces_by_operator.values() for pair in tensors.values() for number in pair]
-    if not all(map(math.isfinite, values)):
+        taps.clear()
+    pairs = {key: np.array(pair) for key, pair in zip(traces, on_host(list(traces.values())), strict=True)}
+    if not np.isfinite(list(pairs.values())).all():
         raise ModelError("the loss has curvatures that are not finite: lower the learning rate or collect elsewhere")
     return {
-        name: {tensor: Curvature(uniform=pair[0], floating=pair[1]) for tensor, pair in tensors.items()}
-        for name, tensors in traces_by_operator.items()
+        name: {tensor: Curvature(uniform=float(pair[0]), floating=float(pair[1])) for tensor, pair in tensors.items()}
+        for name, tensors in sum_calls(pairs, squares).items()
     }

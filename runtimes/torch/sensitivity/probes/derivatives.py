@@ -25,8 +25,8 @@ from torch import Tensor
 
 from qsync_opt.kernels import CONVOLUTIONS, convolution_call
 from qsync_opt.runtimes.torch.interception import OperatorCall
-
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+from qsync_opt.runtimes.torch.sensitivity.errors import attention_call
+from qsync_opt.runtimes.torch.sensitivity.products import batch_norm_arguments
 
 
 @dataclass(frozen=True)
@@ -129,29 +129,20 @@ def attention_twice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor 
     Source:
         Ours.
     """
-    arguments: dict[str, Any] = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-    q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_mask")
+    call = attention_call(args, kwargs)
+    q, k, v, mask = call.query, call.key, call.value, call.mask
     alike = q.dim() > 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.dtype is k.dtype is v.dtype
-    if (
-        not alike
-        or arguments.get("dropout_p")
-        or arguments.get("enable_gqa")
-        or min(q.numel(), k.numel(), v.numel()) == 0
-    ):
+    if not alike or call.dropout or call.grouped or min(q.numel(), k.numel(), v.numel()) == 0:
         return None
-    if isinstance(mask, Tensor):
+    if mask is not None:
         mask_fits = mask.dim() <= q.dim() and mask.dtype in (torch.bool, q.dtype) and not mask.requires_grad
-        if not mask_fits or arguments.get("is_causal"):
+        if not mask_fits or call.is_causal:
             return None
-    scale = arguments.get("scale")
-    form = _AttentionForm(
-        q.shape[-1] ** -0.5 if scale is None else float(scale), mask, bool(arguments.get("is_causal"))
-    )
+    form = _AttentionForm(call.scale, mask, call.is_causal)
     output: Tensor = _Attention.apply(q, k, v, form)  # type: ignore[no-untyped-call]
     return output
 
 
-_BATCH_NORM = inspect.signature(F.batch_norm)
 _LINEAR = inspect.signature(lambda input, weight, bias=None: None)
 _ALL = (True, True, True)
 
@@ -159,17 +150,16 @@ _ALL = (True, True, True)
 class _Linear:
     """``x w^T + b``, with samples and any number of dimensions in front."""
 
+    places = 0
+    """Dimensions after those of samples and channels."""
+
     def run(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(x, w, b)
 
-    def to_first(self, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return g @ w
-
-    def to_second(self, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
-
-    def to_both(self, g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return self.to_first(g, x, w), self.to_second(g, x, w)
+    def gradients(self, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> tuple[Any, ...]:
+        """The gradients of the operands that need one."""
+        second = g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1]) if needs[1] else None
+        return g @ w if needs[0] else None, second
 
     def to_bias(self, g: Tensor) -> Tensor:
         return g.reshape(-1, g.shape[-1]).sum(0)
@@ -180,38 +170,24 @@ class _Convolution:
     """``torch.convolution`` of a batch; ``geometry`` is what it takes after the bias."""
 
     geometry: tuple[Any, ...]
+    places: int
 
     def run(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return torch.convolution(x, w, b, *self.geometry)
 
-    def to_first(self, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return self._backward(g, x, w, [True, False, False])[0]
-
-    def to_second(self, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return self._backward(g, x, w, [False, True, False])[1]
-
-    def to_both(self, g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        first, second, _ = self._backward(g, x, w, [True, True, False])
+    def gradients(self, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> tuple[Any, ...]:
+        """The gradients of the operands that need one."""
+        if not any(needs[:2]):
+            return None, None
+        mask = [*needs[:2], False]
+        first, second, _ = torch.ops.aten.convolution_backward(g, x, w, None, *self.geometry, mask)
         return first, second
 
     def to_bias(self, g: Tensor) -> Tensor:
         return g.sum((0, *range(2, g.dim())))
 
-    def _backward(self, g: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(g, x, w, None, *self.geometry, mask)
-        return gradients
-
 
 _Form = _Linear | _Convolution
-
-
-def _operand_gradients(
-    form: _Form, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the operands that need one; of both in one call."""
-    if needs[0] and needs[1]:
-        return form.to_both(g, x, w)
-    return form.to_first(g, x, w) if needs[0] else None, form.to_second(g, x, w) if needs[1] else None
 
 
 @dataclass(slots=True)
@@ -235,7 +211,7 @@ class DeferredDerivative:
         derivative: Tensor | None = None
         for g, v in self.pairs:
             assert self.weight is not None
-            part = self.form.to_second(g, v, self.weight)
+            part = self.form.gradients(g, v, self.weight, (False, True))[1]
             derivative = part if derivative is None else derivative.add_(part)
         self.pairs.clear()
         self.weight = None
@@ -260,7 +236,7 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled():
             first = (*(a and b for a, b in zip(needs, pending.trained, strict=False)), needs[2])
             return (*_ProductGradient.apply(g, x, w, pending, first), None)  # type: ignore[no-untyped-call]
-        gx, gw = _operand_gradients(pending.form, g, x, w, needs)
+        gx, gw = pending.form.gradients(g, x, w, needs)
         deferred = pending.pop()
         if deferred is not None:
             gw = deferred if gw is None else gw.add_(deferred)
@@ -276,7 +252,7 @@ class _ProductGradient(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(g, x, w)
         ctx.pending, form = pending, pending.form
-        gx, gw = _operand_gradients(form, g, x, w, needs)
+        gx, gw = form.gradients(g, x, w, needs)
         return gx, gw, form.to_bias(g) if needs[2] else None
 
     @staticmethod
@@ -292,15 +268,15 @@ class _ProductGradient(torch.autograd.Function):
                 through = form.run(v, w, q if p is None else None)
                 by_g = through if by_g is None else by_g.add_(through)
             if v is None and p is None and q is not None:
-                by_g = q.view(-1, *(1,) * (0 if isinstance(form, _Linear) else g.dim() - 2)).expand_as(g)
+                by_g = q.view(-1, *(1,) * form.places).expand_as(g)
         if needs[1] and p is not None:
-            by_x = form.to_first(g, x, p)
+            by_x = form.gradients(g, x, p, (True, False))[0]
         if needs[2] and v is not None:
             if pending.defer and g.numel() + v.numel() < w.numel():
                 pending.pairs.append((g, v))
                 pending.weight = w
             else:
-                by_w = form.to_second(g, v, w)
+                by_w = form.gradients(g, v, w, (False, True))[1]
         return by_g, by_x, by_w, None, None
 
 
@@ -326,20 +302,16 @@ def product_twice(
         x, w, b = arguments["input"], arguments["weight"], arguments.get("bias")
         if w.dim() != 2 or x.dim() < 2:
             return None
-        form, restore = _Linear(), _identity
+        form, restore = _Linear(), lambda output: output
     elif op_type in CONVOLUTIONS:
         call = convolution_call(op_type, args, kwargs)
         x, w, b, restore = call.x, call.weight, call.bias, call.restore
-        form = _Convolution(call.geometry)
+        form = _Convolution(call.geometry, x.dim() - 2)
     else:
         return None
     pending = DeferredDerivative(form, defer, trained)
     output: Tensor = _Product.apply(x, w, b, pending)  # type: ignore[no-untyped-call]
     return restore(output), pending
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -414,11 +386,9 @@ def _gradients(
 
 def batch_norm_twice(call: OperatorCall) -> Tensor | None:
     """Run a batch normalization in training mode; None if the call is another one."""
-    if call.function is not F.batch_norm:
+    arguments = batch_norm_arguments(call)
+    if arguments is None:
         return None
-    bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     plain = arguments["training"] and x.requires_grad and x.dim() > 1 and math.prod(x.shape) > x.shape[1]
     if not plain or any(t is None or t.dtype is not x.dtype for t in (weight, bias)):

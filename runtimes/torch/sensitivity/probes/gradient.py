@@ -14,7 +14,7 @@ element over zero, is the variance that sign changes add (`Probed.flips`). The n
 largest element is a tensor of its own, which noise changes from 0 to 1.
 
 A step that is differentiated twice needs three to seven times the memory of a training step. Where a batch can be
-divided, only some of its samples are therefore probed; see `probe_parts`.
+divided, only some of its samples are therefore probed; see `Prober`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -34,10 +36,10 @@ from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.interception import Handler, OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NO_NOISE, NoiseMeasurement, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NoiseMeasurement
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm
 from qsync_opt.runtimes.torch.sensitivity.signs import signs_like
 from qsync_opt.sensitivity import Gain
 
@@ -153,7 +155,6 @@ class _Projected:
 
     signs: Sequence[_Signs]
     roots: Mapping[int, Tensor] | None
-    adaptive: bool
     first: bool = True
     sums: list[list[Tensor]] = field(default_factory=list)
     progress: list[Tensor] = field(default_factory=list)
@@ -169,19 +170,19 @@ class _Projected:
 
     def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
         projection: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
-            gradient, functools.partial(signs.of, index), self.adaptive
+            gradient, functools.partial(signs.of, index), self.roots is not None
         )
-        return projection * self._weight(index, gradient) if self.adaptive else projection
+        return projection if self.roots is None else projection * self._weight(self.roots.get(index), index, gradient)
 
-    def _weight(self, index: int, gradient: Tensor) -> Tensor:
+    def _weight(self, root: Tensor | None, index: int, gradient: Tensor) -> Tensor:
         """The factor of a parameter's gradient that makes its variance the share of Adam's progress that it costs.
 
         Its square is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
         `qsync_opt.sensitivity.scores`; 0 where a whole gradient is 0. `_per_progress` divides by the sum.
         """
-        known_root = None if self.roots is None else self.roots.get(index)
         with torch.no_grad():
-            root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if known_root is None else known_root
+            if root is None:
+                root = norm(gradient.detach()).double() / gradient.numel() ** 0.5
             self.progress.append(root * gradient.numel())
             weight = torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
             self.weights[index] = weight
@@ -202,25 +203,28 @@ class Probe:
 
     Attributes:
         operators: Names of the operators to probe; None for all adjustable ones.
-        probes: Number of random vectors.
+        probes: Number of random vectors; the relative error of a gain shrinks with their number and the tensor's size.
         seed: Seed of the random vectors.
-        adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
-        roots: Root mean squares of the gradients by the number of the trained parameter; by default those of the loss.
+        roots: To count the variance of every parameter's gradient by the share of Adam's progress that it costs: root
+            mean squares of the gradients by the number of the trained parameter, by default those of the loss.
         keep: From a tensor and its number of elements to whether to keep a sample of its derivative.
     """
 
     operators: frozenset[str] | None
     probes: int
     seed: int = 0
-    adaptive: bool = False
     roots: Mapping[int, Tensor] | None = None
     keep: Callable[[Key, int], bool] | None = None
 
     def run(self, model: nn.Module, loss_of: LossOf, noise: NoiseMeasurement) -> ProbeSums:
-        """Sums of squared derivatives of one loss, given the noise at its rectifiers.
+        """Sums of squared derivatives of one loss, given the noise at its rectifiers. Dropout draws anew in each pass.
 
         Raises:
-            ModelError: Some operation of the model has no second derivative, or there is not enough memory.
+            ModelError: Some operation of the model has no second derivative; there is not enough memory; an operator
+                runs without gradients; with ``roots``, every gradient is zero.
+
+        Source:
+            Ours; the estimator of a squared norm from random signs is Hutchinson's.
         """
         copied: frozenset[str] = frozenset()
         while True:
@@ -230,7 +234,7 @@ class Probe:
                     progress = self._differentiate(model, loss_of, tapper)
                 if tapper.written <= copied:
                     sums, flips = tapper.results(self.probes)
-                    if self.adaptive:
+                    if self.roots is not None:
                         total = float(torch.stack(progress).sum()) / self.probes if progress else 0.0
                         _per_progress(sums, flips, total)
                     return ProbeSums(sums, flips, dict(tapper.rectified))
@@ -242,7 +246,7 @@ class Probe:
         """Pass derivatives to the tapper; returns the terms of Adam's progress, by parameter and probe."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         signs = [_Signs(parameters, (self.seed, probe)) for probe in range(self.probes)]
-        projected = _Projected(signs, self.roots, self.adaptive)
+        projected = _Projected(signs, self.roots)
         with gradient_hooks(parameters, projected.hook):
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
                 loss = loss_of()
@@ -271,35 +275,25 @@ def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], pr
             "a batch and a loss that the model learns from, or collect with adaptive_probes=0"
         )
     for tensor_sums in sums.values():
-        tensor_sums.plain, tensor_sums.fixed, tensor_sums.floating = (
-            x / progress for x in (tensor_sums.plain, tensor_sums.fixed, tensor_sums.floating)
-        )
-        tensor_sums.scale /= progress
+        for name in ("plain", "fixed", "floating", "scale"):
+            setattr(tensor_sums, name, getattr(tensor_sums, name) / progress)
     for row in flips.values():
         row[:] = [value / progress for value in row]
 
 
-def gain_of(sums: Sums) -> Gain:
-    """Gains from the sums over a tensor; weights that are all zero count as 1."""
-    return Gain(
-        uniform=normalized_sum(sums.plain, sums.fixed, sums.fixed_weight, sums.elements),
-        floating=normalized_sum(sums.plain, sums.floating, sums.values, sums.elements),
-    )
+Pair = NDArray[np.float64]
+"""A gain or curvature: for uniform noise, and for noise in proportion to the elements."""
 
 
-def add_gains(a: Gain, b: Gain) -> Gain:
-    """The sum of two gains."""
-    return Gain(uniform=a.uniform + b.uniform, floating=a.floating + b.floating)
+def gain_of(sums: Sums, changes: Sequence[float] | None = None) -> Pair:
+    """Gains from the sums over a tensor, or from other sums ``plain``, ``fixed`` and ``floating``.
 
-
-def scale_gain(gain: Gain, factor: float) -> Gain:
-    """A gain times a factor."""
-    return Gain(uniform=gain.uniform * factor, floating=gain.floating * factor)
-
-
-def normalized_sum(plain: float, weighted_sum: float, weights: float, elements: int) -> float:
-    """The weighted sum with weights scaled to mean 1; the plain sum where all weights are 0."""
-    return weighted_sum * elements / weights if weights > 0 else plain
+    Weights are scaled to mean 1; weights that are all zero count as 1.
+    """
+    plain, *weighted = (sums.plain, sums.fixed, sums.floating) if changes is None else changes
+    totals = sums.fixed_weight, sums.values
+    pairs = zip(weighted, totals, strict=True)
+    return np.array([x * sums.elements / total if total > 0 else plain for x, total in pairs])
 
 
 def adjustable_names(graph: OpGraph | None) -> frozenset[str] | None:
@@ -312,76 +306,36 @@ def has_kinks(graph: OpGraph | None) -> bool:
     return graph is None or any(operator.op_type in KINKED for operator in graph)
 
 
-def probe_gains(
-    model: nn.Module,
-    loss_of: LossOf,
-    *,
-    graph: OpGraph | None = None,
-    probes: int,
-    seed: int = 0,
-    adaptive: bool = False,
-    roots: Mapping[int, Tensor] | None = None,
-    noise: NoiseMeasurement | None = None,
-) -> Probed:
-    """Gains of every tensor of every adjustable operator for one batch, and the variance from sign changes.
+def sum_calls(pairs: Mapping[Key, Pair], squares: Mapping[Key, float]) -> dict[str, dict[str, Pair]]:
+    """Sums over the calls of each operator, by operator and tensor.
 
-    Needs several times the memory of a training step; see `probe_parts` for less. Dropout draws anew in each pass.
-
-    Args:
-        model: The model.
-        loss_of: Runs the model on the batch and returns the loss.
-        graph: Limits the operators to its adjustable ones.
-        probes: Random vectors; the relative error of a gain shrinks with their number and with the tensor's size.
-        seed: Seed of the random vectors.
-        adaptive: As in `Probe`.
-        roots: As in `Probe`.
-        noise: Noise at rectifiers; by default it is measured now.
-
-    Returns:
-        Gains by operator and tensor, and sums by rectifier.
-
-    Raises:
-        ModelError: Some operation of the model has no second derivative; there is not enough memory; an operator runs
-            without gradients; with ``adaptive``, every gradient is zero.
-
-    Source:
-        Ours; the estimator of a squared norm from random signs is Hutchinson's.
+    Statistics hold means over the calls of an operator. A call with a larger tensor is noisier, so it counts by the
+    tensor's mean square (``squares``) over the mean of all calls.
     """
-    operators = adjustable_names(graph)
-    if noise is None:
-        noise = noisy_passes(model, loss_of, operators, shift=not adaptive) if has_kinks(graph) else NO_NOISE
-    probe = Probe(operators=operators, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
-    return probe_whole(model, loss_of, probe, noise)
-
-
-def probe_whole(model: nn.Module, loss_of: LossOf, probe: Probe, noise: NoiseMeasurement) -> Probed:
-    """What one probe of the loss of a whole batch measures; raises as `probe_gains`."""
-    sums = probe.run(model, loss_of, noise)
-    return merge_calls({key: gain_of(value) for key, value in sums.sums.items()}, sums.flips, noise, [sums])
-
-
-def merge_calls(
-    gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], noise: NoiseMeasurement, parts: Sequence[ProbeSums]
-) -> Probed:
-    """Gains summed over the calls of each operator; ``flips`` end with the squared shift of the mean gradient.
-
-    Statistics hold means over the calls of an operator. A call with a larger tensor is noisier, so its gain counts by
-    the tensor's mean square over the mean of all calls.
-    """
-    together: dict[str, dict[str, Gain]] = {}
-    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in parts) for key in gains}
-    shares = shares_of_mean(squares)
-    for key, gain in gains.items():
+    calls: dict[tuple[str, str], list[float]] = {}
+    for (name, tensor, _), square in squares.items():
+        calls.setdefault((name, tensor), []).append(square)
+    together: dict[str, dict[str, Pair]] = {}
+    for key, pair in pairs.items():
         name, tensor, _ = key
-        gain = scale_gain(gain, shares[key])
-        previous = together.setdefault(name, {}).get(tensor)
-        if previous is not None:
-            gain = add_gains(previous, gain)
-        together[name][tensor] = gain
+        mean = sum(calls[name, tensor]) / len(calls[name, tensor])
+        sums = together.setdefault(name, {})
+        sums[tensor] = sums.get(tensor, 0.0) + pair * (squares[key] / mean if mean > 0 else 1.0)
+    return together
+
+
+def probed(
+    gains: Mapping[Key, Pair], flips: Mapping[str, Sequence[float]], noise: NoiseMeasurement, parts: Sequence[ProbeSums]
+) -> Probed:
+    """The result of probing parts of a batch; ``flips`` end with the squared shift of the mean gradient."""
+    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in parts) for key in gains}
     # Independent sign changes move the mean too: by -P or P at an element.
     shift = noise.shift - sum(row[-1] for row in flips.values())
     return Probed(
-        together,
+        {
+            name: {tensor: Gain(uniform=float(pair[0]), floating=float(pair[1])) for tensor, pair in tensors.items()}
+            for name, tensors in sum_calls(gains, squares).items()
+        },
         {name: tuple(row[:-1]) for name, row in flips.items()},
         {name: input_noise.ratio for name, input_noise in noise.input_noise.items()},
         max(0.0, shift),

@@ -7,111 +7,83 @@ import functools
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.errors import QSyncError, first_line
 from qsync_opt.model import OpGraph
-from qsync_opt.runtimes.torch.sensitivity.probes.batch_parts import parts_of
 from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
-    LossOf,
+    Pair,
     Probe,
     Probed,
     ProbeMemoryError,
     ProbeSums,
-    add_gains,
     adjustable_names,
     gain_of,
     has_kinks,
-    merge_calls,
-    normalized_sum,
-    probe_whole,
-    scale_gain,
+    probed,
 )
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
-    NO_NOISE,
-    PASSES,
-    InputNoise,
-    NoiseMeasurement,
-    noisy_passes,
-)
-from qsync_opt.runtimes.torch.sensitivity.probes.taps import Kept, Key
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place
-from qsync_opt.sensitivity import Curvature, Gain, ModelStatistics
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import NO_NOISE, PASSES, NoiseMeasurement, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import Key
+from qsync_opt.runtimes.torch.sensitivity.reductions import to_host
+from qsync_opt.sensitivity import Curvature, ModelStatistics
 
 PASSES_OF_PARTS = 3
 """Noisy forward passes, over the whole batch, as the scale of its numbers is that of the largest of all samples."""
+PARTS = 4
+"""Number of parts of a batch: a step that is differentiated twice needs several times the memory."""
+_NORMALIZED = 8
+"""Smallest part for a model that normalizes over samples: means over fewer would differ too much."""
 
 
-class NotDivisibleError(Exception):
-    """The parts of a batch do not represent the whole."""
+class Part(NamedTuple):
+    """Some samples of a batch, their share of it, and their indices."""
 
-
-class PartLoss(NamedTuple):
-    """The loss of some samples of a batch, their share of it, and their indices."""
-
-    loss_of: LossOf
+    batch: Any
     share: float
     chosen: range
 
 
-def probe_parts(
-    model: nn.Module, parts: Sequence[PartLoss], whole: ModelStatistics, probe: Probe, noise: NoiseMeasurement
-) -> Probed:
-    """The result of `probe_whole` for a batch, estimated from two parts of it of one size.
+def parts_of(model: nn.Module, batch: Any) -> tuple[Part, Part] | None:
+    """Two of the equal parts of a batch, of interleaved samples; None if the batch cannot be divided.
 
-    Args:
-        model: The model.
-        parts: Two of them.
-        whole: Statistics of the whole batch.
-        probe: How each of the parts is probed.
-        noise: Noise at rectifiers in the whole batch.
-
-    Raises:
-        NotDivisibleError: Tensors are neither as large as in the batch nor smaller by the share of the part.
-        ModelError: As `probe_gains`.
-
-    Source:
-        Ours.
+    Samples are the first dimension of all tensors of a batch, of one size.
     """
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    sizes = {int(x.shape[0]) for x in leaves}
+    if len(sizes) != 1:
+        return None
+    (samples,) = sizes
+    least = _NORMALIZED if _couples_samples(model) else 1
+    size = max(samples // PARTS, least)
+    if 2 * size > samples:
+        return None
+    step = samples // size
 
-    def shared(key: Key, elements: int) -> bool:
-        return not key[1].endswith("gradient") and elements == _elements(whole, key)
+    def part(start: int) -> Part:
+        def some(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.dim():
+                return x
+            chosen = x.detach()[torch.arange(size, device=x.device) * step + start]
+            return chosen.requires_grad_(x.requires_grad)
 
-    probe = dataclasses.replace(probe, keep=shared)
-    a, b = (probe.run(model, part.loss_of, noise.of_some(part.chosen, part.share)) for part in parts)
-    share = parts[0].share
-    if a.sums.keys() != b.sums.keys() or a.flips.keys() != b.flips.keys():
-        raise NotDivisibleError("the parts took different paths through the model")
-    common = _common(a, b)
-    averaged = _averages(a, b, share, whole)
-    gains: dict[Key, Gain] = {}
-    for key, sums in a.sums.items():
-        gain = scale_gain(add_gains(gain_of(sums), gain_of(b.sums[key])), 0.5)
-        backward = key[1].endswith("gradient")
-        factor = 1.0 if averaged or backward else share**-2
-        elements, whole_elements = sums.elements, _elements(whole, key)
-        if elements == whole_elements and backward:
-            gains[key] = gain  # shared by all samples: the same in every part
-        elif elements == whole_elements:
-            gains[key] = scale_gain(add_gains(scale_gain(gain, share), scale_gain(common[key], 1 - share)), factor)
-        elif elements == round(whole_elements * share):
-            gains[key] = scale_gain(gain, (1 / share if backward else share) * factor)
-        else:
-            raise NotDivisibleError(f"{key[1]} of {key[0]!r} has {elements} of {whole_elements} elements in a part")
-    factor = 1.0 if averaged else share**-2
-    flips = {}
-    for name, row in a.flips.items():
-        signal = whole.signals.get(name)
-        # What all samples share counts once, from one part: an upper bound.
-        part = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
-        flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
-    input_noise = {name: InputNoise(x.ratio, ()) for name, x in noise.input_noise.items()}
-    return merge_calls(gains, flips, NoiseMeasurement(input_noise, 0.0), [a, b])
+        return Part(tree_map(some, batch), size / samples, range(start, start + size * step, step))
+
+    return part(0), part(1)
+
+
+def _couples_samples(model: nn.Module) -> bool:
+    normalization = nn.modules.batchnorm._NormBase
+    return any(
+        isinstance(module, normalization) and (module.training or not module.track_running_stats)
+        for module in model.modules()
+    )
 
 
 def _elements(whole: ModelStatistics, key: Key) -> int:
@@ -120,7 +92,7 @@ def _elements(whole: ModelStatistics, key: Key) -> int:
     return 0 if tensor is None else int(tensor.elements)
 
 
-def _averages(a: ProbeSums, b: ProbeSums, share: float, whole: ModelStatistics) -> bool:
+def _averages(a: ProbeSums, b: ProbeSums, whole: ModelStatistics) -> bool:
     """Whether the loss is a mean over samples rather than a sum.
 
     The sum of a gradient's squares over samples is then larger in a part than in the batch; for a sum it is smaller.
@@ -135,40 +107,25 @@ def _averages(a: ProbeSums, b: ProbeSums, share: float, whole: ModelStatistics) 
     return not logs or statistics.median(logs) > 0
 
 
-def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Gain]:
+def _common(a: ProbeSums, b: ProbeSums) -> dict[Key, Pair]:
     """Gains of tensors that all samples share, from products of the two parts' derivatives instead of squares."""
     keys = [key for key, sums in a.sums.items() if sums.kept]
-    ours, theirs = (_on_host([kept for key in keys for kept in part.sums[key].kept]) for part in (a, b))
-    products = iter([_products(x, y) for x, y in zip(ours, theirs, strict=True)])
+    ours, theirs = (to_host([x for key in keys for x in part.sums[key].kept]) for part in (a, b))
+    products = map(_products, ours, theirs)
     gains = {}
     for key in keys:
         sums = a.sums[key]
         rows = [next(products) for _ in sums.kept]
-        scale = sums.scale * sums.elements / sums.kept[0].derivative.numel() / len(rows)
-        plain, fixed, floating = (scale * sum(column) for column in zip(*rows, strict=True))
-        uniform = normalized_sum(plain, fixed, sums.fixed_weight, sums.elements)
-        floating = normalized_sum(plain, floating, sums.values, sums.elements)
-        gains[key] = Gain(uniform=max(0.0, uniform), floating=max(0.0, floating))
+        scale = sums.scale * sums.elements / sums.kept[0].shape[1] / len(rows)
+        changes = [scale * sum(column) for column in zip(*rows, strict=True)]
+        gains[key] = np.fmax(0.0, gain_of(sums, changes))
     return gains
 
 
-def _on_host(every: Sequence[Kept]) -> list[Kept]:
-    """The samples on the host; one transfer per field and type."""
-    fields: list[list[torch.Tensor | None]] = []
-    for tensors in zip(*every, strict=True):
-        present = [x for x in tensors if x is not None]
-        parts = {
-            place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some]))
-            for place, some in by_place(present, lambda x: x).items()
-        }
-        fields.append([None if x is None else next(parts[x.dtype, x.device]) for x in tensors])
-    return [Kept(*parts_of_one) for parts_of_one in zip(*fields, strict=True)]
-
-
-def _products(a: Kept, b: Kept) -> tuple[float, float, float]:
-    both = (a.derivative * b.derivative).double()
-    fixed = 0.0 if a.fixed is None else float(both @ a.fixed.double())
-    return float(both.sum()), fixed, float(both @ a.values.double().square())
+def _products(a: Tensor, b: Tensor) -> tuple[float, float, float]:
+    both = (a[0] * b[0]).double()
+    fixed = float(both @ a[2].double()) if len(a) > 2 else 0.0
+    return float(both.sum()), fixed, float(both @ a[1].double().square())
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -203,34 +160,85 @@ class Prober:
         self._operators = adjustable_names(graph)
         self._whole = functools.partial(run, model, batch)
         self._batch_statistics = batch_statistics
-        parts = (parts_of(model, batch) if divide else None) or ()
-        self._parts = [PartLoss(functools.partial(run, model, part.batch), part.share, part.chosen) for part in parts]
+        self._run = run
+        self._parts = parts_of(model, batch) if divide else None
         self._noise_by_passes: dict[tuple[int, bool], NoiseMeasurement] = {}
 
-    def gains(self, probes: int, *, adaptive: Mapping[int, Tensor] | None = None) -> Probed:
+    def gains(self, probes: int, *, roots: Mapping[int, Tensor] | None = None) -> Probed:
         """Gains from random vectors, none with 0 probes.
 
         Args:
             probes: Number of random vectors.
-            adaptive: Root mean squares of the batch's gradients, for adaptive probes.
+            roots: As in `Probe`.
 
         Raises:
-            ModelError: As `probe_gains`.
+            ModelError: As `Probe.run`.
         """
         if not probes:
             return Probed({}, {}, {})
-        plain = adaptive is None
-        probe = Probe(operators=self._operators, probes=probes, seed=self._seed, adaptive=not plain, roots=adaptive)
-        if self._parts:
+        probe = Probe(operators=self._operators, probes=probes, seed=self._seed, roots=roots)
+        if self._parts is not None:
             try:
-                noise = self._noise(PASSES_OF_PARTS, shift=False)
-                return probe_parts(self._model, self._parts, self._batch_statistics, probe, noise)
+                return self._gains_of_parts(probe, self._parts)
             except ProbeMemoryError:
                 raise  # the whole batch would need even more
-            except (NotDivisibleError, QSyncError, RuntimeError, ValueError, TypeError, LookupError) as error:
+            except (QSyncError, RuntimeError, ValueError, TypeError, LookupError) as error:
                 _LOGGER.info("the batch is probed as a whole: %s", first_line(error)[:400])
-            self._parts = []
-        return probe_whole(self._model, self._whole, probe, self._noise(PASSES, shift=plain))
+            self._parts = None
+        noise = self._noise(PASSES, shift=roots is None)
+        sums = probe.run(self._model, self._whole, noise)
+        return probed({key: gain_of(value) for key, value in sums.sums.items()}, sums.flips, noise, [sums])
+
+    def _gains_of_parts(self, probe: Probe, parts: tuple[Part, Part]) -> Probed:
+        """Gains of the batch, estimated from two parts of it.
+
+        Raises:
+            ValueError: Tensors are neither as large as in the batch nor smaller by the share of the part.
+            ModelError: As `Probe.run`.
+
+        Source:
+            Ours.
+        """
+        whole, share = self._batch_statistics, parts[0].share
+        noise = self._noise(PASSES_OF_PARTS, shift=False)
+
+        def shared(key: Key, elements: int) -> bool:
+            return not key[1].endswith("gradient") and elements == _elements(whole, key)
+
+        probe = dataclasses.replace(probe, keep=shared)
+        a, b = (
+            probe.run(
+                self._model,
+                functools.partial(self._run, self._model, part.batch),
+                noise.of_some(part.chosen, part.share),
+            )
+            for part in parts
+        )
+        if a.sums.keys() != b.sums.keys() or a.flips.keys() != b.flips.keys():
+            raise ValueError("the parts took different paths through the model")
+        common = _common(a, b)
+        unscaled = 1.0 if _averages(a, b, whole) else share**-2
+        gains: dict[Key, Pair] = {}
+        for key, sums in a.sums.items():
+            gain = (gain_of(sums) + gain_of(b.sums[key])) * 0.5
+            backward = key[1].endswith("gradient")
+            factor = 1.0 if backward else unscaled
+            elements, whole_elements = sums.elements, _elements(whole, key)
+            if elements == whole_elements and backward:
+                gains[key] = gain  # shared by all samples: the same in every part
+            elif elements == whole_elements:
+                gains[key] = (gain * share + common[key] * (1 - share)) * factor
+            elif elements == round(whole_elements * share):
+                gains[key] = gain * ((1 / share if backward else share) * factor)
+            else:
+                raise ValueError(f"{key[1]} of {key[0]!r} has {elements} of {whole_elements} elements in a part")
+        flips = {}
+        for name, row in a.flips.items():
+            signal = whole.signals.get(name)
+            # What all samples share counts once, from one part: an upper bound.
+            counted = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
+            flips[name] = [unscaled * counted * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
+        return probed(gains, flips, noise, [a, b])
 
     def curvatures(self, probes: int) -> dict[str, dict[str, Curvature]]:
         """Traces from random vectors, none with 0 probes; raises as `probe_curvatures`."""

@@ -14,11 +14,11 @@ gradient is that of the loss which the noise smooths.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ _POOLS: dict[str, Any] = {
     "max_pool2d": F.max_pool2d_with_indices,
     "max_pool3d": F.max_pool3d_with_indices,
 }
-MAX_POOLS = tuple(_POOLS)
+MAX_POOLS: tuple[str, ...] = tuple(_POOLS)
 _SIGNATURE = inspect.signature(
     lambda input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False: None
 )
@@ -104,14 +104,9 @@ def pool_call(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     stride = arguments["stride"]
     if stride is None or (isinstance(stride, Sequence) and not stride):
         stride = arguments["kernel_size"]
-    window = Window(
-        kernel=_each(arguments["kernel_size"], dims),
-        stride=_each(stride, dims),
-        padding=_each(arguments["padding"], dims),
-        dilation=_each(arguments["dilation"], dims),
-        ceil=bool(arguments["ceil_mode"]),
-    )
-    return arguments["input"], window
+    extents = arguments["kernel_size"], stride, arguments["padding"], arguments["dilation"]
+    kernel, steps, padding, dilation = (_each(extent, dims) for extent in extents)
+    return arguments["input"], Window(kernel, steps, padding, dilation, bool(arguments["ceil_mode"]))
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
@@ -235,29 +230,23 @@ class _NoisyPasses:
     def __init__(self, operators: frozenset[str] | None, passes: int) -> None:
         self._operators, self._passes = operators, passes
         self.draw = -1
+        """Number of the pass; -1 is the one without noise."""
         self.reference: dict[str, list[Tensor]] = {}
         self._windows: dict[str, list[Contest]] = {}
         self._rectified = LastRectified()
         self.spread: dict[str, list[Tensor]] = {}
         self._gaps: dict[str, list[Tensor]] = {}
-        self._calls: dict[str, int] = {}
+        self.calls: Counter[str] = Counter()
         self._seeds: dict[str, int] = {}
         self.recomputing: Callable[[], bool] = lambda: False
-
-    def begin(self, draw: int) -> None:
-        """Start a pass; -1 is the one without noise."""
-        self.draw, self._calls = draw, {}
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type in KINKED:
             if self.recomputing():  # by activation checkpointing: the same numbers again
                 return call.run()
             return self._pool(call) if call.op_type in MAX_POOLS else self._rectify(call)
-        if (
-            self.draw < 0
-            or call.op_type not in BILINEAR
-            or not (self._operators is None or call.name in self._operators)
-        ):
+        chosen = self._operators is None or call.name in self._operators
+        if self.draw < 0 or call.op_type not in BILINEAR or not chosen:
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         seed = self._seeds.setdefault(call.name, len(self._seeds))  # by name: a recomputation rounds alike
@@ -288,7 +277,7 @@ class _NoisyPasses:
             ranked, name = self._rectified.ranks(x), call.traced_name
             if self.draw < 0:
                 self._windows.setdefault(name, []).append(contest(ranked, window))
-            number, windows = self._calls.get(name, 0), self._windows.get(name, [])
+            number, windows = self.calls[name], self._windows.get(name, [])
             if number < len(windows):
                 leading = x.shape[: -len(window.kernel)]
                 self._compare(name, x, lambda _: _gap_spread(windows[number], ranked).view(*leading, 1))
@@ -296,8 +285,8 @@ class _NoisyPasses:
 
     @torch.no_grad()
     def _compare(self, name: str, z: Tensor, spread_of: Callable[[Tensor], Tensor]) -> None:
-        number = self._calls.get(name, 0)
-        self._calls[name] = number + 1
+        number = self.calls[name]
+        self.calls[name] += 1
         if self.draw < 0:
             self.reference.setdefault(name, []).append(z.clone())
             return
@@ -305,8 +294,7 @@ class _NoisyPasses:
         if number >= len(references) or references[number].shape != z.shape:
             return  # the step took another path
         squares = (z - references[number]).square_()
-        spread = spread_of(squares)
-        sums = [(self.spread, spread)]
+        sums = [(self.spread, spread_of(squares))]
         if spread_of is not _per_channel:  # whose mean is that of all
             sums.append((self._gaps, squares.mean()))
         for place, value in sums:
@@ -367,24 +355,17 @@ def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
 class _MeanShift:
     """Squared norm of the mean deviation of a gradient, from independent draws and some elements of each parameter."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self) -> None:
         self._parts: dict[int, Tensor] = {}
         self._exact: Tensor | None = None
         self._sum: Tensor | None = None
         self._squares: list[Tensor] = []
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Sample gradients by hooks within the block; nothing of their size is kept."""
-
-        def hook(index: int, g: Tensor) -> Tensor:
-            some = strided(g, _ELEMENTS)
-            self._parts[index] = some * math.sqrt(g.numel() / some.numel())
-            return g.new_zeros(()).expand_as(g)
-
-        with gradient_hooks(self._parameters, hook):
-            yield
+    def hook(self, index: int, g: Tensor) -> Tensor:
+        """Sample a gradient, and keep nothing of its size."""
+        some = strided(g, _ELEMENTS)
+        self._parts[index] = some * math.sqrt(g.numel() / some.numel())
+        return g.new_zeros(()).expand_as(g)
 
     def add(self) -> None:
         """Finish a pass: the first is the one without noise."""
@@ -444,20 +425,21 @@ def noisy_passes(
         Ours.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    watch, shifted = _NoisyPasses(operators, passes), _MeanShift(parameters)
+    watch, shifted = _NoisyPasses(operators, passes), _MeanShift()
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     interception = Interception(model, watch, kinds=KINKED)
     watch.recomputing = lambda: interception.recomputing
     try:
         for draw in range(-1, passes):
-            watch.begin(draw)
+            watch.draw = draw
+            watch.calls.clear()
             with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(shift):
                 loss = loss_of()
             if not watch.reference:
                 return NO_NOISE
             if not shift:
                 continue
-            with shifted.watching():
+            with gradient_hooks(parameters, shifted.hook):
                 torch.autograd.grad(loss, parameters, allow_unused=True)
             shifted.add()
         return NoiseMeasurement(watch.results(), shifted.estimate())

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     contest,
     pool_call,
 )
-from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, Slot, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norms, on_host, strided, summed, totals
+from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.reductions import Queue, largest, norms, on_host, strided, summed, totals
 from qsync_opt.sensitivity import GRADIENTS, OPERANDS, SIGN_CHANGE_RATIOS
 
 _QUANTIZED = ("first", "second", "output_gradient")
@@ -49,16 +49,6 @@ _LEAST = 1e-30
 
 Key = tuple[str, str, int]
 """Operator, tensor, and number of the call."""
-Numbers = tuple[Key, tuple[str, ...], Tensor]
-"""Names and numbers of a key; names with a ``~`` have the square root of the number."""
-
-
-class Kept(NamedTuple):
-    """Evenly spaced elements of a derivative, the values there, and the weights of fixed-point noise there."""
-
-    derivative: Tensor
-    values: Tensor
-    fixed: Tensor | None
 
 
 @dataclass
@@ -70,7 +60,8 @@ class Sums:
         fixed: Of these times the weights of fixed-point noise; ``fixed_weight`` is the sum of the weights.
         floating: Of these times squared values; ``values`` is the sum of the squared values.
         elements: Number of elements.
-        kept: A sample of the elements for every probe; products of these count ``scale`` times.
+        kept: For every probe evenly spaced elements of the derivative, the values there and, of a quantized tensor, the
+            weights of fixed-point noise there; (2 or 3, n). Products of these count ``scale`` times.
     """
 
     plain: float = 0.0
@@ -79,61 +70,37 @@ class Sums:
     floating: float = 0.0
     values: float = 0.0
     elements: int = 0
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
     scale: float = 1.0
 
 
-class _Waiting(NamedTuple):
-    key: Key
-    derivative: Tensor
-    values: Tensor
-
-
-class DerivativeSums:
+class DerivativeSums(Queue[tuple[Key, Tensor]]):
     """Reduces derivatives, many at once, and keeps samples of some."""
 
     def __init__(self, keep: Callable[[Key, int], bool] | None) -> None:
+        super().__init__(_TOGETHER)
         self._keep = keep
-        self._waiting: list[_Waiting] = []
-        self._elements = 0
         self._results = 0
-        self.numbers: list[Numbers] = []
-        self.kept: dict[Key, list[Kept]] = {}
+        self.numbers: list[tuple[Key, tuple[str, ...], Tensor]] = []
+        """Names and numbers of a key; names with a ``~`` have the square root of the number."""
+        self.kept: dict[Key, list[Tensor]] = {}
 
     def count_result(self, elements: int) -> None:
         """Count the elements of a result of the step."""
         self._results += elements
-
-    @property
-    def _limit(self) -> int:
-        return max(_TOGETHER, int(self._results * _SHARE))
+        self.limit = max(_TOGETHER, int(self._results * _SHARE))
 
     def add(self, key: Key, derivative: Tensor, values: Tensor) -> None:
         """Queue a derivative and the values at its tensor; nothing may write into either any more."""
-        if self._elements + values.numel() > self._limit:
-            self.flush()
-        self._waiting.append(_Waiting(key, derivative, values))
-        self._elements += values.numel()
+        self.wait(values, (key, derivative))
 
-    def flush(self) -> None:
-        """Reduce all queued derivatives."""
-        alike = by_place(self._waiting, lambda waiting: waiting.values)
-        self.clear_waiting()
-        while alike:
-            _, some = alike.popitem()
-            if len(some) == 1 and some[0].values.numel() > self._limit:
-                self._reduce_large(some.pop())
-            else:
-                self._reduce(some)
-
-    def clear_waiting(self) -> None:
-        """Release all queued derivatives."""
-        self._waiting.clear()
-        self._elements = 0
-
-    def _reduce(self, some: Sequence[_Waiting]) -> None:
-        keys = [waiting.key for waiting in some]
-        derivatives, values = [waiting.derivative for waiting in some], [waiting.values for waiting in some]
+    def reduce(self, some: list[tuple[Tensor, tuple[Key, Tensor]]]) -> None:
+        """Reduce derivatives of one type and device."""
+        if len(some) == 1 and some[0][0].numel() > self.limit:
+            self._reduce_large(some.pop())
+            return
+        keys = [key for _, (key, _) in some]
+        derivatives, values = [derivative for _, (_, derivative) in some], [x for x, _ in some]
         products = torch._foreach_mul(derivatives, values)
         self._add_numbers(keys, ("~plain", "~values", "~floating"), [*map(norms, (derivatives, values, products))])
         del products
@@ -147,15 +114,14 @@ class DerivativeSums:
             rounded = [keys[i] for i in chosen]
             self._add_numbers(rounded, ("fixed", "fixed_weight"), [totals(squares), totals(weights)])
             fixed = dict(zip(rounded, weights, strict=True))
-        for waiting in some:
-            if self._keep is not None and self._keep(waiting.key, waiting.values.numel()):
-                self._keep_sample(waiting, fixed.get(waiting.key))
+        for key, derivative, x in zip(keys, derivatives, values, strict=True):
+            self._keep_sample(key, x, derivative, fixed.get(key))
 
-    def _reduce_large(self, waiting: _Waiting) -> None:
+    def _reduce_large(self, one: tuple[Tensor, tuple[Key, Tensor]]) -> None:
         """Reduce one tensor a part at a time."""
-        key, derivative, values = waiting
+        values, (key, derivative) = one
         step = _steps(largest([values])) if key[1] in _QUANTIZED else None
-        for part, there in zip(*(torch.split(x.reshape(-1), self._limit) for x in (derivative, values)), strict=True):
+        for part, there in zip(*(torch.split(x.reshape(-1), self.limit) for x in (derivative, values)), strict=True):
             self._add_numbers(
                 [key], ("~plain", "~values", "~floating"), [norms([x]) for x in (part, there, part * there)]
             )
@@ -164,15 +130,13 @@ class DerivativeSums:
                 self._add_numbers(
                     [key], ("fixed", "fixed_weight"), [totals([part.square() * weights[0]]), totals(weights)]
                 )
-        if self._keep is not None and self._keep(key, values.numel()):
-            some = strided(values, SAMPLE)
-            self._keep_sample(waiting, None if step is None else _fixed_point([some], step)[0])
+        some = strided(values, SAMPLE)
+        self._keep_sample(key, values, derivative, None if step is None else _fixed_point([some], step)[0])
 
-    def _keep_sample(self, waiting: _Waiting, fixed: Tensor | None) -> None:
-        derivative, values = (strided(x, SAMPLE).clone() for x in (waiting.derivative, waiting.values))
-        if fixed is not None:
-            fixed = strided(fixed, SAMPLE).clone()
-        self.kept.setdefault(waiting.key, []).append(Kept(derivative, values, fixed))
+    def _keep_sample(self, key: Key, values: Tensor, derivative: Tensor, fixed: Tensor | None) -> None:
+        if self._keep is not None and self._keep(key, values.numel()):
+            rows = [derivative, values] if fixed is None else [derivative, values, fixed]
+            self.kept.setdefault(key, []).append(torch.stack([strided(x, SAMPLE) for x in rows]))
 
     def _add_numbers(self, keys: Sequence[Key], names: tuple[str, ...], columns: Sequence[Sequence[Tensor]]) -> None:
         """Record numbers of several keys; one column per name."""
@@ -180,45 +144,35 @@ class DerivativeSums:
         self.numbers.extend((key, names, column) for key, column in zip(keys, table.unbind(1), strict=True))
 
 
-class ParameterGradients:
+class ParameterGradients(Queue[tuple[Key, int]]):
     """Sums over derivatives with respect to an operator's contribution to the gradient of a parameter.
 
     Such a derivative is random signs times one number, so only the gradient's norm is needed.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Tensor] = []
-        self._elements = 0
-        self._seen: list[tuple[Key, int, int]] = []
-        self._norms: list[Tensor] = []
+        super().__init__(_TOGETHER)
+        self._norms: list[tuple[Key, int, int, Tensor]] = []
 
     def add(self, key: Key, parameter: Tensor, gradient: Tensor) -> None:
         """Queue a contribution to a parameter's gradient; nothing may write into it any more."""
-        if self._elements + gradient.numel() > _TOGETHER:
-            self._flush()
-        self._waiting.append(gradient.detach())
-        self._elements += gradient.numel()
-        self._seen.append((key, id(parameter), gradient.numel()))
+        self.wait(gradient.detach(), (key, id(parameter)))
 
-    def _flush(self) -> None:
-        if self._waiting:
-            self._norms += norms(self._waiting)
-        self.clear()
-
-    def clear(self) -> None:
-        """Release all queued gradients."""
-        self._waiting.clear()
-        self._elements = 0
+    def reduce(self, some: list[tuple[Tensor, tuple[Key, int]]]) -> None:
+        """Keep the norms."""
+        for (gradient, item), root in zip(some, norms([x for x, _ in some]), strict=True):
+            self._norms.append((*item, gradient.numel(), root))
 
     def sums(self, weights: Mapping[int, Tensor]) -> dict[Key, Sums]:
         """Sums by key; ``weights`` are the factors of the signs by the parameter's id, by default 1."""
-        self._flush()
+        self.flush()
         if not self._norms:
             return {}
-        host = torch.stack([x.double() for x in (*self._norms, *weights.values())]).tolist()
-        numbers = dict(zip(weights, host[len(self._norms) :], strict=True))
+        roots = [root for *_, root in self._norms]
+        host = torch.stack([x.double() for x in (*roots, *weights.values())]).tolist()
+        numbers = dict(zip(weights, host[len(roots) :], strict=True))
         sums = {}
-        for (key, parameter, elements), root in zip(self._seen, host, strict=False):
+        for (key, parameter, elements, _), root in zip(self._norms, host, strict=False):
             square, values = numbers.get(parameter, 1.0) ** 2, root**2
             sums[key] = Sums(plain=square * elements, floating=square * values, values=values, elements=elements)
         return sums
@@ -239,7 +193,6 @@ def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tens
     return parts
 
 
-MASK = "mask"
 _SIGN_SAMPLE = 1 << 20
 """Sample size, at most, of a rectifier: each element costs several probabilities of a sign change."""
 
@@ -253,43 +206,32 @@ class _Snapshot:
     key: Key
 
 
-class _Rectifier(NamedTuple):
-    """The mask of a rectifier, and the distance of each element from zero in units of its noise, in half precision."""
-
-    tapper: GainTapper
-    name: str
-    mask: Tensor
-    distance: Tensor
-
-
-class MaskedRectifier(torch.autograd.Function):
-    """A rectifier whose backward pass is differentiated with respect to its mask, too."""
+class _MaskedRectifier(torch.autograd.Function):
+    """A rectifier that passes on the squared derivatives of a second differentiation with respect to its mask, too."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, where: _Rectifier) -> Tensor:
-        """Rectify."""
-        ctx.where = where
+    def forward(ctx: Any, z: Tensor, mask: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        ctx.where = mask, receive
         return z.relu()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiply by the mask."""
-        return _MaskedGradient.apply(grad, ctx.where), None  # type: ignore[no-untyped-call]
+        return _MaskedGradient.apply(grad, *ctx.where), None, None  # type: ignore[no-untyped-call]
 
 
 class _MaskedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, where: _Rectifier) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, mask: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
         ctx.save_for_backward(grad)
-        ctx.where = where
-        return grad * where.mask
+        ctx.where = mask, receive
+        return grad * mask
 
     @staticmethod
     def backward(ctx: Any, derivative: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        where = ctx.where
-        where.tapper.add_sign_changes(where.name, where.distance, (derivative * grad).square_())
-        return derivative * where.mask, None
+        mask, receive = ctx.where
+        receive((derivative * grad).square_())
+        return derivative * mask, None, None
 
 
 class GainTapper:
@@ -331,6 +273,7 @@ class GainTapper:
         self.weights: dict[int, Tensor] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._elements: dict[Key, int] = {}
+        self._changes: list[tuple[str, Tensor]] = []
         self.first, self.last = True, False
         self.written: set[str] = set()
         self.rectified: dict[str, int] = {}
@@ -358,72 +301,61 @@ class GainTapper:
             watched.append(self._watch(call.name, operand, trained, alias, x.detach(), leaf=x if x.is_leaf else None))
             operands.append(alias)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
-        output = self._run(call, args, kwargs, slots, watched)
+        output: Tensor | None = None
+        if call.op_type == "scaled_dot_product_attention":
+            output = attention_twice(args, kwargs)
+        else:
+            reached = [slot.tensor.requires_grad for slot in slots[:2]]
+            twice = product_twice(call.op_type, args, kwargs, defer=slots[-1].tensor.is_leaf, trained=reached)
+            if twice is not None:
+                output = twice[0]
+                self._pending.append((twice[1], watched[1]))
+        if output is None:
+            output = call.run(*args, **kwargs)
         values = output.detach()
-        snapshot = self._watch(
-            call.name, "output", "output_gradient", output, values.clone() if call.name in self._copied else values
-        )
+        if call.name in self._copied:
+            values = values.clone()
+        snapshot = self._watch(call.name, "output", "output_gradient", output, values)
         self._sums.count_result(output.numel())
         self._outputs[output.data_ptr()] = snapshot
         return output
-
-    def _run(
-        self,
-        call: OperatorCall,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        slots: Sequence[Slot],
-        watched: Sequence[_Snapshot],
-    ) -> Tensor:
-        if call.op_type == "scaled_dot_product_attention":
-            attended = attention_twice(args, kwargs)
-            if attended is not None:
-                return attended
-        trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
-        twice = product_twice(call.op_type, args, kwargs, defer=slots[-1].tensor.is_leaf, trained=trained)
-        if twice is None:
-            plain: Tensor = call.run(*args, **kwargs)
-            return plain
-        self._pending.append((twice[1], watched[1]))
-        return twice[0]
 
     def _watch(
         self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, leaf: Tensor | None = None
     ) -> _Snapshot:
         """Reduce the derivatives at a node and at its gradient as they come; a leaf receives zeros."""
         snapshot = self._snapshot(name, tensor, values)
+        reduce = self._reducer(snapshot, ends=leaf is not None)
 
         def hook(g: Tensor | None) -> Tensor | None:  # None: nothing depends on what is here
-            if self.first and g is not None and gradient is not None:
-                if leaf is None or len(leaf._backward_hooks or ()) != 1:  # another hook may change it
-                    return self._watch_gradient(name, gradient, g)
-                key = self._snapshot(name, gradient, g.detach()).key
-                self._gradients.add(key, leaf, g)
+            if not self.first:
+                return reduce(g)
+            if g is None or gradient is None:
                 return None
-            if self.first:
+            seen = self._snapshot(name, gradient, g.detach())
+            if leaf is not None and len(leaf._backward_hooks or ()) == 1:  # another hook may change it
+                self._gradients.add(seen.key, leaf, g)
                 return None
-            self._reduce(g, snapshot)
-            return None if leaf is None or g is None else expanded_zeros(g)
+            tap = g.view_as(g) if g.requires_grad else g.detach().requires_grad_()
+            tap.register_hook(self._reducer(seen, ends=not g.requires_grad))  # type: ignore[no-untyped-call]
+            return tap
 
         node.register_hook(hook)  # type: ignore[no-untyped-call]
         return snapshot
+
+    def _reducer(self, snapshot: _Snapshot, *, ends: bool) -> Callable[[Tensor | None], Tensor | None]:
+        """A hook that reduces a derivative; where autograd ends, it hands on zeros."""
+
+        def hook(derivative: Tensor | None) -> Tensor | None:
+            self._reduce(derivative, snapshot)
+            return expanded_zeros(derivative) if ends and derivative is not None else None
+
+        return hook
 
     def _snapshot(self, name: str, tensor: str, values: Tensor) -> _Snapshot:
         call = self._calls[name, tensor]
         self._calls[name, tensor] += 1
         return _Snapshot(values, values._version, (name, tensor, call))
-
-    def _watch_gradient(self, name: str, tensor: str, g: Tensor) -> Tensor:
-        differentiable = g.requires_grad
-        tap = g.view_as(g) if differentiable else g.detach().requires_grad_()
-        snapshot = self._snapshot(name, tensor, g.detach())
-
-        def hook(derivative: Tensor | None) -> Tensor | None:
-            self._reduce(derivative, snapshot)
-            return None if differentiable or derivative is None else expanded_zeros(derivative)
-
-        tap.register_hook(hook)  # type: ignore[no-untyped-call]
-        return tap
 
     def _rectify(self, call: OperatorCall) -> Tensor:
         z: Tensor = call.args[0] if call.args else call.kwargs["input"]
@@ -432,9 +364,9 @@ class GainTapper:
         sizes = self._sizes.get(call.traced_name)
         with torch.no_grad():
             distance = _distance(z, sizes.pop(0) if sizes else None)
-        where = _Rectifier(self, call.traced_name, z.detach() > 0, distance)
+        receive = functools.partial(self.add_sign_changes, call.traced_name, distance)
         read = z.detach().clone() if call.writes else z
-        result: Tensor = MaskedRectifier.apply(z, where)  # type: ignore[no-untyped-call]
+        result: Tensor = _MaskedRectifier.apply(z, z.detach() > 0, receive)  # type: ignore[no-untyped-call]
         if not call.writes:
             self._rectified.keep(result, read)
             return result
@@ -500,7 +432,6 @@ class GainTapper:
     @torch.no_grad()
     def add_sign_changes(self, name: str, distances: Tensor, squares: Tensor) -> None:
         """Add the variance of sign changes, from squared derivatives by a rectifier's mask or a max-pool's shares."""
-        key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
         sizes = self._inverse_sizes(name, squares)
         some = squares.numel() > _SIGN_SAMPLE
@@ -511,16 +442,14 @@ class GainTapper:
         changes = summed(probability.mul_(part.reshape(1, -1)), 1)
         if some:
             changes *= squares.numel() / part.numel()
-        self._sums.numbers.append((key, tuple(str(i) for i in range(len(SIGN_CHANGE_RATIOS) + 1)), changes))
+        self._changes.append((name, changes))
 
     def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
         """Inverse noise levels over root 2 at ``SIGN_CHANGE_RATIOS`` and at the measured ratio: (ratios, 1)."""
         if name not in self._inverse:
-            names = dict.fromkeys((*self._ratios, name)) if not self._inverse else [name]
-            rows = [[*SIGN_CHANGE_RATIOS, self._ratios.get(some, 0.0)] for some in names]
-            every = torch.tensor([[(2 * max(ratio, 1e-30)) ** -0.5 for ratio in row] for row in rows], dtype=like.dtype)
-            inverse = every.to(like.device, non_blocking=True).unsqueeze(2).unbind()
-            self._inverse.update(zip(names, inverse, strict=True))
+            ratios = [*SIGN_CHANGE_RATIOS, self._ratios.get(name, 0.0)]
+            sizes = torch.tensor([[(2 * max(ratio, 1e-30)) ** -0.5] for ratio in ratios], dtype=like.dtype)
+            self._inverse[name] = sizes.to(like.device, non_blocking=True)
         return self._inverse[name]
 
     def results(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
@@ -528,26 +457,21 @@ class GainTapper:
         sums: dict[Key, Sums] = {}
         flips: dict[str, list[float]] = {}
         numbers = self._sums.numbers
-        if not numbers:
-            return sums, flips
-        for (key, labels, _), values in zip(numbers, on_host([values for *_, values in numbers]), strict=True):
-            for label, number in zip(labels, values, strict=True):
-                value = number / (1.0 if label.startswith("~") else probes)
-                if key[1] == MASK:
-                    row = flips.setdefault(key[0], [0.0] * len(labels))
-                    row[int(label)] += value * (0.5 if int(label) < len(SIGN_CHANGE_RATIOS) else 0.25)
-                    continue
-                sums_of_key = sums.setdefault(key, Sums())
-                attribute = label.removeprefix("~")
-                added = value**2 / probes if label.startswith("~") else value
+        host = on_host([values for *_, values in numbers] + [values for _, values in self._changes])
+        for (key, names, _), row in zip(numbers, host, strict=False):
+            sums_of_key = sums.setdefault(key, Sums(elements=self._elements[key], kept=self._sums.kept.get(key, [])))
+            for name, number in zip(names, row, strict=True):
+                attribute = name.removeprefix("~")
+                added = (number**2 if name.startswith("~") else number) / probes
                 setattr(sums_of_key, attribute, getattr(sums_of_key, attribute) + added)
-        for key, sums_of_key in sums.items():
-            sums_of_key.elements, sums_of_key.kept = self._elements[key], self._sums.kept.get(key, [])
-        sums |= self._gradients.sums(self.weights)
+        factors = [0.5] * len(SIGN_CHANGE_RATIOS) + [0.25]
+        for (name, _), row in zip(self._changes, host[len(numbers) :], strict=True):
+            before = flips.get(name, [0.0] * len(row))
+            flips[name] = [x + change / probes * factor for x, change, factor in zip(before, row, factors, strict=True)]
         for name, row in flips.items():
             if not self._ratios.get(name, 0.0):
                 row[-1] = 0.0
-        return sums, flips
+        return sums | self._gradients.sums(self.weights), flips
 
     def clear(self) -> None:
         """Release all tensors: hooks in the autograd graph keep the tapper alive."""

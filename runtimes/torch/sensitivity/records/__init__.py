@@ -9,8 +9,14 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.sensitivity.records.batch import CAST_BEFORE_BACKWARD, cast_pending, finish_batch
-    from qsync_opt.runtimes.torch.sensitivity.records.moments import MomentQueue
-    from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord, measure_lookup
+    from qsync_opt.runtimes.torch.sensitivity.records.convolution import ConvolutionRecord
+    from qsync_opt.runtimes.torch.sensitivity.records.matrix import MatrixRecord
+    from qsync_opt.runtimes.torch.sensitivity.records.operator import (
+        AttentionRecord,
+        LookupRecord,
+        MomentQueue,
+        OperatorRecord,
+    )
     from qsync_opt.runtimes.torch.sensitivity.records.signals import (
         GradientScatter,
         Norms,
@@ -23,6 +29,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CAST_BEFORE_BACKWARD", "GradientScatter", "MomentQueue", "Norms", "OperatorRecord", "SignalTensors",
-    "cast_pending", "finish_batch", "loss_curvature", "measure_lookup", "normalized", "signals_on_host",
+    "CAST_BEFORE_BACKWARD", "AttentionRecord", "ConvolutionRecord", "GradientScatter", "LookupRecord", "MatrixRecord",
+    "MomentQueue", "Norms", "OperatorRecord", "SignalTensors", "cast_pending", "finish_batch", "loss_curvature",
+    "normalized", "signals_on_host",
 ]  # fmt: skip

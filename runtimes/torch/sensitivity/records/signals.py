@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
+from qsync_opt.runtimes.torch.sensitivity.products import batch_norm_arguments
 from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances, norm, on_host, square_sum
 from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
 from qsync_opt.sensitivity import GradientNoise
@@ -27,22 +26,13 @@ def _square_sum(gradient: Tensor) -> Tensor:
 
 
 class GradientScatter:
-    """Sums up the squared gradient norms of the batches within its block, where gradients accumulate in ``.grad``."""
+    """Sums up the squared gradient norms of batches, whose gradients accumulate in ``.grad``, at first None."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._squares: dict[torch.device, Tensor] = {}
         self._batches = 0
         self._last: dict[int, Tensor] = {}
-
-    def __enter__(self) -> GradientScatter:
-        self.clear()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.clear()
 
     def _count(self, square: Tensor) -> None:
         previous = self._squares.get(square.device)
@@ -162,8 +152,6 @@ def _whole(call: OperatorCall, original: Tensor, x: Tensor) -> Tensor:
     return loss
 
 
-_BATCH_NORM = inspect.signature(F.batch_norm)
-
 SignalTensors = tuple[int, dict[str, Tensor]]
 """Of one call: elements of its result, and tensors by name: norms ``input`` and ``output``, perhaps ``curvature``;
 of a normalization channel variances ``before`` and either ``after``, or its weight (``scale``), the variances that it
@@ -203,12 +191,8 @@ def _growths(numbers: Mapping[str, list[float]]) -> list[float]:
 def normalized(call: OperatorCall, x: Tensor, output: Tensor) -> dict[str, Tensor]:
     """The tensors that give the growth of channel variances in a batch normalization, in few kernels."""
     before = {"before": channel_variances(x)}
-    if call.function is not F.batch_norm:
-        return before | {"after": channel_variances(output)}
-    bound = _BATCH_NORM.bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
-    if arguments["weight"] is None:
+    arguments = batch_norm_arguments(call)
+    if arguments is None or arguments["weight"] is None:
         return before | {"after": channel_variances(output)}
     tensors = before | {
         "scale": arguments["weight"].detach(),

@@ -10,7 +10,6 @@ from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.autograd import product
 from qsync_opt.numerics import Granularity, formats_for
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.sensitivity.probes import probe_gains
 from qsync_opt.sensitivity import NoiseOptions, load_statistics, save_statistics, variances
 
 FORMATS = formats_for(("INT8", "FP8"), "BF16")
@@ -71,7 +70,7 @@ def test_an_8_bit_backward_pass_adds_noise_to_gradients_alone(data):
     assert eight.second_gradient.total > 1.2 * half.second_gradient.total
 
 
-def test_gain_of_fixed_point_noise_follows_the_errors_of_single_elements():
+def test_gain_of_fixed_point_noise_follows_the_errors_of_single_elements(probe_gains):
     """Rows on the grid of their common scale do not err, so that the others alone say how far noise reaches."""
     model = Single(torch.zeros(1, 2))
     x, g = torch.tensor([[127.0, 64.0], [0.5, 0.5]]), torch.tensor([[3.0], [1.0]])

@@ -61,10 +61,10 @@ def test_what_is_kept_are_the_same_elements_of_each():
     sums.flush()
     assert list(sums.kept) == [("a", "second", 0)]
     (kept,) = sums.kept["a", "second", 0]
-    places = [int((v == x).nonzero()[0]) for x in kept.values[:20]]
-    assert torch.equal(d[places], kept.derivative[:20])
+    places = [int((v == x).nonzero()[0]) for x in kept[1, :20]]
+    assert torch.equal(d[places], kept[0, :20])
     steps = (v[places] * 127 / v.abs().max()).frac().abs()
-    torch.testing.assert_close(kept.fixed[:20], steps - steps**2, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(kept[2, :20], steps - steps**2, rtol=1e-3, atol=1e-5)
 
 
 def test_gradients_of_parameters_are_summed_up_without_their_derivative():

@@ -9,7 +9,6 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.interception import intercept
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.sensitivity.probes import probe_gains
 from qsync_opt.runtimes.torch.support import allocation_of
 from qsync_opt.sensitivity import SIGN_CHANGE_RATIOS, IndicatorKind, sensitivities
 
@@ -23,7 +22,7 @@ class Smooth(nn.Module):
         return F.cross_entropy(self.b(torch.tanh(self.a(x))), y)
 
 
-def test_gains_are_the_squared_jacobian_of_the_gradient():
+def test_gains_are_the_squared_jacobian_of_the_gradient(probe_gains):
     model, x, y = Smooth(), torch.randn(5, 3), torch.randint(0, 2, (5,))
     gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1).gains
     parameters = list(model.parameters())
@@ -41,7 +40,7 @@ def test_gains_are_the_squared_jacobian_of_the_gradient():
     assert gains["a/linear"]["first"].floating == pytest.approx(float(weighted), rel=0.15)
 
 
-def test_noise_on_a_gradient_reaches_the_weights_before_it():
+def test_noise_on_a_gradient_reaches_the_weights_before_it(probe_gains):
     model, x, y = Smooth(), torch.randn(5, 3), torch.randint(0, 2, (5,))
     gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1).gains
     # The gradient of a's result enters a's own weight and bias gradients only: |x_n|^2 + 1 per element.
@@ -51,7 +50,7 @@ def test_noise_on_a_gradient_reaches_the_weights_before_it():
     assert gains["b/linear"]["first_gradient"].uniform > 0
 
 
-def test_adaptive_gains_are_shares_of_the_progress_of_adam():
+def test_adaptive_gains_are_shares_of_the_progress_of_adam(probe_gains):
     model, x, y = Smooth(), torch.randn(5, 3), torch.randint(0, 2, (5,))
     gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1, adaptive=True).gains
     plain = torch.autograd.grad(model(x, y), list(model.parameters()))
@@ -86,7 +85,7 @@ def test_adam_loses_the_share_of_its_progress_that_noise_has_beside_the_gradient
     assert 1 - gained(alike) / gained(0.0) == pytest.approx(0.05, abs=0.006)
 
 
-def test_flips_of_rectifiers_are_counted():
+def test_flips_of_rectifiers_are_counted(probe_gains):
     class Rectified(nn.Module):
         def __init__(self):
             super().__init__()
@@ -116,7 +115,7 @@ def test_flips_of_rectifiers_are_counted():
         assert predicted / measured == pytest.approx(1, abs=0.3)
 
 
-def test_models_that_cannot_be_differentiated_twice_are_named():
+def test_models_that_cannot_be_differentiated_twice_are_named(probe_gains):
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -188,7 +187,7 @@ def test_sensitivities_predict_what_the_kernels_do_to_the_gradient():
 
 
 @pytest.mark.parametrize("activation", [nn.GELU, nn.ReLU])
-def test_nothing_of_the_passes_stays_in_memory(activation):
+def test_nothing_of_the_passes_stays_in_memory(probe_gains, activation):
     model = nn.Sequential(nn.Linear(64, 256), activation(), nn.Linear(256, 1))
     x = torch.randn(512, 64)
 

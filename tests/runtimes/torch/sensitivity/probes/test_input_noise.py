@@ -11,7 +11,7 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.interception import intercept
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.sensitivity.probes import InputNoise, NoiseMeasurement, noisy_passes, probe_gains
+from qsync_opt.runtimes.torch.sensitivity.probes import InputNoise, NoiseMeasurement, noisy_passes
 from qsync_opt.sensitivity import sensitivities, sign_change_variance
 
 DRAWS = 60
@@ -95,7 +95,7 @@ def gradient(model, batch, rectifier, noise):
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
 
-def test_noise_flips_and_shift_are_those_of_many_draws(example):
+def test_noise_flips_and_shift_are_those_of_many_draws(probe_gains, example):
     model, batch = example
     seen = noisy_passes(model, lambda: model(*batch))
     found = probe_gains(model, lambda: model(*batch), probes=48)
@@ -125,7 +125,7 @@ def test_noise_flips_and_shift_are_those_of_many_draws(example):
     assert 0 <= found.shift <= max(0.0, seen.shift)
 
 
-def test_noise_is_counted_where_it_is():
+def test_noise_is_counted_where_it_is(probe_gains):
     torch.manual_seed(0)
     model = nn.Sequential(nn.ReLU(), nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 1))
     x = torch.randn(32, 6)
@@ -148,7 +148,7 @@ def test_noise_is_counted_where_it_is():
 
 
 @pytest.mark.parametrize("rectifier", [lambda z: z.relu_(), torch.relu_, nn.ReLU(inplace=True)])
-def test_rectifiers_that_write_into_their_input_flip_too(rectifier):
+def test_rectifiers_that_write_into_their_input_flip_too(probe_gains, rectifier):
     class Written(nn.Module):
         def __init__(self, rectifier):
             super().__init__()

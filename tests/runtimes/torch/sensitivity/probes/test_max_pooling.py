@@ -10,7 +10,7 @@ from torch import nn
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.sensitivity.probes import contest, noisy_passes, pool_call, probe_gains
+from qsync_opt.runtimes.torch.sensitivity.probes import contest, noisy_passes, pool_call
 from qsync_opt.sensitivity import sensitivities, sign_change_variance
 
 POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -91,7 +91,7 @@ def rounded(x, dims=None):
     ("rectifier", "shift"),
     [(nn.Identity(), 0.0), (nn.ReLU(), 0.0), (nn.ReLU(), -0.9), (nn.ReLU(inplace=True), -0.9)],
 )
-def test_switches_are_those_of_many_draws(rectifier, shift):
+def test_switches_are_those_of_many_draws(probe_gains, rectifier, shift):
     torch.manual_seed(1)
     model, x = Pooled(rectifier, shift), torch.randn(64, 6, 12, 12)
     found = probe_gains(model, lambda: model(x), probes=16)

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from qsync_opt.runtimes.torch.sensitivity.records import MomentQueue
-from qsync_opt.runtimes.torch.sensitivity.records import moments as moments
+from qsync_opt.runtimes.torch.sensitivity.records import operator as records
 
 
 @pytest.mark.parametrize("together", [1 << 21, 30])
 def test_each_gets_its_own(monkeypatch, together):
-    monkeypatch.setattr(moments, "_TOGETHER", together)
+    monkeypatch.setattr(records, "_TOGETHER", together)
     torch.manual_seed(0)
     queue, results = MomentQueue(), {}
     tensors = [torch.randn(20), torch.randn(4, 5), torch.randn(100).double()]
