@@ -11,9 +11,10 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import qsync_opt
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
-from qsync_opt.io import Fields, check_integer, read_json, write_json
+from qsync_opt.io import check_integer, decode, encode, read_json, write_json
 from qsync_opt.runtimes.torch.checkpoints.files import (
+    Manifest,
     begin,
     check_files,
     file_facts,
@@ -49,9 +51,9 @@ from qsync_opt.runtimes.torch.checkpoints.resuming import (
 from qsync_opt.runtimes.torch.checkpoints.state import (
     OTHER,
     RANDOM,
-    blank_optimizer_tensors,
-    blank_tensors,
+    BlankTensors,
     buffer_names,
+    join_optimizers,
     join_state,
     load_optimizers,
     loading_state,
@@ -80,6 +82,7 @@ from qsync_opt.runtimes.torch.support import bare_model
 CHECKPOINT_FORMAT = "qsync-checkpoint/1"
 STATE = "state.json"
 _LOGGER = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -162,36 +165,29 @@ class Checkpoints:
             {"step": step, "model": digest(shapes)},
             "save the same model at the same step on all ranks",
         )
-        ranks = gather_json(RankState.of(self._model, rank, self._plan).to_json())
+        ranks = self._ranks()
 
-        def prepare() -> str | None:
-            return None if rank else str(begin(self._folder, step))
+        def attempt(work: Callable[[], T]) -> T:
+            def translated() -> T:
+                with _translated(f"the checkpoint of step {step} was not written"):
+                    return work()
 
-        temporary = Path(broadcast_json(together(prepare)))
+            return together(translated)
+
+        temporary = Path(broadcast_json(attempt(lambda: None if rank else str(begin(self._folder, step)))))
 
         def write() -> None:
-            with _translated(f"the checkpoint of step {step} was not written"):
-                writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-                save(tensors, storage_writer=writer, no_dist=size == 1)
-                if rank == 0:
-                    write_json(temporary / STATE, self._described(step, ranks, values))
+            writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+            save(tensors, storage_writer=writer, no_dist=size == 1)
+            if rank == 0:
+                state = self._described(step, ranks, values)
+                write_json(temporary / STATE, encode(state, version=CHECKPOINT_FORMAT))
 
-        together(write)
-
-        def hashes() -> Any:
-            with _translated(f"the checkpoint of step {step} was not written"):
-                return {
-                    name: dict(fact) for name, fact in file_facts(temporary, files_in(temporary)[rank::size]).items()
-                }
-
-        facts = {name: fact for part in gather_json(together(hashes)) for name, fact in part.items()}
-
-        def complete() -> None:
-            with _translated(f"the checkpoint of step {step} was not written"):
-                if rank == 0:
-                    finish(temporary, step, facts, self._keep)
-
-        together(complete)
+        attempt(write)
+        own = attempt(lambda: file_facts(temporary, files_in(temporary)[rank::size]))
+        parts = gather_json(encode(Manifest(files=own)))
+        facts = {name: fact for part in parts for name, fact in decode(Manifest, part, "rank").files.items()}
+        attempt(lambda: None if rank else finish(temporary, step, facts, self._keep))
         return step_folder(self._folder, step)
 
     def load(self, step: int | None = None, *, plan: str = "checkpoint", model_only: bool = False) -> Resumed | None:
@@ -223,21 +219,25 @@ class Checkpoints:
             return None
         path = step_folder(self._folder, chosen)
         state = together(lambda: self._checked(path))
-        saved = _rank_states(state["ranks"], f"{path}: rank")
-        present = _rank_states(gather_json(RankState.of(self._model, rank, self._plan).to_json()), "rank")
-        together(lambda: require_same_operators(saved, present, state["versions"]))
-        saved = in_present_order(saved, present)
-        tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
+        present = self._ranks()
+        together(lambda: require_same_operators(state.ranks, present, state.versions))
+        saved = in_present_order(state.ranks, present)
+        tight = broadcast_json(self._tight(state.memory_bytes) if rank == 0 else None)
         resumed = decide(chosen, saved, present, tight, "present" if model_only else plan)
-        wanted = together(lambda: self._wanted(path, state, model_only))
-        together(lambda: self._read(path, state["values"], wanted, model_only))
+        wanted, values = together(lambda: self._wanted(path, state.values, model_only))
+        together(lambda: self._read(path, wanted, values, model_only))
         if not model_only:
             together(lambda: resume_plan(self._model, rank, saved, resumed))
         if rank == 0:
             _LOGGER.log(logging.WARNING if resumed.replanned else logging.INFO, "%s", resumed.describe())
         return resumed
 
-    def _collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _ranks(self) -> list[RankState]:
+        """How every rank computes now."""
+        own = RankState.of(self._model, world()[0], self._plan)
+        return [decode(RankState, state, f"rank {rank}") for rank, state in enumerate(gather_json(encode(own)))]
+
+    def _collect(self) -> tuple[dict[str, Tensor], _Values]:
         """This rank's share of the tensors, and everything that is no tensor."""
         rank, _ = world()
         model = bare_model(self._model)
@@ -253,21 +253,19 @@ class Checkpoints:
         else:
             tensors.update(others)
         tensors.update(random_states(model, rank))
-        return separate(tensors), {"model": extra, "optimizers": optimizer_values, "others": values}
+        return separate(tensors), _Values(model=extra, optimizers=optimizer_values, others=values)
 
-    def _described(self, step: int, ranks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
-        states = _rank_states(ranks, "rank")
-        plan = plan_of_ranks(states)
-        return {
-            "format": CHECKPOINT_FORMAT,
-            "step": step,
-            "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
-            "plan": None if plan is None else plan.to_json(),
-            "digest": digest_of_ranks(states),
-            "memory_bytes": {} if self._plan is None else dict(self._plan.memory_bytes),
-            "ranks": ranks,
-            "values": values,
-        }
+    def _described(self, step: int, ranks: list[RankState], values: _Values) -> _State:
+        plan = plan_of_ranks(ranks)
+        return _State(
+            step=step,
+            versions={"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
+            plan=None if plan is None else plan.to_json(),
+            digest=digest_of_ranks(ranks),
+            memory_bytes={} if self._plan is None else self._plan.memory_bytes,
+            ranks=tuple(ranks),
+            values=values,
+        )
 
     def _chosen(self, step: int | None) -> int | None:
         restore(self._folder)
@@ -279,7 +277,7 @@ class Checkpoints:
             raise ProblemError(f"there is no checkpoint of step {step} in {str(self._folder)!r}: there are {present}")
         return step
 
-    def _checked(self, path: Path) -> dict[str, Any]:
+    def _checked(self, path: Path) -> _State:
         """The JSON part of a checkpoint, after comparing its files with the manifest (each rank checks a share)."""
         rank, size = world()
         try:
@@ -291,80 +289,90 @@ class Checkpoints:
             advice = f"load(step={older[-1]}) takes an older one" if older else "there is no other one"
             raise ProblemError(f"{failure}; nothing was loaded: {advice}, or remove the folder") from failure
 
-    def _tight(self, needed_bytes: dict[str, int]) -> list[str]:
+    def _tight(self, needed_bytes: Mapping[str, int]) -> list[str]:
         """Device types in whose memory the checkpoint's plan does not fit now, as far as rank 0 knows their limits."""
         if self._plan is None or self._plan.model is None:
             return []
         limits = self._plan.model.limits_bytes
         return [name for name, needed in needed_bytes.items() if name in limits and needed > limits[name]]
 
-    def _wanted(self, path: Path, state: dict[str, Any], model_only: bool) -> dict[str, Tensor]:
-        """Tensors to load into; refuses a checkpoint of something else before any rank waits for another one."""
-        rank, _ = world()
+    def _wanted(self, path: Path, values: _Values, model_only: bool) -> tuple[dict[str, Tensor], _Values]:
+        """Tensors to load into, and the values joined with them.
+
+        Refuses a checkpoint of something else before any rank waits for another one.
+        """
         where = f"the checkpoint {str(path)!r}"
         model = bare_model(self._model)
-        values = state["values"]
-        sizes = saved_sizes(path, sum(entry.stat().st_size for entry in path.iterdir()))
+        sizes = saved_sizes(path)
+        blanks = BlankTensors(sizes)
         wanted, _ = model_tensors(model)
         require_same_tensors(wanted, sizes, where)
-        others = [values["model"]]
+        extra = join_state(values.model, blanks, where)
+        optimizers: list[dict[str, Any]] = []
+        others: dict[str, Any] = {}
         if not model_only:
-            require_same_optimizers(model, self._optimizers, values["optimizers"], where)
-            if missing := values["others"].keys() ^ self._others.keys():
+            require_same_optimizers(model, self._optimizers, values.optimizers, where)
+            if missing := values.others.keys() ^ self._others.keys():
                 names = ", ".join(sorted(missing))
                 raise ModelError(f"{where} and this job differ in {names}: give the same names to Checkpoints")
-            wanted.update(blank_optimizer_tensors(model, values["optimizers"], sizes))
-            mine = f"{RANDOM}.{rank}."
-            wanted.update({name: torch.empty(s, dtype=d) for name, (s, d) in sizes.items() if name.startswith(mine)})
-            others.append(values["others"])
-        wanted.update(blank_tensors(others, sizes))
-        return wanted
+            optimizers = join_optimizers(model, values.optimizers, blanks, where)
+            others = join_state(values.others, blanks, where)
+            mine = f"{RANDOM}.{world()[0]}."
+            wanted.update({name: blanks[name] for name in sizes if name.startswith(mine)})
+        return {**wanted, **blanks}, _Values(model=extra, optimizers=tuple(optimizers), others=others)
 
-    def _read(self, path: Path, values: dict[str, Any], wanted: dict[str, Tensor], model_only: bool) -> None:
+    def _read(self, path: Path, wanted: dict[str, Tensor], values: _Values, model_only: bool) -> None:
+        """Load the tensors, and hand the values that contain them to the parts of the job."""
         rank, size = world()
         where = f"the checkpoint {str(path)!r}"
         model = bare_model(self._model)
         with _translated(f"{where} was not loaded"):
             load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
-        if values["model"]:
-            with loading_state("the model", where):
-                model.load_state_dict({**model.state_dict(), **join_state(values["model"], wanted, where)})
+        with loading_state("the model", where):
+            if values.model:
+                model.load_state_dict({**model.state_dict(), **values.model})
         if model_only:
             return
-        load_optimizers(model, self._optimizers, values["optimizers"], wanted, where)
+        load_optimizers(model, self._optimizers, values.optimizers, where)
         for name, other in self._others.items():
-            state = join_state(values["others"][name], wanted, where)
             with loading_state(name, where):
-                other.load_state_dict(state)
+                other.load_state_dict(values.others[name])
         with loading_state("torch's generator", where):
             set_random_states(model, rank, wanted)
 
 
-def _rank_states(entries: Sequence[Any], where: str) -> list[RankState]:
-    return [RankState.from_json(entry, f"{where} {rank}") for rank, entry in enumerate(entries)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Values:
+    """State that is no tensor, by `split_state`: of the model, its optimizers, and others by name."""
+
+    model: Mapping[str, Any]
+    optimizers: tuple[Any, ...]
+    others: Mapping[str, Any]
 
 
-def _state_of(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """The JSON part of a checkpoint."""
+
+    step: int
+    versions: Mapping[str, str]
+    plan: Any
+    digest: str
+    memory_bytes: Mapping[str, int]
+    ranks: tuple[RankState, ...]
+    values: _Values
+
+
+def _state_of(path: Path) -> _State:
     """The JSON part of a checkpoint; `join_state` checks its values, all else is checked here."""
-    state: dict[str, Any] = read_json(path / STATE, (CHECKPOINT_FORMAT,))
-    fields = Fields(state, str(path / STATE))
-    fields.version(CHECKPOINT_FORMAT)
-    if (step := fields.integer("step")) != int(path.name.removeprefix("step-")):
-        fields.fail(f"it is of step {step}, but the folder is named {path.name!r}: give the folder its name back")
-    fields.take("plan")
-    digest = fields.text("digest")
-    fields.mapping("versions")
-    memory = Fields(fields.mapping("memory_bytes"), f"{path / STATE}: memory_bytes")
-    for name in memory:
-        memory.integer(name)
-    if digest_of_ranks(_rank_states(fields.sequence("ranks"), f"{path}: rank")) != digest:
-        fields.fail("the plan is not the one that was saved: its digest differs")
-    values = Fields(fields.mapping("values"), f"{path / STATE}: values")
-    for name in ("model", "others"):
-        values.mapping(name)
-    values.sequence("optimizers")
-    values.finish()
-    fields.finish()
+    where = str(path / STATE)
+    state = decode(_State, read_json(where, (CHECKPOINT_FORMAT,)), where, version=CHECKPOINT_FORMAT)
+    if state.step != int(path.name.removeprefix("step-")):
+        raise ProblemError(
+            f"{where}: it is of step {state.step}, but the folder is named {path.name!r}: give the folder its name back"
+        )
+    if digest_of_ranks(state.ranks) != state.digest:
+        raise ProblemError(f"{where}: the plan is not the one that was saved: its digest differs")
     return state
 
 

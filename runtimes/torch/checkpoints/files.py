@@ -14,21 +14,32 @@ import re
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from qsync_opt.errors import ProblemError, reason_of
-from qsync_opt.io import Fields, read_json, write_json
+from qsync_opt.io import decode, encode, read_json, write_json
 
 MANIFEST_FORMAT = "qsync-manifest/1"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(tmp|old)")
 _LOGGER = logging.getLogger(__name__)
-_PIECE_BYTES = 1 << 22
 
-FileFact = Mapping[str, Any]
-"""Size in bytes and SHA-256 of a file."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFact:
+    """Size in bytes and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Every other file of a checkpoint, by name."""
+
+    files: Mapping[str, FileFact]
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -108,15 +119,18 @@ def files_in(path: Path) -> list[str]:
 
 def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
     """Size and hash of some files of a checkpoint."""
-    facts: dict[str, FileFact] = {}
+    facts = {}
     for name in names:
-        sha, size = hashlib.sha256(), 0
         with open(path / name, "rb") as stream:
-            while piece := stream.read(_PIECE_BYTES):
-                sha.update(piece)
-                size += len(piece)
-        facts[name] = {"bytes": size, "sha256": sha.hexdigest()}
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            facts[name] = FileFact(bytes=stream.tell(), sha256=sha256)
     return facts
+
+
+def write_manifest(path: Path, facts: Mapping[str, FileFact]) -> None:
+    """Write the manifest of a checkpoint, given the facts of all other files."""
+    manifest = Manifest(files={name: facts[name] for name in sorted(facts)})
+    write_json(path / MANIFEST, encode(manifest, version=MANIFEST_FORMAT))
 
 
 def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int) -> Path:
@@ -131,7 +145,7 @@ def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int)
     Returns:
         The checkpoint's folder.
     """
-    write_json(temporary / MANIFEST, {"format": MANIFEST_FORMAT, "files": {n: dict(facts[n]) for n in sorted(facts)}})
+    write_manifest(temporary, facts)
     folder = temporary.parent
     _flush(temporary / MANIFEST)
     _flush(temporary)
@@ -180,22 +194,18 @@ def _plain_file_bytes(path: Path) -> int:
     return status.st_size
 
 
-def manifest_of(path: Path) -> dict[str, FileFact]:
+def manifest_of(path: Path) -> Mapping[str, FileFact]:
     """The files of a checkpoint by its manifest: name to size and hash.
 
     Raises:
         ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
     """
     _plain_file_bytes(path / MANIFEST)
-    fields = Fields(read_json(path / MANIFEST, (MANIFEST_FORMAT,)), str(path / MANIFEST))
-    fields.version(MANIFEST_FORMAT)
-    facts: dict[str, FileFact] = {}
-    for name, entry in fields.children("files"):
+    where = path / MANIFEST
+    facts = decode(Manifest, read_json(where, (MANIFEST_FORMAT,)), str(where), version=MANIFEST_FORMAT).files
+    for name in facts:
         if Path(name).name != name:
-            fields.fail(f"files name {name!r}, but a file of this folder is needed")
-        facts[name] = {"bytes": entry.integer("bytes"), "sha256": entry.text("sha256")}
-        entry.finish()
-    fields.finish()
+            raise ProblemError(f"{where}: files name {name!r}, but a file of this folder is needed")
     present = set(files_in(path))
     if present != facts.keys():
         missing, unknown = sorted(facts.keys() - present), sorted(present - facts.keys())
@@ -211,15 +221,14 @@ def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str])
         ProblemError: A file was changed after it was written.
     """
     for name in names:
+        size = _plain_file_bytes(path / name)
+        if size != facts[name].bytes:
+            raise ProblemError(
+                f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of {facts[name].bytes}"
+            )
         try:
-            size = _plain_file_bytes(path / name)
-            if size != facts[name]["bytes"]:
-                raise ProblemError(
-                    f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of "
-                    f"{facts[name]['bytes']}"
-                )
             now = file_facts(path, [name])[name]
         except OSError as failure:
             raise ProblemError(f"cannot read {str(path / name)!r}: {failure.strerror or failure}") from failure
-        if now["sha256"] != facts[name]["sha256"]:
+        if now.sha256 != facts[name].sha256:
             raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} was changed after it was written")

@@ -10,15 +10,20 @@ from typing import Annotated, Any
 from torch import nn
 
 import qsync_opt
-from qsync_opt.errors import ModelError, NotReadyError, ProblemError
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, first_few
 from qsync_opt.io import Fields, Json, decode, encode, freeze
 from qsync_opt.runtimes.torch.ddp import digest, gather_json, world
 from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES, AppliedPlan, ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import JobPlan
 from qsync_opt.training import Change, Plan
 
-_SHOWN = 3
 _Any64 = Annotated[int, Json(minimum=-(2**63))]
+
+
+def _autocast(value: Any, place: str) -> str | None:
+    if value not in (None, *AUTOCAST_TYPES):
+        raise ProblemError(f"{place} is {value!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null")
+    return value  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,7 @@ class RankState:
     seed: _Any64
     offset: _Any64
     step: int | None
-    autocast: Annotated[str | None, Json(omitted=True)] = None
+    autocast: Annotated[str | None, Json(omitted=True, read=_autocast)] = None
 
     @classmethod
     def of(cls, model: nn.Module, rank: int, plan: JobPlan | None) -> RankState:
@@ -53,24 +58,6 @@ class RankState:
             step=None if kernels.step is None else int(kernels.step),
             autocast=applied.options.autocast,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return encode(self)
-
-    @classmethod
-    def from_json(cls, data: object, where: str) -> RankState:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ProblemError: It is something else.
-        """
-        state = decode(cls, data, where)
-        if state.autocast not in (None, *AUTOCAST_TYPES):
-            raise ProblemError(
-                f"{where}: autocast is {state.autocast!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null"
-            )
-        return state
 
 
 def plan_of_ranks(ranks: Sequence[RankState]) -> Plan | None:
@@ -109,10 +96,8 @@ class Resumed:
         """A few lines for people."""
         rows = [f"resumed at step {self.step}: {self.reason}"]
         for device, changed in self.changes.items():
-            rows.append(
-                f"  {device}: "
-                + _first([f"{name} {before or 'unplanned'} > {after}" for name, (before, after) in changed.items()])
-            )
+            each = [f"{name} {before or 'unplanned'} > {after}" for name, (before, after) in changed.items()]
+            rows.append(f"  {device}: {first_few(each)}")
         return "\n".join(rows)
 
 
@@ -129,7 +114,7 @@ def require_same_operators(
     if not before or not after or before == after:
         return
     parts = [
-        f"{', '.join(repr(name) for name in sorted(names)[:_SHOWN])} {where}"
+        f"{', '.join(map(repr, sorted(names)[:3]))} {where}"
         for names, where in ((before - after, "in the checkpoint only"), (after - before, "in this model only"))
         if names
     ]
@@ -264,8 +249,8 @@ class PlanState:
         return self._own()
 
     def _own(self) -> dict[str, Any]:
-        state = RankState.of(self._model, world()[0], None).to_json()
-        return {"format": PLAN_STATE_FORMAT, "digest": _digest(state), **state}
+        state = RankState.of(self._model, world()[0], None)
+        return {"format": PLAN_STATE_FORMAT, "digest": _digest(state), **encode(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the rounding where it was.
@@ -288,8 +273,8 @@ class PlanState:
                 f"the state of a plan must have the format {PLAN_STATE_FORMAT!r}; give what state_dict() gave"
             )
         saved_digest = data.pop("digest", None)
-        state = RankState.from_json(data, "state of a plan")
-        if saved_digest != _digest(state.to_json()):
+        state = decode(RankState, data, "state of a plan")
+        if saved_digest != _digest(state):
             raise ProblemError("the state of a plan was changed after it was written: its digest differs")
         applied = applied_plan(self._model)
         now = {} if applied is None else applied.precisions
@@ -300,8 +285,8 @@ class PlanState:
                 f"{name!r} was {before.get(name, 'unplanned')} and is {now.get(name, 'unplanned')}" for name in names
             ]
             raise ModelError(
-                f"the checkpoint was made under another plan: {_first(changed)}; apply the plan it was made under, or "
-                "go on under this one without loading the old plan's state"
+                f"the checkpoint was made under another plan: {first_few(changed)}; apply the plan it was made under, "
+                "or go on under this one without loading the old plan's state"
             )
         autocast = None if applied is None else applied.options.autocast
         if state.autocast != autocast:
@@ -313,15 +298,9 @@ class PlanState:
             applied.go_on_at(state.seed, state.offset, state.step)
 
 
-def _first(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return f"{', '.join(texts[:_SHOWN])}{more}"
-
-
-def _digest(state: Mapping[str, Any]) -> str:
+def _digest(state: RankState) -> str:
     """Of what the rank runs under."""
-    autocast = state.get("autocast")
-    return digest(state["precisions"] if autocast is None else [state["precisions"], autocast])
+    return digest(state.precisions if state.autocast is None else [state.precisions, state.autocast])
 
 
 def _autocast_words(number_format: str | None) -> str:

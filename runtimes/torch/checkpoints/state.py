@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_line
+from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_few, first_line
 from qsync_opt.io import LARGEST_INTEGER
-from qsync_opt.runtimes.torch.support import plain_name
+from qsync_opt.runtimes.torch.support import first_device, plain_name
 
 _TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$items", "$counter", "$float"
 _MARKS = frozenset({_TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT})
@@ -83,24 +83,24 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
     def inner(part: Any) -> Any:
         return join_state(part, tensors, where, levels - 1)
 
-    if not levels or (isinstance(data, float) and not math.isfinite(data)):  # a number like 1e999
+    if not levels:
+        raise ProblemError(f"{where}: state that is nested in more than {DEEPEST} levels: it is not of this package")
+    if isinstance(data, float) and not math.isfinite(data):  # a number like 1e999
         fail()
     if isinstance(data, list):
         return [inner(part) for part in data]
     if not isinstance(data, dict):
         return data
-    marks = _MARKS & data.keys()
-    if not marks:
+    if not _MARKS & data.keys():
         return {key: inner(part) for key, part in data.items()}
     if len(data) != 1:
         fail()
     mark, content = next(iter(data.items()))
-    if mark == _TENSOR:
-        if not isinstance(content, str) or content not in tensors:
-            raise ProblemError(f"{where}: the tensor {content!r} is missing; give a whole checkpoint")
-        return tensors[content]
-    if mark == _FLOAT:
-        return _FLOATS[content] if isinstance(content, str) and content in _FLOATS else fail()
+    if mark in (_TENSOR, _FLOAT):
+        try:
+            return tensors[content] if mark == _TENSOR else _FLOATS[content]
+        except (KeyError, TypeError):
+            raise ProblemError(f"{where}: the tensor {content!r} is missing; give a whole checkpoint") from None
     if not isinstance(content, list):
         fail()
     if mark == _TUPLE:
@@ -112,28 +112,8 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
     return Counter(entries) if mark == _COUNTER else entries
 
 
-def tensors_named(data: Any, levels: int = 3 * DEEPEST + 4) -> list[str]:
-    """Names of the tensors that `join_state` will ask for.
-
-    Raises:
-        ProblemError: It is nested deeper than `split_state` makes it.
-    """
-    if not levels:
-        raise ProblemError(
-            f"the state of a checkpoint is nested in more than {DEEPEST} levels: it is not of this package"
-        )
-    if isinstance(data, list):
-        return [name for part in data for name in tensors_named(part, levels - 1)]
-    if not isinstance(data, dict):
-        return []
-    if set(data) == {_TENSOR}:
-        return [str(data[_TENSOR])]
-    return [name for part in data.values() for name in tensors_named(part, levels - 1)]
-
-
 MODEL, OPTIMIZER, OTHER, RANDOM = "model", "optimizer", "other", "random"
 """First parts of the names of tensors."""
-_SHOWN = 3
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
@@ -206,20 +186,27 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     tensors: dict[str, Tensor] = {}
     saved = []
     for number, optimizer in enumerate(optimizers):
-        names = _names(model, optimizer)
+        named = _named_groups(model, optimizer)
+        names = list(chain.from_iterable(named))
         state = optimizer.state_dict()
         place = f"{OPTIMIZER}.{number}"
-        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-        rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        parts = {
+            "param_groups": [
+                {**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]
+            ],
+            "rest": {key: value for key, value in state.items() if key not in ("state", "param_groups")},
+            "outside": _outside(model, named),
+        }
         saved.append(
             {
                 "state": {
                     names[index]: split_state(values, f"{place}.{names[index]}", tensors)
                     for index, values in state["state"].items()
                 },
-                "param_groups": split_state(groups, f"{place}.groups", tensors),
-                "rest": split_state(rest, f"{place}.rest", tensors),
-                "outside": split_state(_outside(model, optimizer), f"{place}.outside", tensors),
+                **{
+                    key: split_state(part, f"{place}.{key.removeprefix('param_')}", tensors)
+                    for key, part in parts.items()
+                },
             }
         )
     return tensors, saved
@@ -237,15 +224,16 @@ def require_same_optimizers(
     if len(saved) != len(optimizers):
         raise ModelError(f"{where} has {len(saved)} optimizers and this job {len(optimizers)}: give as many")
     for number, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
-        if not (
-            isinstance(entry, dict) and isinstance(entry.get("state"), dict) and _is_groups(entry.get("param_groups"))
-        ):
-            raise ProblemError(f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint")
-        groups = _grouped(model, optimizer)
-        known = {name for group in groups for name in group}
-        before = [group["params"] for group in entry["param_groups"]]
+        groups = _named_groups(model, optimizer)
+        known = set(chain.from_iterable(groups))
+        try:
+            before = [list(group["params"]) for group in entry["param_groups"]]
+            unknown = [n for n in (*chain.from_iterable(before), *entry["state"].keys()) if n not in known]
+        except (AttributeError, KeyError, TypeError):
+            raise ProblemError(
+                f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint"
+            ) from None
         count = sum(map(len, before))
-        unknown = [name for name in (*chain.from_iterable(before), *entry["state"]) if name not in known]
         what = None
         if unknown or count != len(known):
             what = f"it has {unknown[0]!r}" if unknown else f"it has {count} parameters and not {len(known)}"
@@ -257,38 +245,69 @@ def require_same_optimizers(
             )
 
 
-def load_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Any, tensors: Mapping[str, Tensor], where: str
-) -> None:
-    """Load the states of optimizers, after `require_same_optimizers`.
+class BlankTensors(dict[str, Tensor]):
+    """Tensors to load a checkpoint into, created when `join_state` asks for them.
+
+    They are on the CPU; with ``like`` set, those of its shape are like it. ``sizes`` are from `saved_sizes`.
+    """
+
+    def __init__(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        super().__init__()
+        self._sizes = sizes
+        self.like: Tensor | None = None
+
+    def __missing__(self, name: str) -> Tensor:
+        shape, dtype = self._sizes[name]
+        if self.like is not None and self.like.dim() and self.like.shape == shape:
+            self[name] = torch.empty_like(self.like, dtype=dtype, requires_grad=False)
+        else:
+            self[name] = torch.empty(shape, dtype=dtype)
+        return self[name]
+
+
+def join_optimizers(model: nn.Module, saved: Any, blanks: BlankTensors, where: str) -> list[dict[str, Any]]:
+    """States of optimizers with tensors to load into: like the parameters that they belong to, others on the CPU.
 
     Raises:
         ProblemError: ``saved`` is not what `optimizer_state` makes.
+    """
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    joined = []
+    for entry in saved:
+        state = {}
+        for name, values in entry["state"].items():
+            blanks.like = parameters.get(name)
+            state[name] = join_state(values, blanks, where)
+        blanks.like = None
+        parts = {key: join_state(entry.get(key, {}), blanks, where) for key in ("param_groups", "rest", "outside")}
+        joined.append({"state": state, **parts})
+    return joined
+
+
+def load_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], joined: Sequence[dict[str, Any]], where: str
+) -> None:
+    """Load the states of optimizers from `join_optimizers`, after `require_same_optimizers`.
+
+    Raises:
         ModelError: An optimizer refuses it.
     """
-    for number, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
-        numbers = {name: index for index, name in _names(model, optimizer).items()}
-        state, groups = (join_state(entry[key], tensors, where) for key in ("state", "param_groups"))
-        rest = join_state(entry.get("rest", {}), tensors, where)
+    for number, (optimizer, saved) in enumerate(zip(optimizers, joined, strict=True)):
+        named = _named_groups(model, optimizer)
+        numbers = {name: index for index, name in enumerate(chain.from_iterable(named))}
         # torch assigns by position: states would go to other parameters if these were in another order before.
-        by_names = {tuple(sorted(group["params"])): group for group in groups}
+        by_names = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
         present = []
-        for own, names in zip(optimizer.param_groups, _grouped(model, optimizer), strict=True):
+        for own, names in zip(optimizer.param_groups, named, strict=True):
             group = {**by_names[tuple(sorted(names))], "params": [numbers[name] for name in names]}
             present.append(group | ({"param_names": own["param_names"]} if "param_names" in own else {}))
+        state = {numbers[name]: values for name, values in saved["state"].items()}
         with loading_state(f"optimizer {number}", where):
-            optimizer.load_state_dict(
-                {
-                    **rest,
-                    "state": {numbers[name]: values for name, values in state.items()},
-                    "param_groups": present,
-                }
-            )
-        outside = join_state(entry.get("outside", {}), tensors, where)
+            optimizer.load_state_dict({**saved["rest"], "state": state, "param_groups": present})
         with torch.no_grad():
-            for name, parameter in _outside(model, optimizer).items():
-                if name in outside:
-                    parameter.copy_(outside[name])
+            for name, parameter in _outside(model, named).items():
+                if name in saved["outside"]:
+                    parameter.copy_(saved["outside"][name])
 
 
 @contextlib.contextmanager
@@ -309,49 +328,29 @@ def loading_state(what: str, where: str) -> Iterator[None]:
         ) from failure
 
 
-def _is_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(isinstance(g, dict) and _is_texts(g.get("params")) for g in groups)
+def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    """Parameters of each group by name; those that are not the model's are named by their place."""
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return [
+        {names.get(id(p), f"parameter {place} of group {number}"): p for place, p in enumerate(group["params"])}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
 
 
-def _is_texts(names: Any) -> bool:
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
-
-
-def _grouped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Names of an optimizer's parameters by group."""
-    names = iter(_names(model, optimizer).values())
-    return [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-
-
-def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters of an optimizer that are not the model's, by their name in `_names`."""
+def _outside(model: nn.Module, named: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Those of `_named_groups` that are not the model's."""
     own = {id(parameter) for parameter in model.parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = _names(model, optimizer)
-    return {names[i]: parameter for i, parameter in enumerate(parameters) if id(parameter) not in own}
+    return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in own}
 
 
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Name of each parameter of an optimizer by its number in the ``state_dict``."""
-    by_identity = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    names: dict[int, str] = {}
-    for position, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            names[len(names)] = by_identity.get(id(parameter), f"parameter {place} of group {position}")
-    return names
-
-
-def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and types of the tensors that a checkpoint holds, by name.
-
-    Args:
-        path: The checkpoint's folder.
-        most_bytes: Size of all its files, which no tensor can exceed.
+def saved_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shapes and types of the tensors that the checkpoint in a folder holds, by name.
 
     Raises:
-        ProblemError: Its files are not as this package writes them.
+        ProblemError: Its files are not as this package writes them, or too small for a tensor.
     """
     where = f"the checkpoint {str(path)!r}"
+    most_bytes = sum(entry.stat().st_size for entry in path.iterdir())
     try:
         known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         sizes = {n: (e.size, e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
@@ -367,39 +366,6 @@ def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torc
             "nothing was loaded: give a checkpoint that this package wrote"
         )
     return sizes
-
-
-def blank_optimizer_tensors(
-    model: nn.Module, saved: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, Tensor]:
-    """Tensors to load optimizer states into: like the parameters that they belong to, others on the CPU."""
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    blanks: dict[str, Tensor] = {}
-    for number, entry in enumerate(saved if isinstance(saved, list) else []):
-        owner = {
-            key: name
-            for name, values in (entry.get("state") or {}).items()
-            for key in tensors_named(values)
-            if name in parameters
-        }
-        for key in tensors_named(entry):
-            if not key.startswith(f"{OPTIMIZER}.{number}."):
-                raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
-            blanks |= blank_tensors({_TENSOR: key}, sizes)
-            like = parameters.get(owner.get(key, ""))
-            if like is not None and like.shape == blanks[key].shape and like.dim():
-                blanks[key] = torch.empty_like(like, dtype=blanks[key].dtype, requires_grad=False)
-    return blanks
-
-
-def blank_tensors(data: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Tensors on the CPU to load what `join_state` will ask for."""
-    blanks = {}
-    for key in tensors_named(data):
-        if key not in sizes:
-            raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
-        blanks[key] = torch.empty(sizes[key][0], dtype=sizes[key][1])
-    return blanks
 
 
 def require_same_tensors(
@@ -420,25 +386,20 @@ def require_same_tensors(
         if name in saved and sizes[name][0] != tensor.shape
     ]
     if different:
-        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-        raise ModelError(
-            f"{where} is of another model: {'; '.join(different[:_SHOWN])}{more}; build the model that was trained"
-        )
+        raise ModelError(f"{where} is of another model: {first_few(different, '; ')}; build the model that was trained")
 
 
 def random_states(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """States of this rank's random generators: of the CPU and, if the model is on one, of the card."""
     states = {f"{RANDOM}.{rank}.cpu": torch.get_rng_state()}
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
+    if (device := first_device(model)).type == "cuda":
         states[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
 def set_random_states(model: nn.Module, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Restore this rank's random generators, as far as the checkpoint has their states."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if (state := tensors.get(f"{RANDOM}.{rank}.cpu")) is not None:
         torch.set_rng_state(state)
-    if device.type == "cuda" and (state := tensors.get(f"{RANDOM}.{rank}.cuda")) is not None:
+    if (device := first_device(model)).type == "cuda" and (state := tensors.get(f"{RANDOM}.{rank}.cuda")) is not None:
         torch.cuda.set_rng_state(state, device)
