@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
 
-from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
+from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError, first_few
 from qsync_opt.io import write_bytes
 from qsync_opt.model import OpGraph, Role, RoleTable
 from qsync_opt.numerics import number_format
@@ -18,17 +18,8 @@ from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, r
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
 from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, record_values, sample_feeds, start_session
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
+from qsync_opt.runtimes.plans import DevicePlans, precisions_of
 from qsync_opt.training import problem_role
-
-_SHOWN = 3
-
-
-class DevicePlans(Protocol):
-    """A plan that names device types, such as `qsync_opt.Plan`."""
-
-    @property
-    def devices(self) -> Mapping[str, Mapping[str, str]]:
-        """Device type to operator to precision."""
 
 
 class RunnableModel:
@@ -141,12 +132,13 @@ class RunnableModel:
             ModelError: The plan is for another model or lacks the device type.
             UnsupportedError: An operator cannot run in its precision; the text names it and says why.
         """
-        choices = _of_device_type(plan, device_type)
+        choices = precisions_of(plan, device_type)
         unknown = [name for name in choices if name not in self.graph]
         missing = [o.name for o in self.graph.by_role(Role.ADJUSTABLE) if o.name not in choices]
         if unknown or missing:
-            named = f"it names {_some(unknown)}, which this model does not have" if unknown else ""
-            raise ModelError(f"the plan is for another model: {named or f'it lacks {_some(missing)}'}; plan this model")
+            some = first_few([repr(name) for name in unknown or missing])
+            what = f"names {some}, which this model does not have" if unknown else f"lacks {some}"
+            raise ModelError(f"the plan is for another model: it {what}; plan this model")
         precisions: dict[str, str] = {}
         for operator in self.graph:
             precision = choices.get(operator.name, "FP32")
@@ -212,22 +204,3 @@ class RunnableModel:
             ModelError: The file cannot be written.
         """
         write_bytes(path, self.proto.SerializeToString(), error=ModelError)
-
-
-def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> Mapping[str, str]:
-    if isinstance(plan, Mapping):
-        return plan
-    devices = getattr(plan, "devices", None)
-    if not isinstance(devices, Mapping):
-        raise ModelError(f"{type(plan).__name__} is no plan: a mapping of operator to precision, or a Plan, is needed")
-    if device_type is None and len(devices) == 1:
-        (device_type,) = devices
-    if device_type not in devices:
-        raise ModelError(f"the plan has no device type {device_type!r}: it has {', '.join(devices)}; name one of them")
-    choices: Mapping[str, str] = devices[device_type]
-    return choices
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:_SHOWN]))
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

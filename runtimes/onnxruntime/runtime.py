@@ -13,9 +13,10 @@ from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.model import OpGraph, RoleTable
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.onnxruntime.profiler import profile
-from qsync_opt.runtimes.onnxruntime.runnable import DevicePlans, RunnableModel
+from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
 from qsync_opt.runtimes.onnxruntime.sessions import find_device
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, border_formats, kind_precisions
+from qsync_opt.runtimes.plans import DevicePlans
 
 Model = RunnableModel | onnx.ModelProto | str | os.PathLike[str]
 """A model with a session, or a source of one, which then runs on the processor."""

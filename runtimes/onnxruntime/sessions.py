@@ -17,7 +17,7 @@ from onnx import helper
 
 import qsync_opt
 from qsync_opt.costs import DeviceIdentity
-from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.errors import ModelError, UnsupportedError, first_line
 from qsync_opt.io import check_integer
 from qsync_opt.runtimes.host import processor_name
 from qsync_opt.runtimes.onnxruntime.number_types import bfloat16_bits
@@ -114,7 +114,7 @@ def small_model(
 
 def reason_of(error: BaseException) -> str:
     """The message of ONNX Runtime in one line, without its error codes."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = first_line(error)
     parts = line.split(" : ", 3)
     return parts[3] if line.startswith("[ONNXRuntimeError]") and len(parts) == 4 else line
 

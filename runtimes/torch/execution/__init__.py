@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         AppliedPlan,
         ApplyOptions,
         ApplySettings,
-        DevicePlans,
         applied_plan,
         apply,
         undo,
@@ -29,6 +28,6 @@ else:
 
 __all__ = [
     "AUTOCAST_TYPES", "AppliedPlan", "ApplyOptions", "ApplySettings", "AuditResult", "CapturedPasses",
-    "DevicePlans", "FirstPass", "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed",
+    "FirstPass", "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed",
     "is_sharded", "operator_kind", "operator_precisions", "run_fixed", "undo",
 ]  # fmt: skip

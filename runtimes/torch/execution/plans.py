@@ -27,6 +27,7 @@ from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import signed
 from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.plans import DevicePlans, precisions_of
 from qsync_opt.runtimes.torch.execution.audit import StepAudit
 from qsync_opt.runtimes.torch.execution.checks import (
     check_autocast,
@@ -54,15 +55,6 @@ from qsync_opt.runtimes.torch.support import bare_model, full_precision
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Argument of ``torch.autocast`` for a precision."""
-
-
-@runtime_checkable
-class DevicePlans(Protocol):
-    """Anything that holds, per device type, the precision of each operator (a ``Plan`` does)."""
-
-    @property
-    def devices(self) -> Mapping[str, Mapping[str, str]]:
-        """Device type to operator to precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,28 +121,6 @@ class ApplyOptions:
             raise UnsupportedError(
                 f"option autocast={self.autocast!r}: allowed are {', '.join(AUTOCAST_TYPES)} and None"
             )
-
-
-def _precisions_of(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
-    """Operator to precision on one device type, which need not be named if it is the only one.
-
-    Raises:
-        ModelError: The plan lacks the device type, has several to choose from, or is no plan.
-    """
-    if not isinstance(plan, DevicePlans):
-        if not isinstance(plan, Mapping) or not all(isinstance(text, str) for entry in plan.items() for text in entry):
-            raise ModelError(
-                f"the plan is a {type(plan).__name__}: a Plan is needed, or a mapping of texts, operator to precision"
-            )
-        return dict(plan)
-    known = ", ".join(plan.devices)
-    if device_type is None:
-        if len(plan.devices) != 1:
-            raise ModelError(f"the plan has several device types ({known}): say which one with device_type")
-        return dict(next(iter(plan.devices.values())))
-    if device_type not in plan.devices:
-        raise ModelError(f"the plan has no device type {device_type!r}: it has {known}")
-    return dict(plan.devices[device_type])
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -437,7 +407,7 @@ def apply(
     bare = bare_model(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
-    precisions = _precisions_of(plan, device_type)
+    precisions = precisions_of(plan, device_type)
     options = options or ApplyOptions()
     check_master_weights(bare)
     check_sharding(bare, options.kernels.weights)
