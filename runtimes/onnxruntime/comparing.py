@@ -86,15 +86,11 @@ def _mixed_values(model: RunnableModel, values: list[str], feeds: Feeds) -> dict
     """Values of the graph that runs, in FP32: those in another format are cast."""
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
-    formats: Mapping[str, str] = {} if model.mixed is None else model.mixed.formats
-    names: Mapping[str, str] = {} if model.mixed is None else model.mixed.names
-    exposed = {}
+    exposed = list(values)
     for position, value in enumerate(values):
-        exposed[value] = value
-        if formats.get(value, "FP32") != "FP32":
-            exposed[value] = f"{value}__compared_{position}"
-            node = helper.make_node("Cast", [names.get(value, value)], [exposed[value]], to=TensorProto.FLOAT)
-            proto.graph.node.append(node)
-    types = dict.fromkeys(exposed.values(), int(TensorProto.FLOAT))
-    arrays = run_exposed(proto, list(exposed.values()), types, feeds, model.device)
-    return dict(zip(values, arrays, strict=True))
+        if model.mixed is not None and model.mixed.formats[value] != "FP32":
+            exposed[position] = f"{value}__compared_{position}"
+            name = model.mixed.names.get(value, value)
+            proto.graph.node.append(helper.make_node("Cast", [name], [exposed[position]], to=TensorProto.FLOAT))
+    types = dict.fromkeys(exposed, int(TensorProto.FLOAT))
+    return dict(zip(values, run_exposed(proto, exposed, types, feeds, model.device), strict=True))

@@ -305,8 +305,9 @@ class _IntegerForm:
         weight = self._constants.get(value) if position else None
         if weight is None:
             q = self._writer.quantized(value)
-            codes = self._add("Transpose", [q.codes], f"{side}_transposed", perm=[1, 0]) if transposed else q.codes
-            return q._replace(codes=codes)
+            if transposed:
+                q = q._replace(codes=self._add("Transpose", [q.codes], f"{side}_transposed", perm=[1, 0]))
+            return q
         if not weight.size:
             raise UnsupportedError(f"node {self._name!r} has an empty weight: keep it in FP32")
         weight = np.ascontiguousarray(weight.T) if transposed else weight

@@ -8,6 +8,7 @@ the cost of an iteration beyond its operators is fitted to runs of the whole mod
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -83,32 +84,28 @@ def profile(
     identity = model.device.identity(name)
     options: dict[str, str | int | float | bool] = {"pass": "forward", "optimization": "all"}
     environment = {"device": encode(identity), "options": options, "method": METHOD, "repeats": repeats}
-    stopwatch = _Stopwatch(model.device, repeats)
     bench = _Bench(
         model=model,
         support=support,
         formats=formats,
-        stopwatch=stopwatch,
+        stopwatch=_Stopwatch(model.device, repeats),
         cache=MeasurementCache(cache_dir, environment),
     )
-    rows = {o.name: bench.precisions(o) for o in model.graph}
+    rows = [(operator, precision) for operator in model.graph for precision in bench.precisions(operator)]
     pairs = cast_pairs(formats)
     specs = edge_sizes(model.graph)
-    total = sum(map(len, rows.values())) + len(pairs) * len(specs) + len(formats)
-    measurements: dict[str, dict[str, MeasuredCost]] = {}
+    total = len(rows) + len(pairs) + len(formats)
+    done = itertools.count()
     keys = {o.name: f"{o.signature} {problem_role(o)}" for o in model.graph}
-    done = 0
+    measurements: dict[str, dict[str, MeasuredCost]] = {key: {} for key in keys.values()}
     with reporting(progress, "profile") as report:
-        for operator in model.graph:
-            for precision in rows[operator.name]:
-                report(done, total, f"{operator.name} {precision}")
-                done += 1
-                if precision not in measurements.setdefault(keys[operator.name], {}):
-                    measurements[keys[operator.name]][precision] = bench.cost(operator, precision)
+        for operator, precision in rows:
+            report(next(done), total, f"{operator.name} {precision}")
+            if precision not in (costs := measurements[keys[operator.name]]):
+                costs[precision] = bench.cost(operator, precision)
         casts = {}
         for source, target in pairs:
-            report(done, total, f"cast {source}>{target}")
-            done += len(specs)
+            report(next(done), total, f"cast {source}>{target}")
             casts[f"{source}>{target}"] = bench.cast(source, target, specs)
         result = DeviceProfile(
             device=identity,
@@ -124,12 +121,10 @@ def profile(
         )
         whole = {}
         for precision in formats:
-            report(done, total, f"whole model in {precision}")
-            done += 1
+            report(next(done), total, f"whole model in {precision}")
             whole[precision] = bench.whole(result, precision, feeds)
-        result = calibrate(model.graph, result, whole)
         report(total, total, "done")
-    return result
+    return calibrate(model.graph, result, whole)
 
 
 def _wanted(model: RunnableModel, support: Support, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:
@@ -158,11 +153,9 @@ class _Bench:
         role = problem_role(operator)
         if role is Role.FIXED:
             return ["FP32"]
-        able = self.support.precisions(operator)
-        if role is Role.DEPENDENT:
-            delivered = {borders.output for borders in self.formats.values()}
-            return [precision for precision in able if precision in delivered]
-        return [precision for precision in able if precision in self.formats]
+        dependent = role is Role.DEPENDENT
+        wanted = {borders.output for borders in self.formats.values()} if dependent else self.formats
+        return [precision for precision in self.support.precisions(operator) if precision in wanted]
 
     def cost(self, operator: Operator, precision: str) -> MeasuredCost:
         if operator.op_type == "input":
@@ -199,26 +192,22 @@ class _Bench:
     def _time_operator(self, operator: Operator, precision: str) -> float:
         part = self.support.part(operator)
         session = part.session(precision, self.model.device)
-        names = {entry.name for entry in session.get_inputs()}
         inputs = _inputs(part, part.arrivals(precision), self.model.device)
-        tensors = {name: value for name, value in inputs.items() if name in names}
-        return self.stopwatch.time(session, tensors)
+        return self.stopwatch.time(session, {entry.name: inputs[entry.name] for entry in session.get_inputs()})
 
     def _time_cast(self, source: str, target: str, spec: TensorSpec) -> float:
-        inputs = [helper.make_tensor_value_info("x", ELEMENT_TYPE[source], spec.shape)]
-        nodes, wide = [], "x"
-        if target == "INT8":
-            if source != "FP32":
-                nodes.append(helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT))
-                wide = "wide"
-            nodes.append(helper.make_node("DynamicQuantizeLinear", [wide], ["y", "scale", "zero"]))
-        else:
+        quantizes, wide = target == "INT8", source == "FP32"
+        nodes = []
+        if not quantizes:
             nodes.append(helper.make_node("Cast", ["x"], ["y"], to=ELEMENT_TYPE[target]))
-        result = TensorProto.UINT8 if target == "INT8" else ELEMENT_TYPE[target]
-        outputs = [helper.make_tensor_value_info("y", result, spec.shape)]
-        session = start_session(
-            small_model(nodes, inputs, outputs), self.model.device, f"a cast from {source} to {target}"
-        )
+        else:
+            if not wide:
+                nodes.append(helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT))
+            nodes.append(helper.make_node("DynamicQuantizeLinear", ["x" if wide else "wide"], ["y", "scale", "zero"]))
+        x = helper.make_tensor_value_info("x", ELEMENT_TYPE[source], spec.shape)
+        y_type = TensorProto.UINT8 if quantizes else ELEMENT_TYPE[target]
+        y = helper.make_tensor_value_info("y", y_type, spec.shape)
+        session = start_session(small_model(nodes, [x], [y]), self.model.device, f"a cast from {source} to {target}")
         values = np.random.default_rng(0).standard_normal(spec.shape, dtype=np.float32)
         return self.stopwatch.time(session, {"x": tensor_on(values, source, self.model.device)})
 
@@ -247,9 +236,10 @@ class _Stopwatch:
         self._device = device
         self._repeats = repeats
         self._idle_ns = 0.0
-        x = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
-        proto = small_model([helper.make_node("Identity", ["x"], ["y"])], x[:1], x[1:])
-        idle = start_session(proto, device, "an empty model")
+        x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y"))
+        idle = start_session(
+            small_model([helper.make_node("Identity", ["x"], ["y"])], [x], [y]), device, "an empty model"
+        )
         self._idle_ns = self.time(idle, {"x": tensor_on(np.zeros(1, np.float32), "FP32", device)})
 
     def time(self, session: Any, tensors: Mapping[str, Any]) -> float:

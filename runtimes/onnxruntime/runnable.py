@@ -100,16 +100,15 @@ class RunnableModel:
         if missing:
             raise ModelError(f"input {missing[0]!r} is missing: the model has {', '.join(names)}")
         feeds = {name: np.asarray(value) for name, value in values.items()}
-        for info in self.prepared.proto.graph.input:
-            if info.name in feeds:
-                shape = tuple(dim.dim_value for dim in info.type.tensor_type.shape.dim)
-                dtype = onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
-                array = feeds[info.name]
-                if array.shape != shape or array.dtype != dtype:
-                    raise ModelError(
-                        f"input {info.name!r} has shape {array.shape} and type {array.dtype}, but the model takes "
-                        f"{shape} and {dtype}"
-                    )
+        types = {info.name: info.type.tensor_type for info in self.prepared.proto.graph.input}
+        for name, array in feeds.items():
+            shape = tuple(dim.dim_value for dim in types[name].shape.dim)
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(types[name].elem_type)
+            if array.shape != shape or array.dtype != dtype:
+                raise ModelError(
+                    f"input {name!r} has shape {array.shape} and type {array.dtype}, but the model takes {shape} and "
+                    f"{dtype}"
+                )
         return feeds
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
