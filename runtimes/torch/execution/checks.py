@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.errors import ModelError, UnsupportedError, first_few
 from qsync_opt.kernels import ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import number_format
 
-_SHOWN = 3
-
 
 def some_names(names: list[str]) -> str:
     """The first few names, for an error's text."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+    return first_few([repr(name) for name in names])
 
 
 def operator_kind(name: str) -> str | None:

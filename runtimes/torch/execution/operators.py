@@ -1,4 +1,4 @@
-"""How operators run under a plan: fixed ones in FP32, planned ones with the decisions made once for all passes.
+"""How operators run: in which precisions, fixed ones in FP32, planned ones with decisions made once for all passes.
 
 Results equal those of `qsync_opt.kernels.ops.execute` bit for bit; unusual calls (another device, an argument by name,
 a list of tensors) are handed to it.
@@ -15,12 +15,30 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
-from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, ops
+from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes, linear
+from qsync_opt.numerics import PrecisionFormats, formats_for
 from qsync_opt.runtimes.torch.interception import OperatorCall, Run
 from qsync_opt.runtimes.torch.support import HALF
 
 _SOFTMAXES = (F.softmax, F.log_softmax)
+
+
+def device_formats(device: torch.device | str) -> dict[str, PrecisionFormats]:
+    """Precisions of a device with their border formats, from the coarsest to the finest.
+
+    ``cpu``: INT8, BF16, FP32. ``cuda`` by compute capability: 7.0 FP16, FP32; 7.5 also INT8; 8.0 also BF16 and TF32;
+    8.9 also FP8.
+
+    Raises:
+        UnsupportedError: The device is neither, or is not there.
+    """
+    return formats_for(backend.device_precisions(device), backend.half_format(device))
+
+
+def operator_precisions(op_type: str, device: torch.device | str) -> tuple[str, ...]:
+    """Precisions in which an operator of this kind can run on a device; fixed and unknown kinds: FP32 alone."""
+    return ops.precisions_of(op_type, device)
 
 
 def lifted(values: Any) -> Any:

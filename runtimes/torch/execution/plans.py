@@ -28,6 +28,7 @@ from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import signed
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.plans import DevicePlans, precisions_of
+from qsync_opt.runtimes.torch.ddp import world
 from qsync_opt.runtimes.torch.execution.audit import StepAudit
 from qsync_opt.runtimes.torch.execution.checks import (
     check_autocast,
@@ -39,7 +40,7 @@ from qsync_opt.runtimes.torch.execution.checks import (
     model_device,
     some_names,
 )
-from qsync_opt.runtimes.torch.execution.graphs import FirstPass
+from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses
 from qsync_opt.runtimes.torch.execution.operators import (
     any_half,
     eight_bits,
@@ -147,7 +148,6 @@ class AppliedPlan:
         device_type: str | None = None,
         lifted_kinds: tuple[str, ...] = (),
     ) -> None:
-        device = model_device(model)
         self._model = model
         # The first floating-point parameter, which is looked up in every pass.
         self._first, self._first_name = next(
@@ -161,22 +161,17 @@ class AppliedPlan:
         )
         self.device_type = device_type
         self.graph = graph
-        rank = options.rank
-        if rank is None:
-            initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-            rank = torch.distributed.get_rank() if initialized else 0
         self.precisions = dict(precisions)
         self._options = options
-        self._device = device
-        self._rank = rank
+        self._device = model_device(model)
+        self._rank = world()[0] if options.rank is None else options.rank
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
         # A compiled or captured graph is the same in every pass; this counter on the device renews its noise.
-        own = options.kernels.step is None
-        self.counter = options.kernels.step
-        if own:
-            self.counter = torch.full((), signed(options.kernels.offset), dtype=torch.int64, device=device)
+        step = options.kernels.step
+        first = signed(options.kernels.offset)
+        self.counter = torch.full((), first, dtype=torch.int64, device=self._device) if step is None else step
         self._set_kernels()
-        self._counts_passes = own and bool(self._kernels)
+        self._counts_passes = step is None and bool(self._kernels)
         self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
@@ -202,7 +197,7 @@ class AppliedPlan:
         """Options that continue the random stream at the next forward pass, for a plan that replaces this one."""
         kernels = self._options.kernels
         offset = kernels.offset + self.interception.passes
-        if self._counts_passes and self.counter is not None:
+        if self._counts_passes:
             offset = int(self.counter)  # the only count of a compiled graph's passes
         return replace(self._options, kernels=kernels.at(seed=kernels.seed, offset=offset))
 
@@ -225,7 +220,7 @@ class AppliedPlan:
         self._set_kernels()
         self.interception.forget_prepared()
         count = offset if kernels.step is None else step
-        if count is not None and self.counter is not None:
+        if count is not None:
             self.counter.fill_(signed(count))
 
     def _set_kernels(self) -> None:
@@ -325,7 +320,7 @@ class AppliedPlan:
             first = self._first.get(self._first_name)
             if first is not None and first.dtype is not torch.float32:  # cast since apply, as by model.half()
                 check_master_weights(self._model)
-        if self._counts_passes and self.counter is not None:
+        if self._counts_passes:
             self.counter.add_(1)
 
     def _end_pass(self, path: str) -> None:
@@ -425,7 +420,7 @@ def apply(
     kinds = graph.lifted_kinds() if graph is not None else settings.lifted_kinds if settings is not None else ()
     applied = AppliedPlan(bare, adjustable, graph, options, device_type, kinds)
     if options.captured:
-        applied.interception.graphs = FirstPass(applied.interception, bare)
+        applied.interception.graphs = CapturedPasses(applied.interception, bare)
     if settings is not None:
         applied.audit = StepAudit(bare, predicted_ns=settings.expected_ns, predicted_bytes=settings.expected_bytes)
     return model
