@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -48,28 +48,9 @@ from qsync_opt.runtimes.torch.checkpoints.resuming import (
     require_same_operators,
     resume_plan,
 )
-from qsync_opt.runtimes.torch.checkpoints.state import (
-    OTHER,
-    RANDOM,
-    BlankTensors,
-    buffer_names,
-    join_optimizers,
-    join_state,
-    load_optimizers,
-    loading_state,
-    model_tensors,
-    optimizer_state,
-    random_states,
-    require_same_optimizers,
-    require_same_tensors,
-    saved_sizes,
-    separate,
-    set_random_states,
-    split_state,
-)
+from qsync_opt.runtimes.torch.checkpoints.state import JobState, Values
 from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
-    digest,
     gather_json,
     naming_lost_ranks,
     require_agreement,
@@ -77,7 +58,6 @@ from qsync_opt.runtimes.torch.ddp import (
     world,
 )
 from qsync_opt.runtimes.torch.job import JobPlan
-from qsync_opt.runtimes.torch.support import bare_model
 
 CHECKPOINT_FORMAT = "qsync-checkpoint/1"
 STATE = "state.json"
@@ -132,10 +112,10 @@ class Checkpoints:
                 )
         self._folder = Path(folder)
         self._model = model
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._state = JobState(model, optimizers, others)
         self._plan = plan
         self._keep = keep
-        self._others = others
 
     @property
     def steps(self) -> list[int]:
@@ -158,11 +138,10 @@ class Checkpoints:
         """
         check_integer(step, "step")
         rank, size = world()
-        tensors, values = together(self._collect)
-        shapes = [[name, [*tensor.shape]] for name, tensor in model_tensors(bare_model(self._model))[0].items()]
+        tensors, values = together(lambda: self._state.collect(rank))
         require_agreement(
             "the step or the model to be saved",
-            {"step": step, "model": digest(shapes)},
+            {"step": step, "model": self._state.shapes_digest()},
             "save the same model at the same step on all ranks",
         )
         ranks = self._ranks()
@@ -213,7 +192,7 @@ class Checkpoints:
         """
         if plan not in ("checkpoint", "present"):
             raise ProblemError(f"plan is {plan!r}: allowed are 'checkpoint' and 'present'")
-        rank, _ = world()
+        rank, size = world()
         chosen = broadcast_json(together(lambda: self._chosen(step) if rank == 0 else None))
         if chosen is None:
             return None
@@ -224,8 +203,15 @@ class Checkpoints:
         saved = in_present_order(state.ranks, present)
         tight = broadcast_json(self._tight(state.memory_bytes) if rank == 0 else None)
         resumed = decide(chosen, saved, present, tight, "present" if model_only else plan)
-        wanted, values = together(lambda: self._wanted(path, state.values, model_only))
-        together(lambda: self._read(path, wanted, values, model_only))
+        tensors, values = together(lambda: self._state.wanted(path, state.values, rank, model_only))
+
+        def read() -> None:
+            where = f"the checkpoint {str(path)!r}"
+            with _translated(f"{where} was not loaded"):
+                load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
+            self._state.load(tensors, values, rank, model_only, where)
+
+        together(read)
         if not model_only:
             together(lambda: resume_plan(self._model, rank, saved, resumed))
         if rank == 0:
@@ -237,25 +223,7 @@ class Checkpoints:
         own = RankState.of(self._model, world()[0], self._plan)
         return [decode(RankState, state, f"rank {rank}") for rank, state in enumerate(gather_json(encode(own)))]
 
-    def _collect(self) -> tuple[dict[str, Tensor], _Values]:
-        """This rank's share of the tensors, and everything that is no tensor."""
-        rank, _ = world()
-        model = bare_model(self._model)
-        tensors, extra = model_tensors(model)
-        optimizer, optimizer_values = optimizer_state(model, self._optimizers)
-        others: dict[str, Tensor] = {}
-        values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
-        tensors.update(optimizer)
-        if rank:
-            # DistributedDataParallel continues with the buffers of rank 0.
-            for name in buffer_names(model):
-                tensors.pop(name, None)
-        else:
-            tensors.update(others)
-        tensors.update(random_states(model, rank))
-        return separate(tensors), _Values(model=extra, optimizers=optimizer_values, others=values)
-
-    def _described(self, step: int, ranks: list[RankState], values: _Values) -> _State:
+    def _described(self, step: int, ranks: list[RankState], values: Values) -> _State:
         plan = plan_of_ranks(ranks)
         return _State(
             step=step,
@@ -296,59 +264,6 @@ class Checkpoints:
         limits = self._plan.model.limits_bytes
         return [name for name, needed in needed_bytes.items() if name in limits and needed > limits[name]]
 
-    def _wanted(self, path: Path, values: _Values, model_only: bool) -> tuple[dict[str, Tensor], _Values]:
-        """Tensors to load into, and the values joined with them.
-
-        Refuses a checkpoint of something else before any rank waits for another one.
-        """
-        where = f"the checkpoint {str(path)!r}"
-        model = bare_model(self._model)
-        sizes = saved_sizes(path)
-        blanks = BlankTensors(sizes)
-        wanted, _ = model_tensors(model)
-        require_same_tensors(wanted, sizes, where)
-        extra = join_state(values.model, blanks, where)
-        optimizers: list[dict[str, Any]] = []
-        others: dict[str, Any] = {}
-        if not model_only:
-            require_same_optimizers(model, self._optimizers, values.optimizers, where)
-            if missing := values.others.keys() ^ self._others.keys():
-                names = ", ".join(sorted(missing))
-                raise ModelError(f"{where} and this job differ in {names}: give the same names to Checkpoints")
-            optimizers = join_optimizers(model, values.optimizers, blanks, where)
-            others = join_state(values.others, blanks, where)
-            mine = f"{RANDOM}.{world()[0]}."
-            wanted.update({name: blanks[name] for name in sizes if name.startswith(mine)})
-        return {**wanted, **blanks}, _Values(model=extra, optimizers=tuple(optimizers), others=others)
-
-    def _read(self, path: Path, wanted: dict[str, Tensor], values: _Values, model_only: bool) -> None:
-        """Load the tensors, and hand the values that contain them to the parts of the job."""
-        rank, size = world()
-        where = f"the checkpoint {str(path)!r}"
-        model = bare_model(self._model)
-        with _translated(f"{where} was not loaded"):
-            load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
-        with loading_state("the model", where):
-            if values.model:
-                model.load_state_dict({**model.state_dict(), **values.model})
-        if model_only:
-            return
-        load_optimizers(model, self._optimizers, values.optimizers, where)
-        for name, other in self._others.items():
-            with loading_state(name, where):
-                other.load_state_dict(values.others[name])
-        with loading_state("torch's generator", where):
-            set_random_states(model, rank, wanted)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Values:
-    """State that is no tensor, by `split_state`: of the model, its optimizers, and others by name."""
-
-    model: Mapping[str, Any]
-    optimizers: tuple[Any, ...]
-    others: Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
@@ -360,7 +275,7 @@ class _State:
     digest: str
     memory_bytes: Mapping[str, int]
     ranks: tuple[RankState, ...]
-    values: _Values
+    values: Values
 
 
 def _state_of(path: Path) -> _State:

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_few, first_line
 from qsync_opt.io import LARGEST_INTEGER
-from qsync_opt.runtimes.torch.support import first_device, plain_name
+from qsync_opt.runtimes.torch.ddp import digest
+from qsync_opt.runtimes.torch.support import bare_model, first_device, plain_name
 
 _TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$items", "$counter", "$float"
 _MARKS = frozenset({_TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT})
@@ -114,40 +116,208 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
 
 MODEL, OPTIMIZER, OTHER, RANDOM = "model", "optimizer", "other", "random"
 """First parts of the names of tensors."""
+_Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
-def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """State of a job by `split_state`, or joined with its tensors: of the model, its optimizers, and others by name."""
 
-    Raises:
-        ModelError: A lazy module has no parameters yet.
+    model: Mapping[str, Any]
+    optimizers: tuple[Any, ...]
+    others: Mapping[str, Any]
+
+
+class JobState:
+    """The parts of a job that have state: what a checkpoint holds of them, and how it is loaded.
+
+    Args:
+        model: Also inside ``DistributedDataParallel`` or ``torch.compile``.
+        optimizers: Their states are saved by the names of the parameters instead of their numbers. Their parameters
+            that are not the model's (such as those of a loss) are included.
+        others: Objects with ``state_dict`` and ``load_state_dict`` by name.
     """
-    tensors: dict[str, Tensor] = {}
-    rest = {}
-    for name, value in model.state_dict().items():
-        if nn.parameter.is_lazy(value):
-            raise ModelError(
-                f"the parameter {plain_name(name)!r} has no shape yet: run one batch through the model, whose lazy "
-                "modules make their parameters then, before checkpoints are saved or loaded"
-            )
-        if isinstance(value, Tensor):
-            tensors[f"{MODEL}.{plain_name(name)}"] = value
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], others: Mapping[str, Any]
+    ) -> None:
+        self._wrapped = model
+        self._optimizers = optimizers
+        self._others = others
+
+    @property
+    def _model(self) -> nn.Module:
+        return bare_model(self._wrapped)
+
+    def shapes_digest(self) -> str:
+        """Fingerprint of the names and shapes of the model's tensors."""
+        return digest([[name, [*tensor.shape]] for name, tensor in self._model_tensors()[0].items()])
+
+    def collect(self, rank: int) -> tuple[dict[str, Tensor], Values]:
+        """The tensors that a rank saves, as safetensors stores them, and all that is no tensor.
+
+        Raises:
+            ModelError: A lazy module has no parameters yet, or a part of the state cannot be in a file.
+        """
+        tensors, extra = self._model_tensors()
+        others: dict[str, Tensor] = {}
+        values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
+        optimizers = tuple(self._split_optimizer(number, tensors) for number in range(len(self._optimizers)))
+        if rank:
+            # DistributedDataParallel continues with the buffers of rank 0.
+            for name, _ in self._model.named_buffers(remove_duplicate=False):
+                tensors.pop(f"{MODEL}.{plain_name(name)}", None)
         else:
-            rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
-    return tensors, rest
+            tensors.update(others)
+        tensors[f"{RANDOM}.{rank}.cpu"] = torch.get_rng_state()
+        if (device := first_device(self._model)).type == "cuda":
+            tensors[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+        return _separate(tensors), Values(model=extra, optimizers=optimizers, others=values)
+
+    def wanted(self, path: Path, values: Values, rank: int, model_only: bool) -> tuple[dict[str, Tensor], Values]:
+        """The tensors to load from a checkpoint's folder into, and the values joined with them.
+
+        Raises:
+            ModelError: The checkpoint is of another model, other optimizers or others; the text names what differs.
+            ProblemError: The checkpoint is not as this package writes it.
+        """
+        where = f"the checkpoint {str(path)!r}"
+        sizes = _saved_sizes(path, where)
+        blanks = _BlankTensors(sizes)
+        wanted, _ = self._model_tensors()
+        _require_same_tensors(wanted, sizes, where)
+        extra = join_state(values.model, blanks, where)
+        if model_only:
+            return {**wanted, **blanks}, Values(model=extra, optimizers=(), others={})
+        if len(values.optimizers) != len(self._optimizers):
+            raise ModelError(
+                f"{where} has {len(values.optimizers)} optimizers and this job {len(self._optimizers)}: give as many"
+            )
+        optimizers = tuple(self._join_optimizer(i, entry, blanks, where) for i, entry in enumerate(values.optimizers))
+        if missing := values.others.keys() ^ self._others.keys():
+            names = ", ".join(sorted(missing))
+            raise ModelError(f"{where} and this job differ in {names}: give the same names to Checkpoints")
+        others = join_state(values.others, blanks, where)
+        random = {name: blanks[name] for name in sizes if name.startswith(f"{RANDOM}.{rank}.")}
+        return {**wanted, **blanks, **random}, Values(model=extra, optimizers=optimizers, others=others)
+
+    def load(self, tensors: Mapping[str, Tensor], values: Values, rank: int, model_only: bool, where: str) -> None:
+        """Hand what `wanted` returned, with its tensors filled, to the parts of the job.
+
+        Raises:
+            ModelError: One of them refuses it.
+        """
+        model = self._model
+        with _loading("the model", where):
+            if values.model:
+                model.load_state_dict({**model.state_dict(), **values.model})
+        if model_only:
+            return
+        for number, saved in enumerate(values.optimizers):
+            self._load_optimizer(number, saved, where)
+        for name, other in self._others.items():
+            with _loading(name, where):
+                other.load_state_dict(values.others[name])
+        with _loading("torch's generator", where):
+            if (state := tensors.get(f"{RANDOM}.{rank}.cpu")) is not None:
+                torch.set_rng_state(state)
+            state, device = tensors.get(f"{RANDOM}.{rank}.cuda"), first_device(model)
+            if state is not None and device.type == "cuda":
+                torch.cuda.set_rng_state(state, device)
+
+    def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON."""
+        tensors: dict[str, Tensor] = {}
+        rest = {}
+        for name, value in self._model.state_dict().items():
+            if nn.parameter.is_lazy(value):
+                raise ModelError(
+                    f"the parameter {plain_name(name)!r} has no shape yet: run one batch through the model, whose lazy "
+                    "modules make their parameters then, before checkpoints are saved or loaded"
+                )
+            if isinstance(value, Tensor):
+                tensors[f"{MODEL}.{plain_name(name)}"] = value
+            else:
+                rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
+        return tensors, rest
+
+    def _split_optimizer(self, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        groups = self._named_groups(number)
+        names = list(chain.from_iterable(groups))
+        state = self._optimizers[number].state_dict()
+        parts = {
+            "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+            "rest": {key: value for key, value in state.items() if key not in ("state", "param_groups")},
+            "outside": self._outside(groups),
+        }
+        place = f"{OPTIMIZER}.{number}"
+        by_name = {names[i]: split_state(v, f"{place}.{names[i]}", tensors) for i, v in state["state"].items()}
+        split = {key: split_state(part, f"{place}.{key}", tensors) for key, part in parts.items()}
+        return {"state": by_name, "param_groups": split.pop("groups"), **split}
+
+    def _join_optimizer(self, number: int, entry: Any, blanks: _BlankTensors, where: str) -> dict[str, Any]:
+        """What `_split_optimizer` made, with tensors: like the parameters that they belong to, others on the CPU."""
+        groups = self._named_groups(number)
+        known = set(chain.from_iterable(groups))
+        try:
+            before = [list(group["params"]) for group in entry["param_groups"]]
+            unknown = [n for n in (*chain.from_iterable(before), *entry["state"].keys()) if n not in known]
+        except (AttributeError, KeyError, TypeError):
+            raise ProblemError(
+                f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint"
+            ) from None
+        count = sum(map(len, before))
+        what = None
+        if unknown or count != len(known):
+            what = f"it has {unknown[0]!r}" if unknown else f"it has {count} parameters and not {len(known)}"
+        elif sorted(map(sorted, before)) != sorted(map(sorted, groups)):
+            what = f"its {len(before)} groups hold others than the {len(groups)} here"
+        if what is not None:
+            raise ModelError(
+                f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
+            )
+        parameters = {plain_name(name): parameter for name, parameter in self._model.named_parameters()}
+        state = {}
+        for name, values in entry["state"].items():
+            blanks.like = parameters.get(name)
+            state[name] = join_state(values, blanks, where)
+        blanks.like = None
+        parts = {key: join_state(entry.get(key, {}), blanks, where) for key in ("param_groups", "rest", "outside")}
+        return {"state": state, **parts}
+
+    def _load_optimizer(self, number: int, saved: Mapping[str, Any], where: str) -> None:
+        optimizer, named = self._optimizers[number], self._named_groups(number)
+        numbers = {name: index for index, name in enumerate(chain.from_iterable(named))}
+        # torch assigns by position: states would go to other parameters if these were in another order before.
+        by_names = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
+        present = []
+        for own, names in zip(optimizer.param_groups, named, strict=True):
+            group = {**by_names[tuple(sorted(names))], "params": [numbers[name] for name in names]}
+            present.append(group | ({"param_names": own["param_names"]} if "param_names" in own else {}))
+        state = {numbers[name]: values for name, values in saved["state"].items()}
+        with _loading(f"optimizer {number}", where):
+            optimizer.load_state_dict({**saved["rest"], "state": state, "param_groups": present})
+        with torch.no_grad():
+            for name, parameter in self._outside(named).items():
+                if name in saved["outside"]:
+                    parameter.copy_(saved["outside"][name])
+
+    def _named_groups(self, number: int) -> list[dict[str, Tensor]]:
+        """An optimizer's parameters of each group by name; those that are not the model's are named by their place."""
+        names = {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
+        return [
+            {names.get(id(p), f"parameter {place} of group {i}"): p for place, p in enumerate(group["params"])}
+            for i, group in enumerate(self._optimizers[number].param_groups)
+        ]
+
+    def _outside(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Those of `_named_groups` that are not the model's."""
+        own = {id(parameter) for parameter in self._model.parameters()}
+        return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in own}
 
 
-def buffer_names(model: nn.Module) -> set[str]:
-    """Names of the model's buffers in a checkpoint."""
-    return {f"{MODEL}.{plain_name(name)}" for name, _ in model.named_buffers(remove_duplicate=False)}
-
-
-def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors stores them: contiguous, and tied weights as copies.
-
-    Raises:
-        ModelError: safetensors cannot store one of them.
-    """
+def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors stores them: contiguous, and tied weights as copies."""
     seen: set[tuple[torch.device, int]] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -178,80 +348,10 @@ def _unsupported(tensor: Tensor) -> str | None:
     return None
 
 
-def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:
-    """Tensors and JSON values of optimizers, by the names of the parameters instead of their numbers.
+class _BlankTensors(dict[str, Tensor]):
+    """Tensors to load into, created when `join_state` asks for them: on the CPU, or like ``like`` if of its shape."""
 
-    Their parameters that are not the model's (such as those of a loss) are included.
-    """
-    tensors: dict[str, Tensor] = {}
-    saved = []
-    for number, optimizer in enumerate(optimizers):
-        named = _named_groups(model, optimizer)
-        names = list(chain.from_iterable(named))
-        state = optimizer.state_dict()
-        place = f"{OPTIMIZER}.{number}"
-        parts = {
-            "param_groups": [
-                {**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]
-            ],
-            "rest": {key: value for key, value in state.items() if key not in ("state", "param_groups")},
-            "outside": _outside(model, named),
-        }
-        saved.append(
-            {
-                "state": {
-                    names[index]: split_state(values, f"{place}.{names[index]}", tensors)
-                    for index, values in state["state"].items()
-                },
-                **{
-                    key: split_state(part, f"{place}.{key.removeprefix('param_')}", tensors)
-                    for key, part in parts.items()
-                },
-            }
-        )
-    return tensors, saved
-
-
-def require_same_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Any, where: str
-) -> None:
-    """Refuse optimizers that are not those of the checkpoint.
-
-    Raises:
-        ModelError: Their number or their parameters are others.
-        ProblemError: ``saved`` is not what `optimizer_state` makes.
-    """
-    if len(saved) != len(optimizers):
-        raise ModelError(f"{where} has {len(saved)} optimizers and this job {len(optimizers)}: give as many")
-    for number, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
-        groups = _named_groups(model, optimizer)
-        known = set(chain.from_iterable(groups))
-        try:
-            before = [list(group["params"]) for group in entry["param_groups"]]
-            unknown = [n for n in (*chain.from_iterable(before), *entry["state"].keys()) if n not in known]
-        except (AttributeError, KeyError, TypeError):
-            raise ProblemError(
-                f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint"
-            ) from None
-        count = sum(map(len, before))
-        what = None
-        if unknown or count != len(known):
-            what = f"it has {unknown[0]!r}" if unknown else f"it has {count} parameters and not {len(known)}"
-        elif sorted(map(sorted, before)) != sorted(map(sorted, groups)):
-            what = f"its {len(before)} groups hold others than the {len(groups)} here"
-        if what is not None:
-            raise ModelError(
-                f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
-            )
-
-
-class BlankTensors(dict[str, Tensor]):
-    """Tensors to load a checkpoint into, created when `join_state` asks for them.
-
-    They are on the CPU; with ``like`` set, those of its shape are like it. ``sizes`` are from `saved_sizes`.
-    """
-
-    def __init__(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    def __init__(self, sizes: _Sizes) -> None:
         super().__init__()
         self._sizes = sizes
         self.like: Tensor | None = None
@@ -265,58 +365,9 @@ class BlankTensors(dict[str, Tensor]):
         return self[name]
 
 
-def join_optimizers(model: nn.Module, saved: Any, blanks: BlankTensors, where: str) -> list[dict[str, Any]]:
-    """States of optimizers with tensors to load into: like the parameters that they belong to, others on the CPU.
-
-    Raises:
-        ProblemError: ``saved`` is not what `optimizer_state` makes.
-    """
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    joined = []
-    for entry in saved:
-        state = {}
-        for name, values in entry["state"].items():
-            blanks.like = parameters.get(name)
-            state[name] = join_state(values, blanks, where)
-        blanks.like = None
-        parts = {key: join_state(entry.get(key, {}), blanks, where) for key in ("param_groups", "rest", "outside")}
-        joined.append({"state": state, **parts})
-    return joined
-
-
-def load_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], joined: Sequence[dict[str, Any]], where: str
-) -> None:
-    """Load the states of optimizers from `join_optimizers`, after `require_same_optimizers`.
-
-    Raises:
-        ModelError: An optimizer refuses it.
-    """
-    for number, (optimizer, saved) in enumerate(zip(optimizers, joined, strict=True)):
-        named = _named_groups(model, optimizer)
-        numbers = {name: index for index, name in enumerate(chain.from_iterable(named))}
-        # torch assigns by position: states would go to other parameters if these were in another order before.
-        by_names = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
-        present = []
-        for own, names in zip(optimizer.param_groups, named, strict=True):
-            group = {**by_names[tuple(sorted(names))], "params": [numbers[name] for name in names]}
-            present.append(group | ({"param_names": own["param_names"]} if "param_names" in own else {}))
-        state = {numbers[name]: values for name, values in saved["state"].items()}
-        with loading_state(f"optimizer {number}", where):
-            optimizer.load_state_dict({**saved["rest"], "state": state, "param_groups": present})
-        with torch.no_grad():
-            for name, parameter in _outside(model, named).items():
-                if name in saved["outside"]:
-                    parameter.copy_(saved["outside"][name])
-
-
 @contextlib.contextmanager
-def loading_state(what: str, where: str) -> Iterator[None]:
-    """Name the part of a job that fails to load its state, whatever it raises.
-
-    Raises:
-        ModelError: In place of that.
-    """
+def _loading(what: str, where: str) -> Iterator[None]:
+    """Name the part of a job that fails to load its state, whatever it raises."""
     try:
         yield
     except QSyncError:
@@ -328,28 +379,8 @@ def loading_state(what: str, where: str) -> Iterator[None]:
         ) from failure
 
 
-def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
-    """Parameters of each group by name; those that are not the model's are named by their place."""
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    return [
-        {names.get(id(p), f"parameter {place} of group {number}"): p for place, p in enumerate(group["params"])}
-        for number, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def _outside(model: nn.Module, named: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Those of `_named_groups` that are not the model's."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in own}
-
-
-def saved_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and types of the tensors that the checkpoint in a folder holds, by name.
-
-    Raises:
-        ProblemError: Its files are not as this package writes them, or too small for a tensor.
-    """
-    where = f"the checkpoint {str(path)!r}"
+def _saved_sizes(path: Path, where: str) -> _Sizes:
+    """Shapes and types of the tensors that a checkpoint holds; its files must be large enough for each."""
     most_bytes = sum(entry.stat().st_size for entry in path.iterdir())
     try:
         known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
@@ -368,14 +399,8 @@ def saved_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return sizes
 
 
-def require_same_tensors(
-    mine: Mapping[str, Tensor], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], where: str
-) -> None:
-    """Refuse a checkpoint of another model.
-
-    Raises:
-        ModelError: The text names the first parameters or buffers that differ.
-    """
+def _require_same_tensors(mine: Mapping[str, Tensor], sizes: _Sizes, where: str) -> None:
+    """Refuse a checkpoint of another model, naming the first parameters or buffers that differ."""
     saved = {name for name in sizes if name.startswith(f"{MODEL}.")}
     plain = len(MODEL) + 1
     different = [f"{name[plain:]!r} is in the checkpoint only" for name in sorted(saved - mine.keys())]
@@ -387,19 +412,3 @@ def require_same_tensors(
     ]
     if different:
         raise ModelError(f"{where} is of another model: {first_few(different, '; ')}; build the model that was trained")
-
-
-def random_states(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """States of this rank's random generators: of the CPU and, if the model is on one, of the card."""
-    states = {f"{RANDOM}.{rank}.cpu": torch.get_rng_state()}
-    if (device := first_device(model)).type == "cuda":
-        states[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_random_states(model: nn.Module, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Restore this rank's random generators, as far as the checkpoint has their states."""
-    if (state := tensors.get(f"{RANDOM}.{rank}.cpu")) is not None:
-        torch.set_rng_state(state)
-    if (device := first_device(model)).type == "cuda" and (state := tensors.get(f"{RANDOM}.{rank}.cuda")) is not None:
-        torch.cuda.set_rng_state(state, device)
