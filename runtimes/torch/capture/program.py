@@ -7,11 +7,12 @@ gradients in the nodes' metadata, and the aliases that tracing inserted are remo
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
@@ -193,7 +194,8 @@ class Dataflow:
 
     def reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The nodes whose tensors a call reads, once per argument, in argument order."""
-        return tuple(argument for argument in _nodes((*node.args, *node.kwargs.values())) if tensors_of(argument))
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node) and tensors_of(leaf))
 
     def requires_gradient(self, node: fx.Node) -> bool:
         """Whether backward flows into the tensor of ``node``."""
@@ -246,14 +248,6 @@ class Dataflow:
 
         described = tuple(describe(tensor) for tensor in tensors_of(node))
         return described if isinstance(node.meta["val"], (list, tuple)) else described[0]
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nodes(item)
 
 
 def _states(program: Any, model: nn.Module) -> dict[str, State]:

@@ -52,13 +52,6 @@ def lifted(values: Any) -> Any:
     return values
 
 
-def any_half(values: Any) -> bool:
-    """Whether arguments of a call include a 16-bit tensor."""
-    if isinstance(values, Tensor):
-        return values.dtype in HALF
-    return isinstance(values, (tuple, list)) and any(any_half(value) for value in values)
-
-
 def _cross_entropy(
     input: Tensor,
     target: Tensor,

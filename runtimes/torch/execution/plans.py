@@ -42,7 +42,6 @@ from qsync_opt.runtimes.torch.execution.checks import (
 )
 from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses
 from qsync_opt.runtimes.torch.execution.operators import (
-    any_half,
     eight_bits,
     fixed,
     floating,
@@ -52,7 +51,7 @@ from qsync_opt.runtimes.torch.execution.operators import (
     run_fixed,
 )
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, Run, interception_of
-from qsync_opt.runtimes.torch.support import bare_model, full_precision
+from qsync_opt.runtimes.torch.support import HALF, bare_model, full_precision, tensors_in
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Argument of ``torch.autocast`` for a precision."""
@@ -287,7 +286,7 @@ class AppliedPlan:
     def _note(self, call: OperatorCall) -> None:
         if call.op_type in ops.ADJUSTABLE:
             self._families.add("conv" if call.op_type in CONVOLUTIONS else "matmul")
-        if any_half((call.args, tuple(call.kwargs.values()))):
+        if any(tensor.dtype in HALF for tensor in tensors_in((call.args, call.kwargs))):
             self._changes_nothing = False
 
     def _may_rest(self) -> bool:

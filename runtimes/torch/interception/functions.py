@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.model import ROLE_TABLE, Role
-from qsync_opt.runtimes.torch.support import HALF
+from qsync_opt.runtimes.torch.support import HALF, tensors_in
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.interception.interception import Interception
 
 # Operators that a plan may adjust, with every torch function that runs them.
 _ADJUSTABLE: dict[str, tuple[Any, ...]] = {
@@ -101,12 +104,6 @@ _WRITING = frozenset(
 _ONE_TYPE = _PROMOTED | _WRITING
 
 
-def _floating(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values] if values.is_floating_point() else []
-    return [tensor for value in values for tensor in _floating(value)] if type(values) in (tuple, list) else []
-
-
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     if isinstance(values, Tensor):
         return values.to(dtype) if values.is_floating_point() and values.dtype is not dtype else values
@@ -121,7 +118,8 @@ def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
         args: Its positional arguments.
         kwargs: Its arguments by name.
     """
-    dtypes = {tensor.dtype for tensor in _floating([*args, *kwargs.values()])}
+    tensors = tensors_in((args, tuple(kwargs.values())))
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if len(dtypes) < 2 or dtypes.isdisjoint(HALF):  # without 16 bits the mixture is the script's own
         return args, kwargs
     if function in _WRITING:
@@ -155,22 +153,13 @@ def _never_overridden(*_: Any) -> bool:
 _ENTERED: dict[Any, FunctionType] = {F.multi_head_attention_forward: _enterable(F.multi_head_attention_forward)}
 
 
-class CallHandler(Protocol):
-    """Runs the calls of named functions."""
-
-    function_names: dict[Any, str]
-
-    def call(self, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one call and return its result."""
-
-
 class FunctionMode(TorchFunctionMode):
-    """Hands the calls of named functions to a handler, and enters functions that call operators of their own."""
+    """Hands the calls of named functions to an interception, and enters functions that call operators of their own."""
 
-    def __init__(self, handler: CallHandler) -> None:
+    def __init__(self, interception: Interception) -> None:
         super().__init__()
-        self._handler = handler
-        self.listen(handler.function_names)
+        self._interception = interception
+        self.listen(interception.function_names)
 
     def listen(self, names: dict[Any, str]) -> None:
         """Report these functions from now on."""
@@ -182,7 +171,7 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         op_type = self.names.get(func)
         if op_type is not None:
-            return self._handler.call(op_type, func, args, kwargs)
+            return self._interception.call(op_type, func, args, kwargs)
         entered = _ENTERED.get(func)
         if entered is not None:
             with self:
@@ -200,5 +189,5 @@ class TracedFunctionMode(FunctionMode):
     ) -> Any:
         for method, op_type in self.methods:
             if func is method:
-                return self._handler.call(op_type, func, args, kwargs or {})
+                return self._interception.call(op_type, func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
