@@ -8,7 +8,6 @@ the cost of an iteration beyond its operators is fitted to runs of the whole mod
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from onnx import TensorProto, helper
 
 from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, encode, reporting
+from qsync_opt.io import Fields, MeasurementCache, check_integer, encode
 from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite_operators
@@ -52,7 +51,6 @@ def profile(
     *,
     precisions: Sequence[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    progress: Report | bool | None = None,
     repeats: int = 6,
     name: str | None = None,
 ) -> DeviceProfile:
@@ -64,7 +62,6 @@ def profile(
         kwargs: Inputs by name.
         precisions: Those that plans may use; None: all that some operator can run in. FP32 is always included.
         cache_dir: Folder of measurements that equal runs share; None keeps none.
-        progress: As in the torch runtime's `profile`.
         repeats: Runs per round; rounds are run until two agree.
         name: Of the device, where that of the hardware is ambiguous.
 
@@ -91,40 +88,25 @@ def profile(
         stopwatch=_Stopwatch(model.device, repeats),
         cache=MeasurementCache(cache_dir, environment),
     )
-    rows = [(operator, precision) for operator in model.graph for precision in bench.precisions(operator)]
-    pairs = cast_pairs(formats)
     specs = edge_sizes(model.graph)
-    total = len(rows) + len(pairs) + len(formats)
-    done = itertools.count()
     keys = {o.name: f"{o.signature} {problem_role(o)}" for o in model.graph}
     measurements: dict[str, dict[str, MeasuredCost]] = {key: {} for key in keys.values()}
-    with reporting(progress, "profile") as report:
-        for operator, precision in rows:
-            report(next(done), total, f"{operator.name} {precision}")
-            if precision not in (costs := measurements[keys[operator.name]]):
-                costs[precision] = bench.cost(operator, precision)
-        casts = {}
-        for source, target in pairs:
-            report(next(done), total, f"cast {source}>{target}")
-            casts[f"{source}>{target}"] = bench.cast(source, target, specs)
-        result = DeviceProfile(
-            device=identity,
-            model=model.graph.name,
-            fingerprint=model.graph.fingerprint(),
-            options=options,
-            formats=formats,
-            measurements=measurements,
-            operators=keys,
-            casts=casts,
-            gradient_sums={"FP32": CostFit(base_ns=0, ns_per_mi_elements=0)},
-            optimizer=OptimizerCost(name="none", step_ns=0, zero_grad_ns=0, state_bytes=0, workspace_bytes=0),
-        )
-        whole = {}
-        for precision in formats:
-            report(next(done), total, f"whole model in {precision}")
-            whole[precision] = bench.whole(result, precision, feeds)
-        report(total, total, "done")
-    return calibrate(model.graph, result, whole)
+    for operator in model.graph:
+        costs = measurements[keys[operator.name]]
+        costs |= {p: bench.cost(operator, p) for p in bench.precisions(operator) if p not in costs}
+    result = DeviceProfile(
+        device=identity,
+        model=model.graph.name,
+        fingerprint=model.graph.fingerprint(),
+        options=options,
+        formats=formats,
+        measurements=measurements,
+        operators=keys,
+        casts={f"{source}>{target}": bench.cast(source, target, specs) for source, target in cast_pairs(formats)},
+        gradient_sums={"FP32": CostFit(base_ns=0, ns_per_mi_elements=0)},
+        optimizer=OptimizerCost(name="none", step_ns=0, zero_grad_ns=0, state_bytes=0, workspace_bytes=0),
+    )
+    return calibrate(model.graph, result, {precision: bench.whole(result, precision, feeds) for precision in formats})
 
 
 def _wanted(model: RunnableModel, support: Support, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:

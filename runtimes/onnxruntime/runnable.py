@@ -71,11 +71,6 @@ class RunnableModel:
         """The casts of the graph that runs, each value once per format."""
         return () if self.mixed is None else self.mixed.casts
 
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in order."""
-        return tuple(entry.name for entry in self._plain.get_inputs())
-
     @cached_property
     def support(self) -> Support:
         """Formats of its operators, by trial with sample inputs."""
@@ -88,7 +83,7 @@ class RunnableModel:
         Raises:
             ModelError: One is missing, unknown, given twice, or of another shape or type.
         """
-        names = self.input_names
+        names = [entry.name for entry in self._plain.get_inputs()]
         if len(args) > len(names):
             raise ModelError(f"{len(args)} inputs were given, but the model has {', '.join(names)}")
         values = dict(zip(names, args, strict=False))

@@ -80,16 +80,7 @@ class OnnxRuntime:
             raise UnsupportedError(
                 f"the model is on {runnable.device.kind}, but device is {device!r}: load it on that device"
             )
-        return profile(
-            runnable,
-            args,
-            kwargs,
-            precisions=precisions,
-            cache_dir=cache_dir,
-            repeats=repeats,
-            name=name,
-            progress=False,
-        )
+        return profile(runnable, args, kwargs, precisions=precisions, cache_dir=cache_dir, repeats=repeats, name=name)
 
     def apply(
         self,

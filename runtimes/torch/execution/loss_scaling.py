@@ -21,12 +21,6 @@ from qsync_opt.runtimes.torch.execution.plans import applied_plan
 from qsync_opt.runtimes.torch.support import first_device
 
 
-def computes_in_fp16(model: nn.Module) -> bool:
-    """Whether gradients of a model pass through FP16 under its plan; False without a plan."""
-    applied = applied_plan(model)
-    return applied is not None and "FP16" in applied.half_formats
-
-
 class LossScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose overflows are known to all ranks of the default process group.
 
@@ -46,7 +40,8 @@ class LossScaler(torch.amp.GradScaler):
                 ``growth_interval``.
         """
         if enabled is None:
-            enabled = any(gather_json(computes_in_fp16(model)))
+            applied = applied_plan(model)
+            enabled = any(gather_json(applied is not None and "FP16" in applied.half_formats))
         compiled = getattr(model, "_orig_mod", model)
         self._wrapper = compiled if isinstance(compiled, DistributedDataParallel) else None
         super().__init__(device=first_device(model).type, enabled=enabled, **settings)

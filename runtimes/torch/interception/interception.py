@@ -14,6 +14,7 @@ no longer ask it, and torch modules that are one operator run without the mode.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import get_ident
@@ -33,6 +34,9 @@ def operator_name(module: str, op_type: str, occurrence: int) -> str:
     """Name of an operator: module path, kind, and the number of its occurrence under that path from 0."""
     base = f"{module}/{op_type}" if module else op_type
     return base if occurrence == 0 else f"{base}_{occurrence}"
+
+
+_known_name = functools.lru_cache(maxsize=2**16)(operator_name)
 
 
 @dataclass(slots=True)
@@ -151,9 +155,7 @@ class Interception:
         self.function_names = function_names(kinds)
         self._mode, self._traced_mode = FunctionMode(self), TracedFunctionMode(self)
         self._counts: Counts = {}
-        self._operator_names: dict[tuple[str, str], list[str]] = {}
         self.passes = 0
-        self._modules: list[tuple[str, nn.Module]] = []
         self.path: str | None = None
         self.thread = 0
         self.pass_index = 0
@@ -177,9 +179,9 @@ class Interception:
         self._memory = CallMemory(shared_modules=shared)
         for path, module in modules:
             _check_free(path, module)
+        self._modules = modules
         for path, module in modules:
             module.forward = forward_of(self, path, module)
-            self._modules.append((path, module))
 
     def outermost(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
@@ -282,10 +284,7 @@ class Interception:
         if torch.compiler.is_compiling():
             name = operator_name(module, op_type, occurrence)
         else:
-            names = self._operator_names.setdefault(key, [])
-            if occurrence == len(names):
-                names.append(operator_name(module, op_type, occurrence))
-            name = names[occurrence]
+            name = _known_name(module, op_type, occurrence)
         self.seen.append(name)
         return self.handler(OperatorCall(name, op_type, module, function, args, kwargs))
 
