@@ -29,14 +29,13 @@ from qsync_opt.io import check_integer, decode, encode, read_json, write_json
 from qsync_opt.runtimes.torch.checkpoints.files import (
     Manifest,
     begin,
-    check_files,
     file_facts,
     files_in,
     finish,
-    manifest_of,
     restore,
     step_folder,
     steps_in,
+    verify,
 )
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
     RankState,
@@ -249,8 +248,7 @@ class Checkpoints:
         """The JSON part of a checkpoint, after comparing its files with the manifest (each rank checks a share)."""
         rank, size = world()
         try:
-            facts = manifest_of(path)
-            check_files(path, facts, sorted(facts)[rank::size])
+            verify(path, rank, size)
             return _state_of(path)
         except ProblemError as failure:
             older = [step for step in self.steps if step_folder(self._folder, step) != path]

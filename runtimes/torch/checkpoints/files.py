@@ -7,13 +7,14 @@ is killed while it writes leaves the older checkpoints unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,16 +58,21 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+@contextlib.contextmanager
+def _naming(what: str, advice: str = "") -> Iterator[None]:
+    """Raise failures of the file system as errors that begin with ``what`` and end with the advice."""
+    try:
+        yield
+    except (OSError, ValueError) as failure:  # ValueError: a null character, or bytes that are no text
+        raise ProblemError(f"{what}: {reason_of(failure)}{advice}") from failure
+
+
 def _entries(folder: Path) -> list[str]:
     """Names in a folder, none if it does not exist."""
     if not os.path.isdir(folder):  # Path.is_dir raises where the name is too long, or is in another user's folder
         return []
-    try:
+    with _naming(f"cannot read the folder {str(folder)!r}", "; give one that may be read"):
         return sorted(os.listdir(folder))
-    except OSError as failure:
-        raise ProblemError(
-            f"cannot read the folder {str(folder)!r}: {failure.strerror or failure}; give one that may be read"
-        ) from failure
 
 
 def restore(folder: Path) -> None:
@@ -78,16 +84,11 @@ def restore(folder: Path) -> None:
         ProblemError: The folder cannot be written.
     """
     for name in _entries(folder):
-        if name.endswith(".old") and _LEFT_OVER.fullmatch(name):
-            final = folder / name[1 : -len(".old")]
-            if not final.exists():
-                try:
-                    os.replace(folder / name, final)
-                except OSError as failure:
-                    raise ProblemError(
-                        f"cannot put the checkpoint {str(folder / name)!r} back in its place: "
-                        f"{failure.strerror or failure}; rename it to {final.name!r}"
-                    ) from failure
+        final = folder / name[1 : -len(".old")]
+        if name.endswith(".old") and _LEFT_OVER.fullmatch(name) and not final.exists():
+            what = f"cannot put the checkpoint {str(folder / name)!r} back in its place"
+            with _naming(what, f"; rename it to {final.name!r}"):
+                os.replace(folder / name, final)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -96,7 +97,7 @@ def begin(folder: Path, step: int) -> Path:
     Raises:
         ProblemError: The folder cannot be written.
     """
-    try:
+    with _naming(f"cannot write checkpoints into {str(folder)!r}", "; give a folder that may be written"):
         os.fspath(folder).encode()  # safetensors supports no other names
         folder.mkdir(parents=True, exist_ok=True)
         restore(folder)
@@ -105,10 +106,6 @@ def begin(folder: Path, step: int) -> Path:
                 shutil.rmtree(entry)
         temporary = folder / f".{step_folder(folder, step).name}.tmp"
         temporary.mkdir()
-    except (OSError, ValueError) as failure:  # ValueError: a null character, or bytes that are no text
-        raise ProblemError(
-            f"cannot write checkpoints into {str(folder)!r}: {reason_of(failure)}; give a folder that may be written"
-        ) from failure
     return temporary
 
 
@@ -180,28 +177,23 @@ def _flush(path: Path) -> None:
 
 
 def _plain_file_bytes(path: Path) -> int:
-    """Size of a regular file; pipes and devices, which may have no end, are refused.
-
-    Raises:
-        ProblemError: It is one of these, or missing.
-    """
-    try:
+    """Size of a regular file; pipes and devices, which may have no end, are refused."""
+    with _naming(f"cannot read {str(path)!r}"):
         status = path.stat()
-    except (OSError, ValueError) as failure:  # ValueError: a null character
-        raise ProblemError(f"cannot read {str(path)!r}: {reason_of(failure)}") from failure
     if not stat.S_ISREG(status.st_mode):
         raise ProblemError(f"{str(path)!r} is no ordinary file, as those of a checkpoint are")
     return status.st_size
 
 
-def manifest_of(path: Path) -> Mapping[str, FileFact]:
-    """The files of a checkpoint by its manifest: name to size and hash.
+def verify(path: Path, rank: int, size: int) -> None:
+    """Compare the files of a checkpoint with its manifest: their names, and sizes and hashes of a rank's share.
 
     Raises:
-        ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
+        ProblemError: No manifest or a damaged one; the folder has files that are not in it, or lacks some; or a file
+            was changed after it was written.
     """
-    _plain_file_bytes(path / MANIFEST)
     where = path / MANIFEST
+    _plain_file_bytes(where)
     facts = decode(Manifest, read_json(where, (MANIFEST_FORMAT,)), str(where), version=MANIFEST_FORMAT).files
     for name in facts:
         if Path(name).name != name:
@@ -211,24 +203,11 @@ def manifest_of(path: Path) -> Mapping[str, FileFact]:
         missing, unknown = sorted(facts.keys() - present), sorted(present - facts.keys())
         what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}, which its manifest does not name"
         raise ProblemError(f"the checkpoint {str(path)!r} {what}")
-    return facts
-
-
-def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str]) -> None:
-    """Compare files of a checkpoint with its manifest.
-
-    Raises:
-        ProblemError: A file was changed after it was written.
-    """
-    for name in names:
-        size = _plain_file_bytes(path / name)
-        if size != facts[name].bytes:
-            raise ProblemError(
-                f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of {facts[name].bytes}"
-            )
-        try:
-            now = file_facts(path, [name])[name]
-        except OSError as failure:
-            raise ProblemError(f"cannot read {str(path / name)!r}: {failure.strerror or failure}") from failure
-        if now.sha256 != facts[name].sha256:
-            raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} was changed after it was written")
+    for name in sorted(facts)[rank::size]:
+        size_bytes = _plain_file_bytes(path / name)
+        damage = f"has {size_bytes} bytes instead of {facts[name].bytes}" if size_bytes != facts[name].bytes else ""
+        if not damage:
+            with _naming(f"cannot read {str(path / name)!r}"):
+                damage = "" if file_facts(path, [name])[name] == facts[name] else "was changed after it was written"
+        if damage:
+            raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} {damage}")
