@@ -38,9 +38,7 @@ class TensorArgument:
     @property
     def dtype(self) -> torch.dtype:
         """Element type of torch."""
-        dtype = getattr(torch, self.spec.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return getattr(torch, self.spec.dtype)  # type: ignore[no-any-return]
 
     def meta(self) -> torch.Tensor:
         """Return a tensor of this shape, type and stride on the meta device."""
@@ -91,12 +89,6 @@ class RecordedCall:
         if device is not None and "device" in kwargs:
             kwargs["device"] = torch.device(device)
         return args, kwargs
-
-    def random_arguments(
-        self, device: torch.device | str, generator: torch.Generator | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Random arguments on ``device``, for ``target(*args, **kwargs)``."""
-        return self.build(lambda argument: argument.random(device, generator), device)
 
     def description(self) -> str:
         """Text that is equal for two calls exactly if they do the same work on the same kinds of tensors."""
