@@ -50,11 +50,7 @@ class Device:
 
 
 def find_device(name: str, threads: int | None = None) -> Device:
-    """Return a device by its name.
-
-    Args:
-        name: ``cpu``, ``cuda`` or ``cuda:1``.
-        threads: For one operator on the processor; None: as many as there are cores for this process.
+    """Return the device ``cpu``, ``cuda`` or ``cuda:1``; without ``threads``, one per core that this process may use.
 
     Raises:
         UnsupportedError: No such device, or the installed ONNX Runtime has no provider for it.

@@ -130,17 +130,10 @@ def write_manifest(path: Path, facts: Mapping[str, FileFact]) -> None:
     write_json(path / MANIFEST, encode(manifest, version=MANIFEST_FORMAT))
 
 
-def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int) -> Path:
-    """Write the manifest, rename the folder, and remove the oldest checkpoints.
+def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int) -> None:
+    """Write the manifest of a folder from `begin`, rename it, and remove the oldest checkpoints.
 
-    Args:
-        temporary: From `begin`, with all files written.
-        step: Its step.
-        facts: Of every file in it.
-        keep: How many checkpoints stay, this one included: those of the highest steps.
-
-    Returns:
-        The checkpoint's folder.
+    ``facts`` are of every file in it. ``keep`` checkpoints stay, this one included: those of the highest steps.
     """
     write_manifest(temporary, facts)
     folder = temporary.parent
@@ -164,7 +157,6 @@ def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int)
     for other in steps_in(folder)[:-keep]:
         if other != step:
             shutil.rmtree(step_folder(folder, other))
-    return final
 
 
 def _flush(path: Path) -> None:

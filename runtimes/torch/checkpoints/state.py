@@ -30,13 +30,10 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def split_state(value: Any, place: str, tensors: dict[str, Tensor], levels: int = DEEPEST) -> Any:
-    """The JSON form of nested state; its tensors are added to ``tensors`` under names that begin with ``place``.
+    """The JSON form of dictionaries, lists and tuples of tensors, numbers, texts, truth values and None.
 
-    Args:
-        value: Dictionaries, lists and tuples of tensors, numbers, texts, truth values and None.
-        place: Path to the value, with dots.
-        tensors: Receives the tensors, which are not copied.
-        levels: How many levels are left.
+    The tensors are added to ``tensors``, not copied, under names that begin with ``place``, a path with dots.
+    ``levels`` is how many may still follow.
 
     Raises:
         ModelError: Something that has no form in JSON; the text says where.

@@ -17,7 +17,7 @@ import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplySettings:
-    """How a plan wants to be applied, beside its precisions.
+    """How a plan with ``apply_settings()`` (a `JobPlan`) wants to be applied on this worker, beside its precisions.
 
     ``worthwhile`` is False if the model is better left alone. ``autocast`` and ``captured`` are as in `ApplyOptions`.
     ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given. ``expected_ns`` is the
@@ -72,14 +72,6 @@ class ApplySettings:
     lifted_kinds: tuple[str, ...]
     expected_ns: int
     expected_bytes: int | None
-
-
-@runtime_checkable
-class SettingsOfPlan(Protocol):
-    """A plan with settings of its own (a `JobPlan`)."""
-
-    def apply_settings(self) -> ApplySettings:
-        """The settings for this worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +169,9 @@ class AppliedPlan:
         # With FP32 everywhere and no 16-bit tensor seen, passes after the first can bypass the interception.
         self._changes_nothing = set(self.precisions.values()) <= {"FP32"}
         self._families: set[str] = set()
-        self.interception = Interception(
-            model,
-            self,
-            kinds=lifted_kinds,
-            on_pass_begin=self._begin_pass,
-            on_pass_end=self._end_pass,
-            recurrent_inputs=lifted,
-        )
+        self.interception = Interception(model, self, lifted_kinds)
+        self.interception.on_pass_begin, self.interception.on_pass_end = self._begin_pass, self._end_pass
+        self.interception.recurrent_inputs = lifted
         if options.autocast is not None:
             self.interception.at_rest = self._under_autocast
         if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own
@@ -207,12 +194,9 @@ class AppliedPlan:
         return frozenset(planned | {kernels.half_format for kernels in self._kernels.values()})
 
     def go_on_at(self, seed: int, offset: int, step: int | None = None) -> None:
-        """Move the rounding to a place in the random stream.
+        """Move the rounding to a place in the random stream: seed, and offset of the next pass, of `KernelOptions`.
 
-        Args:
-            seed: As in `KernelOptions`.
-            offset: As in `KernelOptions`, of the next forward pass.
-            step: Value for the user's own counter on the device, if the kernel options have one; None keeps it.
+        ``step`` is for the user's own counter on the device, if the kernel options have one; None keeps it.
         """
         kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
         self._options = replace(self._options, kernels=kernels)
@@ -395,7 +379,7 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
-    settings = plan.apply_settings() if isinstance(plan, SettingsOfPlan) else None
+    settings: ApplySettings | None = getattr(plan, "apply_settings", lambda: None)()
     if settings is not None and not settings.worthwhile:
         return model
     bare = bare_model(model)

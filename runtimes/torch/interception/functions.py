@@ -111,13 +111,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Arguments cast to one floating type, if they have several with a 16-bit type among them.
-
-    Args:
-        function: One that refuses operands of different types.
-        args: Its positional arguments.
-        kwargs: Its arguments by name.
-    """
+    """Arguments of a function that refuses several floating types, cast to one if a 16-bit type is among them."""
     tensors = tensors_in((args, tuple(kwargs.values())))
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if len(dtypes) < 2 or dtypes.isdisjoint(HALF):  # without 16 bits the mixture is the script's own

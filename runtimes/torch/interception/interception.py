@@ -121,37 +121,23 @@ class Interception:
         prepared_pass: Whether the present pass uses it.
         graphs: Captured passes of the root module, tried before a pass runs.
         finish: If set, applied to what an outermost module returns.
+        on_pass_begin: If set, called before an outermost forward pass, but not before a recomputation.
+        on_pass_end: If set, called with the path of the outermost module after its pass.
+        recurrent_inputs: If set, applied to the arguments of recurrent modules, which compare the types of inputs and
+            weights before any operator runs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        handler: Handler,
-        *,
-        kinds: tuple[str, ...] = (),
-        on_pass_begin: Callable[[], None] | None = None,
-        on_pass_end: Callable[[str], None] | None = None,
-        recurrent_inputs: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """Begin to intercept.
-
-        Args:
-            model: The root of the module paths.
-            handler: As above.
-            kinds: ATen names of operators to report besides the adjustable and the fixed ones.
-            on_pass_begin: Called before an outermost forward pass, but not before a recomputation.
-            on_pass_end: Called with the path of the outermost module after its pass.
-            recurrent_inputs: Applied to the arguments of recurrent modules, which compare the types of inputs and
-                weights before any operator runs.
+    def __init__(self, model: nn.Module, handler: Handler, kinds: tuple[str, ...] = ()) -> None:
+        """Begin to intercept the operators of ``model``, those of further ``kinds`` (ATen names) too.
 
         Raises:
             NotReadyError: The model is being intercepted already.
             UnsupportedError: A module is scripted.
         """
         self.handler = handler
-        self._on_pass_begin = on_pass_begin
-        self._on_pass_end = on_pass_end
-        self.recurrent_inputs = recurrent_inputs
+        self.on_pass_begin: Callable[[], None] | None = None
+        self.on_pass_end: Callable[[str], None] | None = None
+        self.recurrent_inputs: Callable[[Any], Any] | None = None
         self.function_names = function_names(kinds)
         self._mode, self._traced_mode = FunctionMode(self), TracedFunctionMode(self)
         self._counts: Counts = {}
@@ -211,12 +197,12 @@ class Interception:
             if not self.traced:  # a captured pass does not run now, and runs many times later
                 self.pass_index = self.passes
                 self.passes += 1
-            if self._on_pass_begin is not None:
-                self._on_pass_begin()
+            if self.on_pass_begin is not None:
+                self.on_pass_begin()
             self.enter(forward.path, args, outermost=True)
         result = self._run(forward, args, kwargs)
-        if self._on_pass_end is not None and not self.recomputing:
-            self._on_pass_end(forward.path)
+        if self.on_pass_end is not None and not self.recomputing:
+            self.on_pass_end(forward.path)
         return self._finished(result, whole)
 
     def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -237,11 +223,11 @@ class Interception:
         self.training = forward.module.training
         self._counts = {}
         self.seen = []  # a new list: a compiled pass must not depend on the contents of the old one
-        if self._on_pass_begin is not None:
-            self._on_pass_begin()
+        if self.on_pass_begin is not None:
+            self.on_pass_begin()
         result = self._run(forward, args, kwargs)
-        if self._on_pass_end is not None:
-            self._on_pass_end(forward.path)
+        if self.on_pass_end is not None:
+            self.on_pass_end(forward.path)
         # Whether a compiled part is a recomputation is unknown here.
         return self._finished(result, not forward.path)
 
@@ -330,11 +316,9 @@ class Interception:
 
     @contextlib.contextmanager
     def observed(self, handle: Callable[[OperatorCall, bool], Any], kinds: tuple[str, ...]) -> Iterator[None]:
-        """Replace the handler within the block, for operators of further kinds too.
+        """Replace the handler within the block, for operators of further ``kinds`` (ATen names) too.
 
-        Args:
-            handle: Called with a call, and whether the replaced handler would have run it; returns the result.
-            kinds: ATen names of operators to report besides.
+        ``handle`` is called with a call, and whether the replaced handler would have run it; it returns the result.
         """
         names, before = self.function_names, (self.handler, self.may_rest, self.prepare, self.graphs, self.at_rest)
         handled = frozenset(names.values())
