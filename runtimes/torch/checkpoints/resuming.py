@@ -151,25 +151,20 @@ def decide(
         wanted: ``"checkpoint"``: its plan continues if the cluster is the same. ``"present"``: the present one does.
     """
     before, after = plan_of_ranks(saved), plan_of_ranks(present)
-    types = [[rank.device_type for rank in ranks] for ranks in (saved, present)]
+    types = [[rank.device_type or "without a plan" for rank in ranks] for ranks in (saved, present)]
     if digest_of_ranks(saved) == digest_of_ranks(present):
         return Resumed(step=step, plan=after, replanned=False, reason="the plan is the one of the checkpoint")
     if wanted == "checkpoint" and types[0] == types[1] and not tight:
-        return Resumed(
-            step=step, plan=before, replanned=False, reason="the cluster is the same: the checkpoint's plan goes on"
-        )
+        reason = "the cluster is the same: the checkpoint's plan goes on"
+        return Resumed(step=step, plan=before, replanned=False, reason=reason)
     if wanted == "present":
         reason = "the present plan was asked for"
     elif types[0] != types[1]:
-        reason = f"the cluster is another one ({_ranks(types[0])} before, {_ranks(types[1])} now): it was planned anew"
+        counts = [", ".join(f"{n} x {name}" for name, n in Counter(names).items()) for names in types]
+        reason = f"the cluster is another one ({counts[0]} before, {counts[1]} now): it was planned anew"
     else:
         reason = f"the checkpoint's plan no longer fits into the memory of {', '.join(tight)}: it was planned anew"
     return Resumed(step=step, plan=after, replanned=True, reason=reason, changes=_changes(before, after))
-
-
-def _ranks(types: Sequence[str | None]) -> str:
-    counts = Counter(name or "without a plan" for name in types)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def _changes(before: Plan | None, after: Plan | None) -> dict[str, dict[str, Change]]:
@@ -204,15 +199,16 @@ def resume_plan(model: nn.Module, rank: int, saved: Sequence[RankState], resumed
 
 def _adopted(model: nn.Module, applied: AppliedPlan | None, own: RankState) -> AppliedPlan | None:
     """Apply the checkpoint's plan to the model, in place of another one or none."""
-    present = (None, None) if applied is None else (applied.precisions, applied.options.autocast)
-    if present == (own.precisions, own.autocast):
+    graph, options = None, ApplyOptions()
+    if applied is not None:
+        graph, options = applied.graph, applied.options
+    if (own.precisions, own.autocast) == (applied and applied.precisions, options.autocast):
         return applied
-    options = replace(ApplyOptions() if applied is None else applied.options, autocast=own.autocast)
-    graph = None if applied is None else applied.graph
     if applied is not None:
         undo(model)
     if own.precisions is None:
         return None
+    options = replace(options, autocast=own.autocast)
     apply(model, own.precisions, graph=graph, options=options)
     fresh = applied_plan(model)
     if fresh is None:
@@ -279,20 +275,22 @@ class PlanState:
         applied = applied_plan(self._model)
         now = {} if applied is None else applied.precisions
         before = state.precisions or {}
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        if names:
-            changed = [
-                f"{name!r} was {before.get(name, 'unplanned')} and is {now.get(name, 'unplanned')}" for name in names
-            ]
+        changed = [
+            f"{name!r} was {before.get(name, 'unplanned')} and is {now.get(name, 'unplanned')}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
             raise ModelError(
                 f"the checkpoint was made under another plan: {first_few(changed)}; apply the plan it was made under, "
                 "or go on under this one without loading the old plan's state"
             )
         autocast = None if applied is None else applied.options.autocast
         if state.autocast != autocast:
+            words = ["no autocast" if name is None else f"autocast in {name}" for name in (state.autocast, autocast)]
             raise ModelError(
-                f"the checkpoint was made under {_autocast_words(state.autocast)}, and this job runs under "
-                f"{_autocast_words(autocast)}; apply the plan it was made under"
+                f"the checkpoint was made under {words[0]}, and this job runs under {words[1]}; apply the plan it was "
+                "made under"
             )
         if applied is not None:
             applied.go_on_at(state.seed, state.offset, state.step)
@@ -301,10 +299,6 @@ class PlanState:
 def _digest(state: RankState) -> str:
     """Of what the rank runs under."""
     return digest(state.precisions if state.autocast is None else [state.precisions, state.autocast])
-
-
-def _autocast_words(number_format: str | None) -> str:
-    return "no autocast" if number_format is None else f"autocast in {number_format}"
 
 
 def _of_this_rank(data: dict[str, Any]) -> dict[str, Any]:
