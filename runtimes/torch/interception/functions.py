@@ -22,32 +22,15 @@ from qsync_opt.runtimes.torch.support import HALF, tensors_in
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.interception.interception import Interception
 
-# Operators that a plan may adjust, with every torch function that runs them.
-_ADJUSTABLE: dict[str, tuple[Any, ...]] = {
-    "linear": (F.linear,),
-    "conv1d": (F.conv1d, torch.conv1d),
-    "conv2d": (F.conv2d, torch.conv2d),
-    "conv3d": (F.conv3d, torch.conv3d),
-    "conv_transpose1d": (F.conv_transpose1d, torch.conv_transpose1d),
-    "conv_transpose2d": (F.conv_transpose2d, torch.conv_transpose2d),
-    "conv_transpose3d": (F.conv_transpose3d, torch.conv_transpose3d),
-    "matmul": (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
-    "mm": (torch.mm, Tensor.mm),
-    "bmm": (torch.bmm, Tensor.bmm),
-    "addmm": (torch.addmm, Tensor.addmm),
-    "baddbmm": (torch.baddbmm, Tensor.baddbmm),
-    "einsum": (torch.einsum, torch.functional.einsum),
-    "scaled_dot_product_attention": (F.scaled_dot_product_attention,),
-    "embedding": (F.embedding, torch.embedding),
-}
-
-FIXED_KINDS: tuple[str, ...] = tuple(
-    kind for kind, role in ROLE_TABLE.items() if role is Role.FIXED and kind.islower() and kind != "input"
+ADJUSTABLE_KINDS, FIXED_KINDS = (
+    tuple(kind for kind, own in ROLE_TABLE.items() if own is role and kind.islower() and kind != "input")
+    for role in (Role.ADJUSTABLE, Role.FIXED)
 )
-"""Operators, by ATen name, that always run in FP32 although torch could run them in 16 bits."""
+"""Operators, by ATen name, that a plan may adjust, and that always run in FP32 although torch could in 16 bits."""
 
 # Functions whose ATen name is not their Python name.
 _RENAMED: dict[str, tuple[Any, ...]] = {
+    "matmul": (Tensor.__matmul__, Tensor.__rmatmul__),
     "cross_entropy_loss": (F.cross_entropy,),
     "nll_loss_nd": (F.nll_loss,),
     "pow": (Tensor.__pow__, Tensor.__rpow__),
@@ -56,8 +39,6 @@ _RENAMED: dict[str, tuple[Any, ...]] = {
 
 def functions_named(kind: str) -> tuple[Any, ...]:
     """Every torch function that runs the operator called ``kind``: torch, Tensor, functional, linalg and fft forms."""
-    if kind in _ADJUSTABLE:
-        return _ADJUSTABLE[kind]
     candidates = [getattr(place, kind, None) for place in (torch, Tensor, F, torch._C._VariableFunctions)]
     for prefix, place in (("linalg_", torch.linalg), ("fft_", torch.fft)):
         if kind.startswith(prefix):
@@ -67,10 +48,10 @@ def functions_named(kind: str) -> tuple[Any, ...]:
 
 def function_names(kinds: tuple[str, ...] = ()) -> dict[Any, str]:
     """Map torch functions to operator names: adjustable and fixed operators, and those of ``kinds`` besides."""
-    names = {function: kind for kind in (*kinds, *FIXED_KINDS) for function in functions_named(kind)}
+    every = (*kinds, *FIXED_KINDS, *ADJUSTABLE_KINDS)
+    names = {function: kind for kind in every for function in functions_named(kind)}
     # F.nll_loss becomes nll_loss_nd: the renamed functions come last.
-    for table in (_ADJUSTABLE, _RENAMED):
-        names.update({function: kind for kind, functions in table.items() for function in functions})
+    names.update({function: kind for kind, functions in _RENAMED.items() for function in functions})
     return names
 
 
