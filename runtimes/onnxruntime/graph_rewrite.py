@@ -83,11 +83,6 @@ class _Quantized(NamedTuple):
     zero: str
 
 
-def rewrite_operators(model: PreparedModel, precisions: Mapping[str, str]) -> MixedGraph:
-    """`rewrite` with a precision per operator."""
-    return rewrite(model, [precisions[owner] for owner in model.owners])
-
-
 class _Writer:
     def __init__(self, model: PreparedModel, arrivals: Mapping[str, str], results_as_they_are: bool) -> None:
         self._model = model
@@ -241,7 +236,12 @@ class _Writer:
         proto = onnx.ModelProto(ir_version=before.ir_version, producer_name="qsync_opt", graph=graph)
         proto.opset_import.extend(before.opset_import)
         proto.metadata_props.extend(entry for entry in before.metadata_props if entry.key != GRAPH_KEY)
-        _check(proto)
+        try:
+            onnx.checker.check_model(proto, full_check=True)  # types and shapes included
+        except (onnx.checker.ValidationError, shape_inference.InferenceError, EncodeError, ValueError) as error:
+            raise ModelError(
+                f"the mixed-precision graph of {proto.graph.name!r} is not valid: {first_line(error)}"
+            ) from error
         return MixedGraph(
             proto=proto, casts=tuple(self._casts.values()), formats=dict(self._formats), names=dict(self._names)
         )
@@ -344,13 +344,3 @@ def _constraint(schema: onnx.defs.OpSchema, formal: Sequence[Any], position: int
         if constraint.type_param_str == parameter.type_str:
             return parameter.type_str, frozenset(constraint.allowed_type_strs)
     return parameter.type_str, frozenset({parameter.type_str})
-
-
-def _check(proto: onnx.ModelProto) -> None:
-    """Refuse a result that ONNX's own checks refuse, types and shapes included."""
-    try:
-        onnx.checker.check_model(proto, full_check=True)
-    except (onnx.checker.ValidationError, shape_inference.InferenceError, EncodeError, ValueError) as error:
-        raise ModelError(
-            f"the mixed-precision graph of {proto.graph.name!r} is not valid: {first_line(error)}"
-        ) from error

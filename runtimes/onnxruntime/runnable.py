@@ -14,7 +14,7 @@ from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError, first_
 from qsync_opt.io import write_bytes
 from qsync_opt.model import OpGraph, Role, RoleTable
 from qsync_opt.numerics import number_format
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite_operators
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
 from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, record_values, sample_feeds, start_session
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
@@ -176,7 +176,7 @@ class RunnableModel:
             raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
         precisions = self.resolve(plan, device_type)
         if set(precisions.values()) != {"FP32"}:
-            mixed = rewrite_operators(self.prepared, precisions)
+            mixed = rewrite(self.prepared, [precisions[owner] for owner in self.prepared.owners])
             self._session = start_session(mixed.proto, self.device, f"the model {self.graph.name!r} under the plan")
             self.mixed = mixed
         self.precisions = precisions

@@ -179,13 +179,3 @@ def tensor_on(values: Array, number_format: str, device: Device) -> Any:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.BFLOAT16)
     array = values.astype(np.float16) if number_format == "FP16" else values
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), device.kind, device.index)
-
-
-def bound_run(session: Any, tensors: Mapping[str, Any], device: Device) -> Any:
-    """Bind inputs and results of a session to its device, so that running it copies nothing."""
-    binding = session.io_binding()
-    for name, tensor in tensors.items():
-        binding.bind_ortvalue_input(name, tensor)
-    for output in session.get_outputs():
-        binding.bind_output(output.name, device.kind, device.index)
-    return binding

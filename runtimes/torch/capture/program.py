@@ -103,20 +103,15 @@ def _inline(program: Any, region: fx.Node) -> None:
         if node.op == "get_attr":  # the graph of a region inside this one moves up, under a free name
             copy.target = name = f"{region.name}_{str(node.target).replace('.', '_')}"
             graph_module.add_module(name, body.get_submodule(str(node.target)))
-    _replace(program, region, results)
+    if isinstance(results, fx.Node):
+        _substitute(program, region, results)
+    else:
+        for user in list(region.users):
+            _substitute(program, user, results[user.args[1]])
+            user.graph.erase_node(user)
     graph.erase_node(region)
     if not body_node.users:
         graph.erase_node(body_node)
-
-
-def _replace(program: Any, region: fx.Node, results: Any) -> None:
-    """Make the users of a region's results use the inlined nodes."""
-    if isinstance(results, fx.Node):
-        _substitute(program, region, results)
-        return
-    for user in list(region.users):
-        _substitute(program, user, results[user.args[1]])
-        user.graph.erase_node(user)
 
 
 def _substitute(program: Any, old: fx.Node, new: Any) -> None:
