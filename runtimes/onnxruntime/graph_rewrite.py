@@ -283,8 +283,8 @@ class _IntegerForm:
         left = self._operand(0, bool(attributes.get("transA", 0)), "left")
         right = self._operand(1, bool(attributes.get("transB", 0)), "right")
         operands = [left.codes, right.codes, left.zero, *filter(None, [right.zero])]
-        kind, kept = ("ConvInteger", attributes) if convolves else ("MatMulInteger", {})
-        sums = self._add(kind, operands, "sums", **kept)
+        kind, options = ("ConvInteger", attributes) if convolves else ("MatMulInteger", {})
+        sums = self._add(kind, operands, "sums", **options)
         shape = [-1, *[1] * (self._constants[node.input[1]].ndim - 2)] if convolves else []
         right_scale = self._reshaped(right.scale, shape, "weight_scale") if convolves else right.scale
         scale = self._add("Mul", [left.scale, right_scale], "scale")

@@ -115,8 +115,8 @@ def _with_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.Mode
 def _check_external(proto: onnx.ModelProto, path: Path) -> None:
     """Refuse external weights that are too many for a session, before they are read: a file may be mostly holes."""
     total = proto.ByteSize()
-    kept = [attribute.t for node in proto.graph.node for attribute in node.attribute if attribute.HasField("t")]
-    for tensor in (*proto.graph.initializer, *kept):
+    inner = [attribute.t for node in proto.graph.node for attribute in node.attribute if attribute.HasField("t")]
+    for tensor in (*proto.graph.initializer, *inner):
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         stated = {entry.key: entry.value for entry in tensor.external_data}

@@ -132,7 +132,7 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
     kind, on_cuda = device.type, device.type == "cuda"
     takes_mode = on_cuda and op_type in ops.TF32_OPERATORS and dtype is torch.float32
     family = "conv" if op_type in CONVOLUTIONS else "matmul"
-    kept = ops.uncast_types(dtype)
+    uncast = ops.uncast_types(dtype)
     general = precision == "TF32" or op_type in ("embedding", "einsum")
     ops.require(op_type, precision, device)
 
@@ -147,7 +147,7 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
         return function(
             *[
                 value.to(dtype)
-                if isinstance(value, Tensor) and value.dtype not in kept and value.is_floating_point()
+                if isinstance(value, Tensor) and value.dtype not in uncast and value.is_floating_point()
                 else value
                 for value in args
             ]

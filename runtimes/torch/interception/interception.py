@@ -164,7 +164,12 @@ class Interception:
         shared = len(modules) < sum(1 for _ in model.named_modules(remove_duplicate=False))
         self._memory = CallMemory(shared_modules=shared)
         for path, module in modules:
-            _check_free(path, module)
+            if interception_of(module) is not None:
+                raise NotReadyError(
+                    f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
+                    "statistics are being collected): undo that first"
+                )
+            check_not_scripted(path, module)
         self._modules = modules
         for path, module in modules:
             module.forward = forward_of(self, path, module)
@@ -345,8 +350,7 @@ class Interception:
         if self.path is not None or self.resting:
             raise NotReadyError("the model is in the middle of a forward pass: end it first")
         for path, module in self._modules:
-            forward = module.__dict__.get("forward")
-            if not isinstance(forward, Forward) or forward.interception is not self:
+            if interception_of(module) is not self:
                 raise NotReadyError(
                     f"forward of module {path or 'the root'!r} was replaced since: take that back first"
                 )
@@ -356,15 +360,6 @@ class Interception:
                 module.__dict__["forward"] = shadowed
         self._modules.clear()
         self.graphs = None
-
-
-def _check_free(path: str, module: nn.Module) -> None:
-    if isinstance(module.__dict__.get("forward"), Forward):
-        raise NotReadyError(
-            f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
-            "statistics are being collected): undo that first"
-        )
-    check_not_scripted(path, module)
 
 
 def check_not_scripted(path: str, module: nn.Module) -> None:
