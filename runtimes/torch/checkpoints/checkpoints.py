@@ -157,9 +157,19 @@ class Checkpoints:
         def write() -> None:
             writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
             save(tensors, storage_writer=writer, no_dist=size == 1)
-            if rank == 0:
-                state = self._described(step, ranks, values)
-                write_json(temporary / STATE, encode(state, version=CHECKPOINT_FORMAT))
+            if rank:
+                return
+            plan = plan_of_ranks(ranks)
+            state = _State(
+                step=step,
+                versions={"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
+                plan=None if plan is None else plan.to_json(),
+                digest=digest_of_ranks(ranks),
+                memory_bytes={} if self._plan is None else self._plan.memory_bytes,
+                ranks=tuple(ranks),
+                values=values,
+            )
+            write_json(temporary / STATE, encode(state, version=CHECKPOINT_FORMAT))
 
         attempt(write)
         own = attempt(lambda: file_facts(temporary, files_in(temporary)[rank::size]))
@@ -222,18 +232,6 @@ class Checkpoints:
         own = RankState.of(self._model, world()[0], self._plan)
         return [decode(RankState, state, f"rank {rank}") for rank, state in enumerate(gather_json(encode(own)))]
 
-    def _described(self, step: int, ranks: list[RankState], values: Values) -> _State:
-        plan = plan_of_ranks(ranks)
-        return _State(
-            step=step,
-            versions={"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
-            plan=None if plan is None else plan.to_json(),
-            digest=digest_of_ranks(ranks),
-            memory_bytes={} if self._plan is None else self._plan.memory_bytes,
-            ranks=tuple(ranks),
-            values=values,
-        )
-
     def _chosen(self, step: int | None) -> int | None:
         restore(self._folder)
         steps = self.steps
@@ -246,9 +244,8 @@ class Checkpoints:
 
     def _checked(self, path: Path) -> _State:
         """The JSON part of a checkpoint, after comparing its files with the manifest (each rank checks a share)."""
-        rank, size = world()
         try:
-            verify(path, rank, size)
+            verify(path, *world())
             return _state_of(path)
         except ProblemError as failure:
             older = [step for step in self.steps if step_folder(self._folder, step) != path]
@@ -277,7 +274,6 @@ class _State:
 
 
 def _state_of(path: Path) -> _State:
-    """The JSON part of a checkpoint; `join_state` checks its values, all else is checked here."""
     where = str(path / STATE)
     state = decode(_State, read_json(where, (CHECKPOINT_FORMAT,)), where, version=CHECKPOINT_FORMAT)
     if state.step != int(path.name.removeprefix("step-")):
