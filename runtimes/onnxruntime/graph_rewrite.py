@@ -32,11 +32,15 @@ INTEGER_KINDS = frozenset({"MatMul", "Gemm", "Conv"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeCast:
-    """A value that is cast once, for all nodes that read it in ``target``."""
+    """A value that is cast once, for all nodes that read it in ``target``.
+
+    ``for_result``: only a result of the model needs it so.
+    """
 
     value: str
     source: str
     target: str
+    for_result: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,10 +204,11 @@ class _Writer:
             self._quantized[value] = _Quantized(*parts)
         return self._quantized[value]
 
-    def _note(self, value: str, target: str) -> None:
+    def _note(self, value: str, target: str, *, for_result: bool = False) -> None:
         source = self._formats[value]
         if source != target and value not in self._model.constants:
-            self._casts.setdefault((value, target), EdgeCast(value=value, source=source, target=target))
+            cast = EdgeCast(value=value, source=source, target=target, for_result=for_result)
+            self._casts.setdefault((value, target), cast)
 
     def wanted(self, value: str, target: str) -> str:
         """Name of a value in the format that a node reads; the cast counts as one of the plan's."""
@@ -220,7 +225,8 @@ class _Writer:
         """Cast the model's results back to FP32, drop what is not read, and check the graph."""
         for info in self._model.proto.graph.output:
             if info.name in self._names:
-                self.wanted(info.name, "FP32")
+                self._note(info.name, "FP32", for_result=True)
+                self._value(info.name, "FP32")
         before = self._model.proto
         read = {value for node in self.nodes for value in node.input} | self._results
         graph = onnx.GraphProto(name=before.graph.name, doc_string=before.graph.doc_string)
