@@ -1,5 +1,7 @@
 """The errors of this package; all that are raised on purpose derive from `QSyncError`."""
 
+from collections.abc import Sequence
+
 LONGEST_TEXT = 2000
 """Most characters of an error's text; the middle of longer ones, which quote long values of files, is left out."""
 _SHOWN_END = 500
@@ -48,3 +50,9 @@ def reason_of(failure: OSError | ValueError) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text that is not empty, else the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def first_few(texts: Sequence[str], separator: str = ", ", most: int = 3) -> str:
+    """The first texts in one, and the number of the others."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
-from qsync_opt.runtimes.onnxruntime.sessions import Feeds, run_exposed
+from qsync_opt.runtimes.onnxruntime.sessions import run_exposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,19 @@ def compare(model: RunnableModel, args: tuple[Any, ...], kwargs: Mapping[str, An
     values = list(dict.fromkeys([*first.values(), *results]))
     if not values:
         return Comparison(results={}, operators={})
-    plain = dict(zip(values, run_exposed(prepared.proto, values, prepared.types, feeds, model.device), strict=True))
-    mixed = _mixed_values(model, values, feeds)
-    errors = {value: relative_error(mixed[value], plain[value]) for value in values}
+    # Values in another format than FP32 are cast to it in the graph that runs.
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    exposed = list(values)
+    for position, value in enumerate(values):
+        if model.mixed is not None and model.mixed.formats[value] != "FP32":
+            exposed[position] = f"{value}__compared_{position}"
+            name = model.mixed.names.get(value, value)
+            proto.graph.node.append(helper.make_node("Cast", [name], [exposed[position]], to=TensorProto.FLOAT))
+    types = dict.fromkeys(exposed, int(TensorProto.FLOAT))
+    plain = run_exposed(prepared.proto, values, prepared.types, feeds, model.device)
+    mixed = run_exposed(proto, exposed, types, feeds, model.device)
+    errors = {value: relative_error(a, b) for value, a, b in zip(values, mixed, plain, strict=True)}
     return Comparison(
         results={name: errors[name] for name in results},
         operators={owner: errors[value] for owner, value in first.items()},
@@ -76,25 +86,7 @@ def relative_error(values: Array, exact: Array) -> float:
     finite = np.isfinite(exact)
     if not (np.isfinite(values) & finite)[~alike].all():
         return float("inf")
-    kept = exact[finite].astype(np.float64)
-    difference = float(np.linalg.norm(values[finite].astype(np.float64) - kept))
-    norm = float(np.linalg.norm(kept))
+    reference = exact[finite].astype(np.float64)
+    difference = float(np.linalg.norm(values[finite].astype(np.float64) - reference))
+    norm = float(np.linalg.norm(reference))
     return difference / norm if norm > 0 else float("inf")
-
-
-def _mixed_values(model: RunnableModel, values: list[str], feeds: Feeds) -> dict[str, Array]:
-    """Values of the graph that runs, in FP32: those in another format are cast."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model.proto)
-    formats: Mapping[str, str] = {} if model.mixed is None else model.mixed.formats
-    names: Mapping[str, str] = {} if model.mixed is None else model.mixed.names
-    exposed = {}
-    for position, value in enumerate(values):
-        exposed[value] = value
-        if formats.get(value, "FP32") != "FP32":
-            exposed[value] = f"{value}__compared_{position}"
-            node = helper.make_node("Cast", [names.get(value, value)], [exposed[value]], to=TensorProto.FLOAT)
-            proto.graph.node.append(node)
-    types = dict.fromkeys(exposed.values(), int(TensorProto.FLOAT))
-    arrays = run_exposed(proto, list(exposed.values()), types, feeds, model.device)
-    return dict(zip(values, arrays, strict=True))

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 from google.protobuf.message import EncodeError
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.errors import ModelError, UnsupportedError, first_line
 from qsync_opt.model.onnx import GRAPH_KEY
 from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE, TYPE_TEXT, stored, weight_codes
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel
@@ -79,18 +79,12 @@ def rewrite(
     return writer.finish()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Quantized:
+class _Quantized(NamedTuple):
     """Names of the values of a quantized tensor: codes, scale, zero point ("" where it is zero)."""
 
     codes: str
     scale: str
     zero: str
-
-
-def rewrite_operators(model: PreparedModel, precisions: Mapping[str, str]) -> MixedGraph:
-    """`rewrite` with a precision per operator."""
-    return rewrite(model, [precisions[owner] for owner in model.owners])
 
 
 class _Writer:
@@ -122,16 +116,19 @@ class _Writer:
         label = node.name or next(iter(node.output), node.op_type)
         if node_format == "INT8":
             if node.op_type in INTEGER_KINDS and node.domain in _OWN_DOMAINS:
-                _IntegerForm(node, self).write()
+                _IntegerForm(node, self, self._model.constants).write()
                 self._formats[node.output[0]] = "FP32"
                 return
             node_format = "FP32"  # the rest of an operator of several nodes
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
-        bound = self._bind(copy, node, node_format, label)
-        for position, value in enumerate(node.output):
-            if value and self._model.is_floating(value):
-                self._deliver(copy, position, value, bound)
+        formats = self._bind(copy, node, node_format, label)
+        for position, value_format in formats.items():
+            value = node.output[position]
+            self._formats[value] = value_format
+            # The name of a result of the model stays with its FP32 form.
+            if value_format != "FP32" and value in self._results and not self._keep_results:
+                self._names[value] = copy.output[position] = self.fresh(f"{value}__{value_format}")
         if node.op_type == "Constant":
             # Readers in another format have copies of their own.
             self._formats[node.output[0]] = "FP32"
@@ -145,7 +142,14 @@ class _Writer:
             for i, value in floating:
                 copy.input[i] = self.wanted(value, "FP32")
             return dict.fromkeys(results, "FP32")
-        schema = self._schema(node, label)
+        domain = "" if node.domain in _OWN_DOMAINS else node.domain
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self._model.opset, domain)
+        except onnx.defs.SchemaError as error:
+            raise UnsupportedError(
+                f"node {label!r} is {node.domain or 'ai.onnx'}.{node.op_type}, whose types are not known here: keep "
+                "its operator in FP32"
+            ) from error
         wanted = TYPE_TEXT[node_format]
         bound: dict[str, str] = {}
         for i, value in floating:
@@ -155,29 +159,11 @@ class _Writer:
             copy.input[i] = self.wanted(value, chosen)
             bound[kind] = chosen
         if node_format not in bound.values():
-            version = schema.since_version
             raise UnsupportedError(
-                f"node {label!r} ({node.op_type}, version {version}) takes no {node_format}: convert the model to a "
-                "later operator set, or keep the operator in FP32"
+                f"node {label!r} ({node.op_type}, version {schema.since_version}) takes no {node_format}: convert the "
+                "model to a later operator set, or keep the operator in FP32"
             )
         return {i: bound.get(_constraint(schema, schema.outputs, i)[0], "FP32") for i in results}
-
-    def _schema(self, node: onnx.NodeProto, label: str) -> onnx.defs.OpSchema:
-        try:
-            return onnx.defs.get_schema(
-                node.op_type, self._model.opset, "" if node.domain in _OWN_DOMAINS else node.domain
-            )
-        except onnx.defs.SchemaError as error:
-            raise UnsupportedError(
-                f"node {label!r} is {node.domain or 'ai.onnx'}.{node.op_type}, whose types are not known here: keep "
-                "its operator in FP32"
-            ) from error
-
-    def _deliver(self, copy: onnx.NodeProto, position: int, value: str, formats: Mapping[int, str]) -> None:
-        """Note the format of a node's result; the name of a result of the model stays with its FP32 form."""
-        self._formats[value] = formats[position]
-        if formats[position] != "FP32" and value in self._results and not self._keep_results:
-            self._names[value] = copy.output[position] = self.fresh(f"{value}__{formats[position]}")
 
     def _value(self, value: str, target: str) -> str:
         """Name of a value in a format; the first call writes the cast, or the copy of a weight."""
@@ -215,14 +201,14 @@ class _Writer:
                 node.name = self.fresh(f"cast__{value}__INT8")
                 self.nodes.append(node)
                 self._note(value, "INT8")
-            self._quantized[value] = _Quantized(codes=parts[0], scale=parts[1], zero=parts[2])
+            self._quantized[value] = _Quantized(*parts)
         return self._quantized[value]
 
     def _note(self, value: str, target: str, *, for_result: bool = False) -> None:
         source = self._formats[value]
-        if source != target and value not in self._model.constants and (value, target) not in self._casts:
+        if source != target and value not in self._model.constants:
             cast = EdgeCast(value=value, source=source, target=target, for_result=for_result)
-            self._casts[value, target] = cast
+            self._casts.setdefault((value, target), cast)
 
     def wanted(self, value: str, target: str) -> str:
         """Name of a value in the format that a node reads; the cast counts as one of the plan's."""
@@ -234,10 +220,6 @@ class _Writer:
         tensor = numpy_helper.from_array(values, self.fresh(name))
         self._new_tensors.append(tensor)
         return tensor.name
-
-    def constant(self, value: str) -> Array | None:
-        """Values of a constant; None for other values."""
-        return self._model.constants.get(value)
 
     def finish(self) -> MixedGraph:
         """Cast the model's results back to FP32, drop what is not read, and check the graph."""
@@ -260,7 +242,12 @@ class _Writer:
         proto = onnx.ModelProto(ir_version=before.ir_version, producer_name="qsync_opt", graph=graph)
         proto.opset_import.extend(before.opset_import)
         proto.metadata_props.extend(entry for entry in before.metadata_props if entry.key != GRAPH_KEY)
-        _check(proto)
+        try:
+            onnx.checker.check_model(proto, full_check=True)  # types and shapes included
+        except (onnx.checker.ValidationError, shape_inference.InferenceError, EncodeError, ValueError) as error:
+            raise ModelError(
+                f"the mixed-precision graph of {proto.graph.name!r} is not valid: {first_line(error)}"
+            ) from error
         return MixedGraph(
             proto=proto, casts=tuple(self._casts.values()), formats=dict(self._formats), names=dict(self._names)
         )
@@ -283,11 +270,11 @@ class _Writer:
 class _IntegerForm:
     """The nodes that compute a node on 8-bit integers, with its result in FP32."""
 
-    def __init__(self, node: onnx.NodeProto, writer: _Writer) -> None:
+    def __init__(self, node: onnx.NodeProto, writer: _Writer, constants: Mapping[str, Array]) -> None:
         self._name = node.name or node.output[0]
         self._node = node
-        self._output = node.output[0]
         self._writer = writer
+        self._constants = constants
 
     def write(self) -> None:
         """Add the nodes.
@@ -295,101 +282,65 @@ class _IntegerForm:
         Raises:
             UnsupportedError: This node has no integer form; the text says why.
         """
-        attributes = {entry.name: helper.get_attribute_value(entry) for entry in self._node.attribute}
-        bias = self._node.input[2] if len(self._node.input) > 2 and self._node.input[2] else None
-        if self._node.op_type == "Conv":
-            self._convolution(bias)
-        elif self._node.op_type == "MatMul":
-            self._product(self._left(False), self._right(False), 1.0, None, 1.0)
-        else:
-            left = self._left(bool(attributes.get("transA", 0)))
-            right = self._right(bool(attributes.get("transB", 0)))
-            alpha, beta = float(attributes.get("alpha", 1.0)), float(attributes.get("beta", 1.0))
-            self._product(left, right, alpha, bias, beta)
+        node, convolves = self._node, self._node.op_type == "Conv"
+        attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+        if convolves and node.input[1] not in self._constants:
+            raise UnsupportedError(f"node {self._name!r} convolves with a computed weight, which has no integer form")
+        left = self._operand(0, bool(attributes.get("transA", 0)), "left")
+        right = self._operand(1, bool(attributes.get("transB", 0)), "right")
+        operands = [left.codes, right.codes, left.zero, *filter(None, [right.zero])]
+        kind, options = ("ConvInteger", attributes) if convolves else ("MatMulInteger", {})
+        sums = self._add(kind, operands, "sums", **options)
+        shape = [-1, *[1] * (self._constants[node.input[1]].ndim - 2)] if convolves else []
+        right_scale = self._reshaped(right.scale, shape, "weight_scale") if convolves else right.scale
+        scale = self._add("Mul", [left.scale, right_scale], "scale")
+        scale = self._times(scale, float(attributes.get("alpha", 1.0)), "alpha")
+        bias = self._writer.wanted(node.input[2], "FP32") if len(node.input) > 2 and node.input[2] else None
+        if bias is not None and convolves:
+            bias = self._reshaped(bias, shape, "bias")
+        elif bias is not None:
+            bias = self._times(bias, float(attributes.get("beta", 1.0)), "beta")
+        wide = self._add("Cast", [sums], "wide", to=TensorProto.FLOAT)
+        result = self._add("Mul", [wide, scale], "scaled" if bias is not None else "")
+        if bias is not None:
+            self._add("Add", [result, bias], "")
 
-    def _inner(self, what: str) -> str:
-        return f"{self._output}__{what}"
+    def _operand(self, position: int, transposed: bool, side: str) -> _Quantized:
+        """An operand: a weight as the second is quantized in advance, all else at run time."""
+        value = self._node.input[position]
+        weight = self._constants.get(value) if position else None
+        if weight is None:
+            q = self._writer.quantized(value)
+            if transposed:
+                q = q._replace(codes=self._add("Transpose", [q.codes], f"{side}_transposed", perm=[1, 0]))
+            return q
+        if not weight.size:
+            raise UnsupportedError(f"node {self._name!r} has an empty weight: keep it in FP32")
+        weight = np.ascontiguousarray(weight.T) if transposed else weight
+        # Scales per column do not broadcast over products of a vector or of a stack of matrices.
+        axis = 0 if self._node.op_type == "Conv" else 1 if weight.ndim == 2 else None
+        codes, scales = weight_codes(weight, axis)
+        return _Quantized(codes=self._store(codes, "weight"), scale=self._store(scales, "weight_scale"), zero="")
 
     def _add(self, kind: str, inputs: list[str], what: str, **attributes: Any) -> str:
         """Add a node with one result; ``what`` names it, "" is the result of the whole form."""
-        output = self._writer.fresh(self._inner(what)) if what else self._output
+        output = self._node.output[0]
+        output = self._writer.fresh(f"{output}__{what}") if what else output
         name = f"{self._name}__{what or 'result'}"
         self._writer.nodes.append(helper.make_node(kind, inputs, [output], name=name, **attributes))
         return output
 
-    def _weight(self, values: Array, axis: int | None) -> tuple[str, str]:
-        """Store a weight's codes and scales; the scales have one entry, or one per index of ``axis``."""
-        if not values.size:
-            raise UnsupportedError(f"node {self._name!r} has an empty weight: keep it in FP32")
-        codes, scales = weight_codes(values, axis)
-        stored = self._writer.store(codes, self._inner("weight"))
-        return stored, self._writer.store(scales, self._inner("weight_scale"))
-
-    def _left(self, transposed: bool) -> _Quantized:
-        """The first operand."""
-        return self._dynamic(self._node.input[0], transposed, "left")
-
-    def _right(self, transposed: bool) -> _Quantized:
-        """The second operand: a weight, or quantized at run time like the first."""
-        value = self._node.input[1]
-        weight = self._writer.constant(value)
-        if weight is None:
-            return self._dynamic(value, transposed, "right")
-        weight = np.ascontiguousarray(weight.T) if transposed else weight
-        # Scales per column do not broadcast over products of a vector or of a stack of matrices.
-        codes, scale = self._weight(weight, 1 if weight.ndim == 2 else None)
-        return _Quantized(codes=codes, scale=scale, zero="")
-
-    def _dynamic(self, value: str, transposed: bool, side: str) -> _Quantized:
-        q = self._writer.quantized(value)
-        if not transposed:
-            return q
-        codes = self._add("Transpose", [q.codes], f"{side}_transposed", perm=[1, 0])
-        return _Quantized(codes=codes, scale=q.scale, zero=q.zero)
-
-    def _product(self, left: _Quantized, right: _Quantized, alpha: float, bias: str | None, beta: float) -> None:
-        """``alpha * left @ right + beta * bias``."""
-        zeros = [left.zero, right.zero] if right.zero else [left.zero]
-        sums = self._add("MatMulInteger", [left.codes, right.codes, *zeros], "sums")
-        scale = self._add("Mul", [left.scale, right.scale], "scale")
-        self._finish(sums, self._times(scale, alpha, "alpha"), self._bias(bias, beta))
-
-    def _convolution(self, bias: str | None) -> None:
-        """A convolution with a constant weight."""
-        weight = self._writer.constant(self._node.input[1])
-        if weight is None:
-            raise UnsupportedError(f"node {self._name!r} convolves with a computed weight, which has no integer form")
-        x = self._writer.quantized(self._node.input[0])
-        codes, scales = self._weight(weight, 0)
-        sums = self._writer.fresh(self._inner("sums"))
-        node = helper.make_node("ConvInteger", [x.codes, codes, x.zero], [sums], name=f"{self._name}__sums")
-        node.attribute.extend(self._node.attribute)
-        self._writer.nodes.append(node)
-        shape = [-1, *[1] * (weight.ndim - 2)]
-        per_channel = self._reshaped(scales, shape, "weight_scale")
-        scale = self._add("Mul", [x.scale, per_channel], "scale")
-        if bias is not None:
-            bias = self._reshaped(self._writer.wanted(bias, "FP32"), shape, "bias")
-        self._finish(sums, scale, bias)
+    def _store(self, values: Array, what: str) -> str:
+        return self._writer.store(values, f"{self._node.output[0]}__{what}")
 
     def _reshaped(self, value: str, shape: list[int], what: str) -> str:
-        sizes = self._writer.store(np.array(shape, dtype=np.int64), self._inner(f"{what}_shape"))
+        sizes = self._store(np.array(shape, dtype=np.int64), f"{what}_shape")
         return self._add("Reshape", [value, sizes], f"{what}_reshaped")
 
     def _times(self, value: str, factor: float, what: str) -> str:
         if factor == 1.0:
             return value
-        stored = self._writer.store(np.array(factor, dtype=np.float32), self._inner(what))
-        return self._add("Mul", [value, stored], f"{what}_times")
-
-    def _bias(self, value: str | None, beta: float) -> str | None:
-        return None if value is None else self._times(self._writer.wanted(value, "FP32"), beta, "beta")
-
-    def _finish(self, sums: str, scale: str, bias: str | None) -> None:
-        wide = self._add("Cast", [sums], "wide", to=onnx.TensorProto.FLOAT)
-        result = self._add("Mul", [wide, scale], "scaled" if bias is not None else "")
-        if bias is not None:
-            self._add("Add", [result, bias], "")
+        return self._add("Mul", [value, self._store(np.array(factor, dtype=np.float32), what)], f"{what}_times")
 
 
 def _constraint(schema: onnx.defs.OpSchema, formal: Sequence[Any], position: int) -> tuple[str, frozenset[str]]:
@@ -399,12 +350,3 @@ def _constraint(schema: onnx.defs.OpSchema, formal: Sequence[Any], position: int
         if constraint.type_param_str == parameter.type_str:
             return parameter.type_str, frozenset(constraint.allowed_type_strs)
     return parameter.type_str, frozenset({parameter.type_str})
-
-
-def _check(proto: onnx.ModelProto) -> None:
-    """Refuse a result that ONNX's own checks refuse, types and shapes included."""
-    try:
-        onnx.checker.check_model(proto, full_check=True)
-    except (onnx.checker.ValidationError, shape_inference.InferenceError, EncodeError, ValueError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ModelError(f"the mixed-precision graph of {proto.graph.name!r} is not valid: {reason}") from error

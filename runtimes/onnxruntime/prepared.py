@@ -115,8 +115,8 @@ def _with_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.Mode
 def _check_external(proto: onnx.ModelProto, path: Path) -> None:
     """Refuse external weights that are too many for a session, before they are read: a file may be mostly holes."""
     total = proto.ByteSize()
-    kept = [attribute.t for node in proto.graph.node for attribute in node.attribute if attribute.HasField("t")]
-    for tensor in (*proto.graph.initializer, *kept):
+    inner = [attribute.t for node in proto.graph.node for attribute in node.attribute if attribute.HasField("t")]
+    for tensor in (*proto.graph.initializer, *inner):
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         stated = {entry.key: entry.value for entry in tensor.external_data}
@@ -124,21 +124,21 @@ def _check_external(proto: onnx.ModelProto, path: Path) -> None:
             total += max(0, int(stated["length"]))
         else:  # to the end of the file
             total += max(0, os.path.getsize(path.parent / stated.get("location", "")) - int(stated.get("offset", 0)))
-    if total > LARGEST_BYTES:
+    _check_size(total, f"ONNX file {str(path)!r}")
+
+
+def _check_size(size_bytes: int, where: str) -> None:
+    if size_bytes > LARGEST_BYTES:
         raise ModelError(
-            f"ONNX file {str(path)!r} has {total} bytes with its weights, but at most {LARGEST_BYTES} can be "
-            "rewritten: plan it in parts"
+            f"{where} has {size_bytes} bytes with its weights, but at most {LARGEST_BYTES} can be rewritten: plan it "
+            "in parts"
         )
 
 
 def _types(proto: onnx.ModelProto) -> dict[str, int]:
     """Element type of every tensor, inferred where the model does not state it; states shapes of results."""
     types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
-    if proto.ByteSize() > LARGEST_BYTES:
-        raise ModelError(
-            f"the ONNX model has {proto.ByteSize()} bytes with its weights, but at most {LARGEST_BYTES} can be "
-            "rewritten: plan it in parts"
-        )
+    _check_size(proto.ByteSize(), "the ONNX model")
     inferred = shape_inference.infer_shapes(proto)
     # ONNX's checks want the shapes of results stated, which sessions do not need.
     proto.graph.ClearField("output")
@@ -155,15 +155,10 @@ def _constants(proto: onnx.ModelProto, types: Mapping[str, int]) -> dict[str, Ar
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in tensors}
     for node in proto.graph.node:
         if node.op_type == "Constant" and types.get(node.output[0]) == TensorProto.FLOAT:
-            constants[node.output[0]] = _constant_value(node)
+            value = onnx.helper.get_attribute_value(node.attribute[0])
+            is_tensor = isinstance(value, TensorProto)
+            constants[node.output[0]] = numpy_helper.to_array(value) if is_tensor else np.asarray(value, np.float32)
     return constants
-
-
-def _constant_value(node: onnx.NodeProto) -> Array:
-    attribute = node.attribute[0]
-    if attribute.HasField("t"):
-        return numpy_helper.to_array(attribute.t)
-    return np.asarray(onnx.helper.get_attribute_value(attribute), dtype=np.float32)
 
 
 def _owners(proto: onnx.ModelProto, graph: OpGraph) -> tuple[str, ...]:

@@ -19,16 +19,15 @@ from onnx import TensorProto, helper
 
 from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, encode, reporting
+from qsync_opt.io import Fields, MeasurementCache, check_integer, encode
 from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite_operators
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
 from qsync_opt.runtimes.onnxruntime.sessions import (
     Device,
-    bound_run,
     record_values,
     small_model,
     start_session,
@@ -51,7 +50,6 @@ def profile(
     *,
     precisions: Sequence[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    progress: Report | bool | None = None,
     repeats: int = 6,
     name: str | None = None,
 ) -> DeviceProfile:
@@ -63,7 +61,6 @@ def profile(
         kwargs: Inputs by name.
         precisions: Those that plans may use; None: all that some operator can run in. FP32 is always included.
         cache_dir: Folder of measurements that equal runs share; None keeps none.
-        progress: As in the torch runtime's `profile`.
         repeats: Runs per round; rounds are run until two agree.
         name: Of the device, where that of the hardware is ambiguous.
 
@@ -83,53 +80,32 @@ def profile(
     identity = model.device.identity(name)
     options: dict[str, str | int | float | bool] = {"pass": "forward", "optimization": "all"}
     environment = {"device": encode(identity), "options": options, "method": METHOD, "repeats": repeats}
-    stopwatch = _Stopwatch(model.device, repeats)
     bench = _Bench(
         model=model,
         support=support,
         formats=formats,
-        stopwatch=stopwatch,
+        stopwatch=_Stopwatch(model.device, repeats),
         cache=MeasurementCache(cache_dir, environment),
     )
-    rows = {o.name: bench.precisions(o) for o in model.graph}
-    pairs = cast_pairs(formats)
     specs = edge_sizes(model.graph)
-    total = sum(map(len, rows.values())) + len(pairs) * len(specs) + len(formats)
-    measurements: dict[str, dict[str, MeasuredCost]] = {}
     keys = {o.name: f"{o.signature} {problem_role(o)}" for o in model.graph}
-    done = 0
-    with reporting(progress, "profile") as report:
-        for operator in model.graph:
-            for precision in rows[operator.name]:
-                report(done, total, f"{operator.name} {precision}")
-                done += 1
-                if precision not in measurements.setdefault(keys[operator.name], {}):
-                    measurements[keys[operator.name]][precision] = bench.cost(operator, precision)
-        casts = {}
-        for source, target in pairs:
-            report(done, total, f"cast {source}>{target}")
-            done += len(specs)
-            casts[f"{source}>{target}"] = bench.cast(source, target, specs)
-        result = DeviceProfile(
-            device=identity,
-            model=model.graph.name,
-            fingerprint=model.graph.fingerprint(),
-            options=options,
-            formats=formats,
-            measurements=measurements,
-            operators=keys,
-            casts=casts,
-            gradient_sums={"FP32": CostFit(base_ns=0, ns_per_mi_elements=0)},
-            optimizer=OptimizerCost(name="none", step_ns=0, zero_grad_ns=0, state_bytes=0, workspace_bytes=0),
-        )
-        whole = {}
-        for precision in formats:
-            report(done, total, f"whole model in {precision}")
-            done += 1
-            whole[precision] = bench.whole(result, precision, feeds)
-        result = calibrate(model.graph, result, whole)
-        report(total, total, "done")
-    return result
+    measurements: dict[str, dict[str, MeasuredCost]] = {key: {} for key in keys.values()}
+    for operator in model.graph:
+        costs = measurements[keys[operator.name]]
+        costs |= {p: bench.cost(operator, p) for p in bench.precisions(operator) if p not in costs}
+    result = DeviceProfile(
+        device=identity,
+        model=model.graph.name,
+        fingerprint=model.graph.fingerprint(),
+        options=options,
+        formats=formats,
+        measurements=measurements,
+        operators=keys,
+        casts={f"{source}>{target}": bench.cast(source, target, specs) for source, target in cast_pairs(formats)},
+        gradient_sums={"FP32": CostFit(base_ns=0, ns_per_mi_elements=0)},
+        optimizer=OptimizerCost(name="none", step_ns=0, zero_grad_ns=0, state_bytes=0, workspace_bytes=0),
+    )
+    return calibrate(model.graph, result, {precision: bench.whole(result, precision, feeds) for precision in formats})
 
 
 def _wanted(model: RunnableModel, support: Support, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:
@@ -158,11 +134,9 @@ class _Bench:
         role = problem_role(operator)
         if role is Role.FIXED:
             return ["FP32"]
-        able = self.support.precisions(operator)
-        if role is Role.DEPENDENT:
-            delivered = {borders.output for borders in self.formats.values()}
-            return [precision for precision in able if precision in delivered]
-        return [precision for precision in able if precision in self.formats]
+        dependent = role is Role.DEPENDENT
+        wanted = {borders.output for borders in self.formats.values()} if dependent else self.formats
+        return [precision for precision in self.support.precisions(operator) if precision in wanted]
 
     def cost(self, operator: Operator, precision: str) -> MeasuredCost:
         if operator.op_type == "input":
@@ -185,7 +159,8 @@ class _Bench:
         uniform = uniform_precisions(self.model.graph, profile, tables, precision)
         proto = self.model.prepared.proto
         if set(uniform.values()) != {"FP32"}:
-            proto = rewrite_operators(self.model.prepared, uniform).proto
+            prepared = self.model.prepared
+            proto = rewrite(prepared, [uniform[owner] for owner in prepared.owners]).proto
         session = start_session(proto, self.model.device, f"the model in {precision}")
         tensors = {name: tensor_on(value, "FP32", self.model.device) for name, value in feeds.items()}
         return MeasuredPasses(forward_ns=max(1, round(self.stopwatch.time(session, tensors))), backward_ns=1)
@@ -199,26 +174,22 @@ class _Bench:
     def _time_operator(self, operator: Operator, precision: str) -> float:
         part = self.support.part(operator)
         session = part.session(precision, self.model.device)
-        names = {entry.name for entry in session.get_inputs()}
         inputs = _inputs(part, part.arrivals(precision), self.model.device)
-        tensors = {name: value for name, value in inputs.items() if name in names}
-        return self.stopwatch.time(session, tensors)
+        return self.stopwatch.time(session, {entry.name: inputs[entry.name] for entry in session.get_inputs()})
 
     def _time_cast(self, source: str, target: str, spec: TensorSpec) -> float:
-        inputs = [helper.make_tensor_value_info("x", ELEMENT_TYPE[source], spec.shape)]
-        nodes, wide = [], "x"
-        if target == "INT8":
-            if source != "FP32":
-                nodes.append(helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT))
-                wide = "wide"
-            nodes.append(helper.make_node("DynamicQuantizeLinear", [wide], ["y", "scale", "zero"]))
-        else:
+        quantizes, wide = target == "INT8", source == "FP32"
+        nodes = []
+        if not quantizes:
             nodes.append(helper.make_node("Cast", ["x"], ["y"], to=ELEMENT_TYPE[target]))
-        result = TensorProto.UINT8 if target == "INT8" else ELEMENT_TYPE[target]
-        outputs = [helper.make_tensor_value_info("y", result, spec.shape)]
-        session = start_session(
-            small_model(nodes, inputs, outputs), self.model.device, f"a cast from {source} to {target}"
-        )
+        else:
+            if not wide:
+                nodes.append(helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT))
+            nodes.append(helper.make_node("DynamicQuantizeLinear", ["x" if wide else "wide"], ["y", "scale", "zero"]))
+        x = helper.make_tensor_value_info("x", ELEMENT_TYPE[source], spec.shape)
+        y_type = TensorProto.UINT8 if quantizes else ELEMENT_TYPE[target]
+        y = helper.make_tensor_value_info("y", y_type, spec.shape)
+        session = start_session(small_model(nodes, [x], [y]), self.model.device, f"a cast from {source} to {target}")
         values = np.random.default_rng(0).standard_normal(spec.shape, dtype=np.float32)
         return self.stopwatch.time(session, {"x": tensor_on(values, source, self.model.device)})
 
@@ -247,15 +218,21 @@ class _Stopwatch:
         self._device = device
         self._repeats = repeats
         self._idle_ns = 0.0
-        x = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
-        proto = small_model([helper.make_node("Identity", ["x"], ["y"])], x[:1], x[1:])
-        idle = start_session(proto, device, "an empty model")
+        x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y"))
+        idle = start_session(
+            small_model([helper.make_node("Identity", ["x"], ["y"])], [x], [y]), device, "an empty model"
+        )
         self._idle_ns = self.time(idle, {"x": tensor_on(np.zeros(1, np.float32), "FP32", device)})
 
     def time(self, session: Any, tensors: Mapping[str, Any]) -> float:
         """Nanoseconds of one run minus those of an empty model; several short runs are timed at once."""
         try:
-            binding = bound_run(session, tensors, self._device)
+            # Inputs and results are on the device already, so that a run copies nothing.
+            binding = session.io_binding()
+            for name, tensor in tensors.items():
+                binding.bind_ortvalue_input(name, tensor)
+            for output in session.get_outputs():
+                binding.bind_output(output.name, self._device.kind, self._device.index)
             self._runs_ns(session, binding, 2)  # allocates results and packs weights
             at_once = max(1, min(_MAX_AT_ONCE, round(_ROUND_NS / max(1.0, self._runs_ns(session, binding, 1)))))
 

@@ -5,30 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
 
-from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
+from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError, first_few
 from qsync_opt.io import write_bytes
 from qsync_opt.model import OpGraph, Role, RoleTable
 from qsync_opt.numerics import number_format
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite_operators
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
 from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, record_values, sample_feeds, start_session
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
+from qsync_opt.runtimes.plans import DevicePlans, precisions_of
 from qsync_opt.training import problem_role
-
-_SHOWN = 3
-
-
-class DevicePlans(Protocol):
-    """A plan that names device types, such as `qsync_opt.Plan`."""
-
-    @property
-    def devices(self) -> Mapping[str, Mapping[str, str]]:
-        """Device type to operator to precision."""
 
 
 class RunnableModel:
@@ -80,11 +71,6 @@ class RunnableModel:
         """The casts of the graph that runs, each value once per format."""
         return () if self.mixed is None else self.mixed.casts
 
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in order."""
-        return tuple(entry.name for entry in self._plain.get_inputs())
-
     @cached_property
     def support(self) -> Support:
         """Formats of its operators, by trial with sample inputs."""
@@ -97,7 +83,7 @@ class RunnableModel:
         Raises:
             ModelError: One is missing, unknown, given twice, or of another shape or type.
         """
-        names = self.input_names
+        names = [entry.name for entry in self._plain.get_inputs()]
         if len(args) > len(names):
             raise ModelError(f"{len(args)} inputs were given, but the model has {', '.join(names)}")
         values = dict(zip(names, args, strict=False))
@@ -109,16 +95,15 @@ class RunnableModel:
         if missing:
             raise ModelError(f"input {missing[0]!r} is missing: the model has {', '.join(names)}")
         feeds = {name: np.asarray(value) for name, value in values.items()}
-        for info in self.prepared.proto.graph.input:
-            if info.name in feeds:
-                shape = tuple(dim.dim_value for dim in info.type.tensor_type.shape.dim)
-                dtype = onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
-                array = feeds[info.name]
-                if array.shape != shape or array.dtype != dtype:
-                    raise ModelError(
-                        f"input {info.name!r} has shape {array.shape} and type {array.dtype}, but the model takes "
-                        f"{shape} and {dtype}"
-                    )
+        types = {info.name: info.type.tensor_type for info in self.prepared.proto.graph.input}
+        for name, array in feeds.items():
+            shape = tuple(dim.dim_value for dim in types[name].shape.dim)
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(types[name].elem_type)
+            if array.shape != shape or array.dtype != dtype:
+                raise ModelError(
+                    f"input {name!r} has shape {array.shape} and type {array.dtype}, but the model takes {shape} and "
+                    f"{dtype}"
+                )
         return feeds
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
@@ -141,12 +126,13 @@ class RunnableModel:
             ModelError: The plan is for another model or lacks the device type.
             UnsupportedError: An operator cannot run in its precision; the text names it and says why.
         """
-        choices = _of_device_type(plan, device_type)
+        choices = precisions_of(plan, device_type)
         unknown = [name for name in choices if name not in self.graph]
         missing = [o.name for o in self.graph.by_role(Role.ADJUSTABLE) if o.name not in choices]
         if unknown or missing:
-            named = f"it names {_some(unknown)}, which this model does not have" if unknown else ""
-            raise ModelError(f"the plan is for another model: {named or f'it lacks {_some(missing)}'}; plan this model")
+            some = first_few([repr(name) for name in unknown or missing])
+            what = f"names {some}, which this model does not have" if unknown else f"lacks {some}"
+            raise ModelError(f"the plan is for another model: it {what}; plan this model")
         precisions: dict[str, str] = {}
         for operator in self.graph:
             precision = choices.get(operator.name, "FP32")
@@ -190,7 +176,7 @@ class RunnableModel:
             raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
         precisions = self.resolve(plan, device_type)
         if set(precisions.values()) != {"FP32"}:
-            mixed = rewrite_operators(self.prepared, precisions)
+            mixed = rewrite(self.prepared, [precisions[owner] for owner in self.prepared.owners])
             self._session = start_session(mixed.proto, self.device, f"the model {self.graph.name!r} under the plan")
             self.mixed = mixed
         self.precisions = precisions
@@ -212,22 +198,3 @@ class RunnableModel:
             ModelError: The file cannot be written.
         """
         write_bytes(path, self.proto.SerializeToString(), error=ModelError)
-
-
-def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> Mapping[str, str]:
-    if isinstance(plan, Mapping):
-        return plan
-    devices = getattr(plan, "devices", None)
-    if not isinstance(devices, Mapping):
-        raise ModelError(f"{type(plan).__name__} is no plan: a mapping of operator to precision, or a Plan, is needed")
-    if device_type is None and len(devices) == 1:
-        (device_type,) = devices
-    if device_type not in devices:
-        raise ModelError(f"the plan has no device type {device_type!r}: it has {', '.join(devices)}; name one of them")
-    choices: Mapping[str, str] = devices[device_type]
-    return choices
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:_SHOWN]))
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -10,12 +10,13 @@ import onnx
 
 from qsync_opt.costs import DeviceProfile
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.model import OpGraph, RoleTable
+from qsync_opt.model import OpGraph
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.onnxruntime.profiler import profile
-from qsync_opt.runtimes.onnxruntime.runnable import DevicePlans, RunnableModel
+from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
 from qsync_opt.runtimes.onnxruntime.sessions import find_device
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, border_formats, kind_precisions
+from qsync_opt.runtimes.plans import DevicePlans
 
 Model = RunnableModel | onnx.ModelProto | str | os.PathLike[str]
 """A model with a session, or a source of one, which then runs on the processor."""
@@ -27,19 +28,9 @@ class OnnxRuntime:
     name = "onnxruntime"
     trains = False
 
-    def load(
-        self,
-        source: Model,
-        device: str = "cpu",
-        *,
-        threads: int | None = None,
-        roles: RoleTable | None = None,
-        name: str | None = None,
-    ) -> RunnableModel:
-        """Return a model with a session; see `RunnableModel`."""
-        if isinstance(source, RunnableModel):
-            return source
-        return RunnableModel(source, device, threads=threads, roles=roles, name=name)
+    def load(self, source: Model, device: str = "cpu", **options: Any) -> RunnableModel:
+        """Return a model with a session; device and options (threads, roles, name) are those of `RunnableModel`."""
+        return source if isinstance(source, RunnableModel) else RunnableModel(source, device, **options)
 
     def capture(self, model: Model, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> OpGraph:
         """Operators of the model; inputs, which are not needed, must fit where they are given."""
@@ -79,16 +70,7 @@ class OnnxRuntime:
             raise UnsupportedError(
                 f"the model is on {runnable.device.kind}, but device is {device!r}: load it on that device"
             )
-        return profile(
-            runnable,
-            args,
-            kwargs,
-            precisions=precisions,
-            cache_dir=cache_dir,
-            repeats=repeats,
-            name=name,
-            progress=False,
-        )
+        return profile(runnable, args, kwargs, precisions=precisions, cache_dir=cache_dir, repeats=repeats, name=name)
 
     def apply(
         self,

@@ -17,7 +17,7 @@ from onnx import helper
 
 import qsync_opt
 from qsync_opt.costs import DeviceIdentity
-from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.errors import ModelError, UnsupportedError, first_line
 from qsync_opt.io import check_integer
 from qsync_opt.runtimes.host import processor_name
 from qsync_opt.runtimes.onnxruntime.number_types import bfloat16_bits
@@ -50,11 +50,7 @@ class Device:
 
 
 def find_device(name: str, threads: int | None = None) -> Device:
-    """Return a device by its name.
-
-    Args:
-        name: ``cpu``, ``cuda`` or ``cuda:1``.
-        threads: For one operator on the processor; None: as many as there are cores for this process.
+    """Return the device ``cpu``, ``cuda`` or ``cuda:1``; without ``threads``, one per core that this process may use.
 
     Raises:
         UnsupportedError: No such device, or the installed ONNX Runtime has no provider for it.
@@ -114,7 +110,7 @@ def small_model(
 
 def reason_of(error: BaseException) -> str:
     """The message of ONNX Runtime in one line, without its error codes."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = first_line(error)
     parts = line.split(" : ", 3)
     return parts[3] if line.startswith("[ONNXRuntimeError]") and len(parts) == 4 else line
 
@@ -183,13 +179,3 @@ def tensor_on(values: Array, number_format: str, device: Device) -> Any:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.BFLOAT16)
     array = values.astype(np.float16) if number_format == "FP16" else values
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), device.kind, device.index)
-
-
-def bound_run(session: Any, tensors: Mapping[str, Any], device: Device) -> Any:
-    """Bind inputs and results of a session to its device, so that running it copies nothing."""
-    binding = session.io_binding()
-    for name, tensor in tensors.items():
-        binding.bind_ortvalue_input(name, tensor)
-    for output in session.get_outputs():
-        binding.bind_output(output.name, device.kind, device.index)
-    return binding

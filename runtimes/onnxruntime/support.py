@@ -16,7 +16,7 @@ from qsync_opt.model import ROLE_TABLE, Operator, Role, base_kind
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import INTEGER_KINDS, rewrite
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
-from qsync_opt.runtimes.onnxruntime.sessions import Device, record_values, small_model, start_session
+from qsync_opt.runtimes.onnxruntime.sessions import Device, record_values, sample_feeds, small_model, start_session
 
 FORMATS = ("INT8", "BF16", "FP16", "FP32")
 """Formats that this runtime writes, coarsest first."""
@@ -28,6 +28,12 @@ _NODE_KINDS = {
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "ConvTranspose"),
     "einsum": "Einsum",
     "embedding": "Gather",
+}
+# Of the input and the weight of a sample of each kind of node.
+_SAMPLE_SHAPES = {
+    **dict.fromkeys(("MatMul", "Gemm", "Einsum"), ((4, 8), (8, 4))),
+    **dict.fromkeys(("Conv", "ConvTranspose"), ((1, 4, 8, 8), (4, 4, 3, 3))),
+    "Gather": ((4,), (8, 4)),
 }
 
 
@@ -62,39 +68,6 @@ class Part:
         return start_session(mixed.proto, device, what, own_device_only=own_device_only)
 
 
-def take_part(model: PreparedModel, operator: str, values: Mapping[str, Array]) -> Part:
-    """Extract one operator of a model, with ``values`` of one run by `record_values`.
-
-    Raises:
-        ModelError: The operator reads or writes what is no tensor.
-    """
-    graph = model.proto.graph
-    nodes = [node for node, owner in zip(graph.node, model.owners, strict=True) if owner == operator]
-    inside = {value for node in nodes for value in node.output if value}
-    reads = list(dict.fromkeys(v for node in nodes for v in node.input if v and v not in inside))
-    for value in (*reads, *inside):
-        if value not in model.types:
-            raise ModelError(f"operator {operator!r} reads or writes {value!r}, which is no tensor")
-    weights = {tensor.name: tensor for tensor in graph.initializer}
-    fixed = {value for node in graph.node if node.op_type == "Constant" for value in node.output}
-    read_by_others = {
-        v for node, owner in zip(graph.node, model.owners, strict=True) if owner != operator for v in node.input
-    } | {info.name for info in graph.output}
-    outputs = [v for node in nodes for v in node.output if v and v in read_by_others]
-    inputs = {v: values[v] for v in reads if v not in weights and v not in fixed}
-    part = onnx.GraphProto(name=f"{graph.name}: {operator}", node=nodes)
-    part.initializer.extend(weights[v] for v in reads if v in weights)
-    part.initializer.extend(numpy_helper.from_array(values[v], v) for v in reads if v in fixed)
-    part.input.extend(helper.make_tensor_value_info(v, model.types[v], a.shape) for v, a in inputs.items())
-    results = outputs or [v for node in nodes for v in node.output if v]
-    part.output.extend(helper.make_tensor_value_info(v, model.types[v], values[v].shape) for v in results)
-    proto = onnx.ModelProto(ir_version=model.proto.ir_version, graph=part)
-    proto.opset_import.extend(model.proto.opset_import)
-    constants = {v: a for v, a in model.constants.items() if v in reads or v in inside}
-    whole = replace(model, proto=proto, owners=(operator,) * len(nodes), constants=constants)
-    return Part(model=whole, inputs=inputs)
-
-
 class Support:
     """Formats of the operators of one model on one device; equal operators are tried once.
 
@@ -111,8 +84,37 @@ class Support:
         self._known: dict[tuple[str, tuple[bool, ...], str], str | None] = {}
 
     def part(self, operator: Operator) -> Part:
-        """The operator as a model."""
-        return take_part(self._model, operator.name, self._values)
+        """The operator as a model.
+
+        Raises:
+            ModelError: It reads or writes what is no tensor.
+        """
+        model, values = self._model, self._values
+        graph = model.proto.graph
+        owned = list(zip(graph.node, model.owners, strict=True))
+        nodes = [node for node, owner in owned if owner == operator.name]
+        inside = {value for node in nodes for value in node.output if value}
+        reads = list(dict.fromkeys(v for node in nodes for v in node.input if v and v not in inside))
+        for value in (*reads, *inside):
+            if value not in model.types:
+                raise ModelError(f"operator {operator.name!r} reads or writes {value!r}, which is no tensor")
+        weights = {tensor.name: tensor for tensor in graph.initializer}
+        fixed = {value for node in graph.node if node.op_type == "Constant" for value in node.output}
+        needed = {v for node, owner in owned if owner != operator.name for v in node.input}
+        needed |= {info.name for info in graph.output}
+        written = [v for node in nodes for v in node.output if v]
+        inputs = {v: values[v] for v in reads if v not in weights and v not in fixed}
+        part = onnx.GraphProto(name=f"{graph.name}: {operator.name}", node=nodes)
+        part.initializer.extend(weights[v] for v in reads if v in weights)
+        part.initializer.extend(numpy_helper.from_array(values[v], v) for v in reads if v in fixed)
+        part.input.extend(helper.make_tensor_value_info(v, model.types[v], a.shape) for v, a in inputs.items())
+        results = [v for v in written if v in needed] or written
+        part.output.extend(helper.make_tensor_value_info(v, model.types[v], values[v].shape) for v in results)
+        proto = onnx.ModelProto(ir_version=model.proto.ir_version, graph=part)
+        proto.opset_import.extend(model.proto.opset_import)
+        constants = {v: a for v, a in model.constants.items() if v in reads or v in inside}
+        owners = (operator.name,) * len(nodes)
+        return Part(model=replace(model, proto=proto, owners=owners, constants=constants), inputs=inputs)
 
     def precisions(self, operator: Operator) -> tuple[str, ...]:
         """Formats that an operator can run in, coarsest first, whatever its role allows in a plan."""
@@ -160,36 +162,15 @@ def kind_precisions(op_type: str, device: Device) -> tuple[str, ...]:
 
 @cache
 def _sample_precisions(kind: str, device: Device) -> tuple[str, ...]:
-    proto = _sample(kind)
-    if proto is None:
+    """Formats of the smallest model of a kind of node with a weight."""
+    if kind not in _SAMPLE_SHAPES:
         return ("FP32",)
-    model = prepare(proto)
-    values: dict[str, Array] = {"x": np.zeros([d.dim_value for d in proto.graph.input[0].type.tensor_type.shape.dim])}
-    values["x"] = values["x"].astype(np.int64 if kind == "Gather" else np.float32)
-    values = record_values(model, values, device)
-    support = Support(model, device, values)
-    return support.precisions(model.graph["sample"])
-
-
-def _sample(kind: str) -> onnx.ModelProto | None:
-    """The smallest model of a kind of node with a weight."""
-    shapes = {
-        "MatMul": ((4, 8), (8, 4)),
-        "Gemm": ((4, 8), (8, 4)),
-        "Einsum": ((4, 8), (8, 4)),
-        "Conv": ((1, 4, 8, 8), (4, 4, 3, 3)),
-        "ConvTranspose": ((1, 4, 8, 8), (4, 4, 3, 3)),
-        "Gather": ((4,), (8, 4)),
-    }
-    if kind not in shapes:
-        return None
-    x_shape, w_shape = shapes[kind]
+    x_shape, w_shape = _SAMPLE_SHAPES[kind]
+    gathers = kind == "Gather"
     attributes = {"equation": "ij,jk->ik"} if kind == "Einsum" else {}
-    inputs = ["w", "x"] if kind == "Gather" else ["x", "w"]
-    x_type = TensorProto.INT64 if kind == "Gather" else TensorProto.FLOAT
-    return small_model(
-        [helper.make_node(kind, inputs, ["y"], name="sample", **attributes)],
-        [helper.make_tensor_value_info("x", x_type, x_shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(np.ones(w_shape, np.float32), "w")],
-    )
+    node = helper.make_node(kind, ["w", "x"] if gathers else ["x", "w"], ["y"], name="sample", **attributes)
+    x = helper.make_tensor_value_info("x", TensorProto.INT64 if gathers else TensorProto.FLOAT, x_shape)
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    model = prepare(small_model([node], [x], [y], [numpy_helper.from_array(np.ones(w_shape, np.float32), "w")]))
+    values = record_values(model, sample_feeds(model.proto), device)
+    return Support(model, device, values).precisions(model.graph["sample"])

@@ -7,14 +7,15 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_opt.errors import ModelError
+from qsync_opt.io import freeze
 from qsync_opt.model import TensorSpec
 
 
@@ -37,9 +38,7 @@ class TensorArgument:
     @property
     def dtype(self) -> torch.dtype:
         """Element type of torch."""
-        dtype = getattr(torch, self.spec.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return getattr(torch, self.spec.dtype)  # type: ignore[no-any-return]
 
     def meta(self) -> torch.Tensor:
         """Return a tensor of this shape, type and stride on the meta device."""
@@ -75,27 +74,21 @@ class RecordedCall:
     is_view: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kwargs", MappingProxyType(dict(self.kwargs)))
+        freeze(self, "kwargs")
 
     def tensors(self) -> Iterator[TensorArgument]:
         """All tensor arguments, in argument order."""
-        return _tensors((*self.args, *self.kwargs.values()))
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return (leaf for leaf in leaves if isinstance(leaf, TensorArgument))
 
     def build(
         self, make: Callable[[TensorArgument], Any], device: torch.device | str | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with ``make`` applied to every tensor, for a call on ``device``."""
-        args = tuple(_replaced(argument, make) for argument in self.args)
-        kwargs = {key: _replaced(argument, make) for key, argument in self.kwargs.items()}
+        args, kwargs = pytree.tree_map_only(TensorArgument, make, (self.args, dict(self.kwargs)))
         if device is not None and "device" in kwargs:
             kwargs["device"] = torch.device(device)
         return args, kwargs
-
-    def random_arguments(
-        self, device: torch.device | str, generator: torch.Generator | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Random arguments on ``device``, for ``target(*args, **kwargs)``."""
-        return self.build(lambda argument: argument.random(device, generator), device)
 
     def description(self) -> str:
         """Text that is equal for two calls exactly if they do the same work on the same kinds of tensors."""
@@ -105,22 +98,6 @@ class RecordedCall:
     def signature(self, op_type: str) -> str:
         """Digest of ``description`` after the kind of operator."""
         return f"{op_type}:{hashlib.sha256(self.description().encode()).hexdigest()[:24]}"
-
-
-def _tensors(value: Any) -> Iterator[TensorArgument]:
-    if isinstance(value, TensorArgument):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _replaced(value: Any, make: Callable[[TensorArgument], Any]) -> Any:
-    if isinstance(value, TensorArgument):
-        return make(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(item, make) for item in value)
-    return value
 
 
 def _describe(argument: TensorArgument) -> list[Any]:
@@ -165,17 +142,13 @@ def count_flops(name: str, call: RecordedCall) -> int:
     return int(counter.get_total_flops())
 
 
-def _trilinear(
-    a_shape: Any, b_shape: Any, c_shape: Any, a_new: Any, b_new: Any, c_new: Any, sums: Any, *_: Any, **__: Any
-) -> int:
+def _trilinear(a: Any, b: Any, c: Any, a_new: Any, b_new: Any, c_new: Any, *_: Any, **__: Any) -> int:
     """Each operand gets new dimensions of size 1; all are multiplied and summed."""
-    expanded = []
-    for shape, new in ((a_shape, a_new), (b_shape, b_new), (c_shape, c_new)):
-        sizes = list(shape)
+    shapes = [list(shape) for shape in (a, b, c)]
+    for shape, new in zip(shapes, (a_new, b_new, c_new), strict=True):
         for position in sorted(new):
-            sizes.insert(position, 1)
-        expanded.append(sizes)
-    return 2 * math.prod(int(max(sizes)) for sizes in zip(*expanded, strict=True))
+            shape.insert(position, 1)
+    return 2 * math.prod(int(max(sizes)) for sizes in zip(*shapes, strict=True))
 
 
 _OTHER_PRODUCTS: dict[Any, Any] = {

@@ -25,7 +25,7 @@ from qsync_opt.model import ROLE_TABLE, OpGraph, Role, RoleTable, graph_to_json
 from qsync_opt.model.onnx import GRAPH_KEY, OPERATOR_KEY, read_onnx
 from qsync_opt.runtimes.torch.capture.calls import RecordedCall
 from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program, locating, save_onnx, training_mode
-from qsync_opt.runtimes.torch.capture.operators import Operators, read_operators
+from qsync_opt.runtimes.torch.capture.operators import Operators
 from qsync_opt.runtimes.torch.capture.program import flatten
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.support import model_unchanged
@@ -80,7 +80,7 @@ def capture_model(
         with model_unchanged(model):  # tracing replaces buffers that the forward pass assigns
             program = export_program(model, args, kwargs)
     flatten(program)
-    operators = read_operators(program, model, roles or RoleTable(), name or type(model).__name__)
+    operators = Operators(program, model, roles or RoleTable(), name or type(model).__name__)
     _compare(operators.graph, seen)
     graph = _through_onnx(program, operators, onnx_path)
     return CapturedModel(graph=graph, program=program, calls=MappingProxyType(operators.calls))

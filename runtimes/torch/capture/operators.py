@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,58 +46,51 @@ INPUT = "input"
 _SELECTING = frozenset({"embedding", "embedding_bag", "index_select", "index", "gather", "take", "take_along_dim"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Operators:
-    """Operators of a program: their graph without ONNX nodes, their calls, and the operator of each program node."""
+    """Operators of a flattened program that a model was exported to.
 
-    graph: OpGraph
-    calls: dict[str, RecordedCall]
-    by_node: dict[str, str]
-
-
-def read_operators(program: Any, model: nn.Module, roles: RoleTable, name: str) -> Operators:
-    """Return the operators of the flattened ``program`` that ``model`` was exported to.
+    Attributes:
+        graph: The operators, without ONNX nodes.
+        calls: The call of each operator by its name.
+        by_node: The operator of each program node.
 
     Raises:
         ModelError: A shape or element type cannot be planned, there are no operators, or a role pattern fits none.
     """
-    reader = _Reader(program, model, roles)
-    for node in program.graph.nodes:
-        reader.read(node)
-    if all(operator.op_type == INPUT for operator in reader.operators):
-        raise ModelError(f"model {name!r} does nothing: its forward pass has no tensor operation to plan")
-    parameters = tuple(
-        ParameterSpec(
-            name=key, spec=TensorSpec(shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."))
-        )
-        for key, parameter in model.named_parameters()
-        if parameter.requires_grad
-    )
-    graph = OpGraph(name=name, operators=tuple(reader.operators), parameters=parameters)
-    roles.check_patterns(tuple(operator.name for operator in graph))
-    if reader.unknown:
-        warnings.warn(
-            f"operations unknown to the role table are kept in FP32: {', '.join(sorted(reader.unknown))}; "
-            "RoleTable(by_type={...}) gives them a role",
-            stacklevel=4,
-        )
-    return Operators(graph=graph, calls=reader.calls, by_node=reader.by_node)
 
-
-class _Reader:
-    def __init__(self, program: Any, model: nn.Module, roles: RoleTable) -> None:
-        self.operators: list[Operator] = []
+    def __init__(self, program: Any, model: nn.Module, roles: RoleTable, name: str) -> None:
         self.calls: dict[str, RecordedCall] = {}
         self.by_node: dict[str, str] = {}
-        self.unknown: set[str] = set()
+        self._operators: list[Operator] = []
+        self._unknown: set[str] = set()
         self._roles = roles
         self._flow = Dataflow(program, model)
-        self._occurrences: dict[tuple[str, str], int] = {}
+        self._occurrences: Counter[tuple[str, str]] = Counter()
         self._flops: dict[str, int] = {}
         first = {id(module): path for path, module in model.named_modules()}
         self._paths = {path: first[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
+        for node in program.graph.nodes:
+            self._read(node)
+        if all(operator.op_type == INPUT for operator in self._operators):
+            raise ModelError(f"model {name!r} does nothing: its forward pass has no tensor operation to plan")
+        parameters = tuple(
+            ParameterSpec(
+                name=key,
+                spec=TensorSpec(shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch.")),
+            )
+            for key, parameter in model.named_parameters()
+            if parameter.requires_grad
+        )
+        self.graph = OpGraph(name=name, operators=tuple(self._operators), parameters=parameters)
+        roles.check_patterns(tuple(operator.name for operator in self.graph))
+        if self._unknown:
+            warnings.warn(
+                f"operations unknown to the role table are kept in FP32: {', '.join(sorted(self._unknown))}; "
+                "RoleTable(by_type={...}) gives them a role",
+                stacklevel=4,
+            )
 
-    def read(self, node: fx.Node) -> None:
+    def _read(self, node: fx.Node) -> None:
         """Read the next node; one without a tensor result (an assertion, a size) is no operator."""
         tensors = tensors_of(node)
         if node.op == "call_function" and tensors:
@@ -110,9 +103,8 @@ class _Reader:
             self._add(node, INPUT, "", self._name(INPUT, node.name))
 
     def _name(self, path: str, suffix: str) -> str:
-        occurrence = self._occurrences.get((path, suffix), 0)
-        self._occurrences[path, suffix] = occurrence + 1
-        return operator_name(path, suffix, occurrence)
+        self._occurrences[path, suffix] += 1
+        return operator_name(path, suffix, self._occurrences[path, suffix] - 1)
 
     def _add(self, node: fx.Node, kind: str, path: str, name: str) -> None:
         call = self._call(node, kind)
@@ -122,7 +114,7 @@ class _Reader:
         role = self._role(node, kind, name, outputs)
         signature = call.signature(kind)
         trained = (str(read.state) for read in reads if read.is_parameter and read.requires_gradient)
-        self.operators.append(
+        self._operators.append(
             Operator(
                 name=name,
                 op_type=kind,
@@ -168,7 +160,7 @@ class _Reader:
         activations = [read for read in reads if self._flow.state(read) is None]
         delivers_floating = any(spec.is_floating for spec in outputs)
         if listed is None and (delivers_floating or activations):
-            self.unknown.add(kind)
+            self._unknown.add(kind)
         # An operator that writes into an activation keeps its format, whatever else it reads.
         keeps_format = is_in_place(node) and bool(activations) and reads[0] is activations[0]
         return decide_role(

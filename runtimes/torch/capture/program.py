@@ -7,11 +7,12 @@ gradients in the nodes' metadata, and the aliases that tracing inserted are remo
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
@@ -102,20 +103,15 @@ def _inline(program: Any, region: fx.Node) -> None:
         if node.op == "get_attr":  # the graph of a region inside this one moves up, under a free name
             copy.target = name = f"{region.name}_{str(node.target).replace('.', '_')}"
             graph_module.add_module(name, body.get_submodule(str(node.target)))
-    _replace(program, region, results)
+    if isinstance(results, fx.Node):
+        _substitute(program, region, results)
+    else:
+        for user in list(region.users):
+            _substitute(program, user, results[user.args[1]])
+            user.graph.erase_node(user)
     graph.erase_node(region)
     if not body_node.users:
         graph.erase_node(body_node)
-
-
-def _replace(program: Any, region: fx.Node, results: Any) -> None:
-    """Make the users of a region's results use the inlined nodes."""
-    if isinstance(results, fx.Node):
-        _substitute(program, region, results)
-        return
-    for user in list(region.users):
-        _substitute(program, user, results[user.args[1]])
-        user.graph.erase_node(user)
 
 
 def _substitute(program: Any, old: fx.Node, new: Any) -> None:
@@ -193,7 +189,8 @@ class Dataflow:
 
     def reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The nodes whose tensors a call reads, once per argument, in argument order."""
-        return tuple(argument for argument in _nodes((*node.args, *node.kwargs.values())) if tensors_of(argument))
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node) and tensors_of(leaf))
 
     def requires_gradient(self, node: fx.Node) -> bool:
         """Whether backward flows into the tensor of ``node``."""
@@ -246,14 +243,6 @@ class Dataflow:
 
         described = tuple(describe(tensor) for tensor in tensors_of(node))
         return described if isinstance(node.meta["val"], (list, tuple)) else described[0]
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nodes(item)
 
 
 def _states(program: Any, model: nn.Module) -> dict[str, State]:

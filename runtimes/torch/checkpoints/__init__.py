@@ -10,12 +10,11 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
     from qsync_opt.runtimes.torch.checkpoints.files import (
-        MANIFEST,
-        MANIFEST_FORMAT,
         begin,
         file_facts,
         files_in,
         finish,
+        write_manifest,
     )
     from qsync_opt.runtimes.torch.checkpoints.resuming import (
         PlanState,
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
         plan_of_ranks,
         resume_plan,
     )
-    from qsync_opt.runtimes.torch.checkpoints.state import join_state, split_state, tensors_named
+    from qsync_opt.runtimes.torch.checkpoints.state import join_state, split_state
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "MANIFEST", "MANIFEST_FORMAT", "Checkpoints", "PlanState", "RankState", "begin", "decide", "file_facts",
-    "files_in", "finish", "in_present_order", "join_state", "plan_of_ranks", "resume_plan", "split_state",
-    "tensors_named",
+    "Checkpoints", "PlanState", "RankState", "begin", "decide", "file_facts", "files_in", "finish",
+    "in_present_order", "join_state", "plan_of_ranks", "resume_plan", "split_state", "write_manifest",
 ]  # fmt: skip

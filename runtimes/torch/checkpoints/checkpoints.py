@@ -11,12 +11,13 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -24,17 +25,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import qsync_opt
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
-from qsync_opt.io import Fields, check_integer, read_json, write_json
+from qsync_opt.io import check_integer, decode, encode, read_json, write_json
 from qsync_opt.runtimes.torch.checkpoints.files import (
+    Manifest,
     begin,
-    check_files,
     file_facts,
     files_in,
     finish,
-    manifest_of,
     restore,
     step_folder,
     steps_in,
+    verify,
 )
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
     RankState,
@@ -46,28 +47,9 @@ from qsync_opt.runtimes.torch.checkpoints.resuming import (
     require_same_operators,
     resume_plan,
 )
-from qsync_opt.runtimes.torch.checkpoints.state import (
-    OTHER,
-    RANDOM,
-    blank_optimizer_tensors,
-    blank_tensors,
-    buffer_names,
-    join_state,
-    load_optimizers,
-    loading_state,
-    model_tensors,
-    optimizer_state,
-    random_states,
-    require_same_optimizers,
-    require_same_tensors,
-    saved_sizes,
-    separate,
-    set_random_states,
-    split_state,
-)
+from qsync_opt.runtimes.torch.checkpoints.state import JobState, Values
 from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
-    digest,
     gather_json,
     naming_lost_ranks,
     require_agreement,
@@ -75,11 +57,11 @@ from qsync_opt.runtimes.torch.ddp import (
     world,
 )
 from qsync_opt.runtimes.torch.job import JobPlan
-from qsync_opt.runtimes.torch.support import bare_model
 
 CHECKPOINT_FORMAT = "qsync-checkpoint/1"
 STATE = "state.json"
 _LOGGER = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -129,10 +111,10 @@ class Checkpoints:
                 )
         self._folder = Path(folder)
         self._model = model
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._state = JobState(model, optimizers, others)
         self._plan = plan
         self._keep = keep
-        self._others = others
 
     @property
     def steps(self) -> list[int]:
@@ -155,43 +137,45 @@ class Checkpoints:
         """
         check_integer(step, "step")
         rank, size = world()
-        tensors, values = together(self._collect)
-        shapes = [[name, [*tensor.shape]] for name, tensor in model_tensors(bare_model(self._model))[0].items()]
+        tensors, values = together(lambda: self._state.collect(rank))
         require_agreement(
             "the step or the model to be saved",
-            {"step": step, "model": digest(shapes)},
+            {"step": step, "model": self._state.shapes_digest()},
             "save the same model at the same step on all ranks",
         )
-        ranks = gather_json(RankState.of(self._model, rank, self._plan).to_json())
+        ranks = self._ranks()
 
-        def prepare() -> str | None:
-            return None if rank else str(begin(self._folder, step))
+        def attempt(work: Callable[[], T]) -> T:
+            def translated() -> T:
+                with _translated(f"the checkpoint of step {step} was not written"):
+                    return work()
 
-        temporary = Path(broadcast_json(together(prepare)))
+            return together(translated)
+
+        temporary = Path(broadcast_json(attempt(lambda: None if rank else str(begin(self._folder, step)))))
 
         def write() -> None:
-            with _translated(f"the checkpoint of step {step} was not written"):
-                writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-                save(tensors, storage_writer=writer, no_dist=size == 1)
-                if rank == 0:
-                    write_json(temporary / STATE, self._described(step, ranks, values))
+            writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+            save(tensors, storage_writer=writer, no_dist=size == 1)
+            if rank:
+                return
+            plan = plan_of_ranks(ranks)
+            state = _State(
+                step=step,
+                versions={"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
+                plan=None if plan is None else plan.to_json(),
+                digest=digest_of_ranks(ranks),
+                memory_bytes={} if self._plan is None else self._plan.memory_bytes,
+                ranks=tuple(ranks),
+                values=values,
+            )
+            write_json(temporary / STATE, encode(state, version=CHECKPOINT_FORMAT))
 
-        together(write)
-
-        def hashes() -> Any:
-            with _translated(f"the checkpoint of step {step} was not written"):
-                return {
-                    name: dict(fact) for name, fact in file_facts(temporary, files_in(temporary)[rank::size]).items()
-                }
-
-        facts = {name: fact for part in gather_json(together(hashes)) for name, fact in part.items()}
-
-        def complete() -> None:
-            with _translated(f"the checkpoint of step {step} was not written"):
-                if rank == 0:
-                    finish(temporary, step, facts, self._keep)
-
-        together(complete)
+        attempt(write)
+        own = attempt(lambda: file_facts(temporary, files_in(temporary)[rank::size]))
+        parts = gather_json(encode(Manifest(files=own)))
+        facts = {name: fact for part in parts for name, fact in decode(Manifest, part, "rank").files.items()}
+        attempt(lambda: None if rank else finish(temporary, step, facts, self._keep))
         return step_folder(self._folder, step)
 
     def load(self, step: int | None = None, *, plan: str = "checkpoint", model_only: bool = False) -> Resumed | None:
@@ -217,57 +201,36 @@ class Checkpoints:
         """
         if plan not in ("checkpoint", "present"):
             raise ProblemError(f"plan is {plan!r}: allowed are 'checkpoint' and 'present'")
-        rank, _ = world()
+        rank, size = world()
         chosen = broadcast_json(together(lambda: self._chosen(step) if rank == 0 else None))
         if chosen is None:
             return None
         path = step_folder(self._folder, chosen)
         state = together(lambda: self._checked(path))
-        saved = _rank_states(state["ranks"], f"{path}: rank")
-        present = _rank_states(gather_json(RankState.of(self._model, rank, self._plan).to_json()), "rank")
-        together(lambda: require_same_operators(saved, present, state["versions"]))
-        saved = in_present_order(saved, present)
-        tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
+        present = self._ranks()
+        together(lambda: require_same_operators(state.ranks, present, state.versions))
+        saved = in_present_order(state.ranks, present)
+        tight = broadcast_json(self._tight(state.memory_bytes) if rank == 0 else None)
         resumed = decide(chosen, saved, present, tight, "present" if model_only else plan)
-        wanted = together(lambda: self._wanted(path, state, model_only))
-        together(lambda: self._read(path, state["values"], wanted, model_only))
+        tensors, values = together(lambda: self._state.wanted(path, state.values, rank, model_only))
+
+        def read() -> None:
+            where = f"the checkpoint {str(path)!r}"
+            with _translated(f"{where} was not loaded"):
+                load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
+            self._state.load(tensors, values, rank, model_only, where)
+
+        together(read)
         if not model_only:
             together(lambda: resume_plan(self._model, rank, saved, resumed))
         if rank == 0:
             _LOGGER.log(logging.WARNING if resumed.replanned else logging.INFO, "%s", resumed.describe())
         return resumed
 
-    def _collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """This rank's share of the tensors, and everything that is no tensor."""
-        rank, _ = world()
-        model = bare_model(self._model)
-        tensors, extra = model_tensors(model)
-        optimizer, optimizer_values = optimizer_state(model, self._optimizers)
-        others: dict[str, Tensor] = {}
-        values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
-        tensors.update(optimizer)
-        if rank:
-            # DistributedDataParallel continues with the buffers of rank 0.
-            for name in buffer_names(model):
-                tensors.pop(name, None)
-        else:
-            tensors.update(others)
-        tensors.update(random_states(model, rank))
-        return separate(tensors), {"model": extra, "optimizers": optimizer_values, "others": values}
-
-    def _described(self, step: int, ranks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
-        states = _rank_states(ranks, "rank")
-        plan = plan_of_ranks(states)
-        return {
-            "format": CHECKPOINT_FORMAT,
-            "step": step,
-            "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
-            "plan": None if plan is None else plan.to_json(),
-            "digest": digest_of_ranks(states),
-            "memory_bytes": {} if self._plan is None else dict(self._plan.memory_bytes),
-            "ranks": ranks,
-            "values": values,
-        }
+    def _ranks(self) -> list[RankState]:
+        """How every rank computes now."""
+        own = RankState.of(self._model, world()[0], self._plan)
+        return [decode(RankState, state, f"rank {rank}") for rank, state in enumerate(gather_json(encode(own)))]
 
     def _chosen(self, step: int | None) -> int | None:
         restore(self._folder)
@@ -279,92 +242,46 @@ class Checkpoints:
             raise ProblemError(f"there is no checkpoint of step {step} in {str(self._folder)!r}: there are {present}")
         return step
 
-    def _checked(self, path: Path) -> dict[str, Any]:
+    def _checked(self, path: Path) -> _State:
         """The JSON part of a checkpoint, after comparing its files with the manifest (each rank checks a share)."""
-        rank, size = world()
         try:
-            facts = manifest_of(path)
-            check_files(path, facts, sorted(facts)[rank::size])
+            verify(path, *world())
             return _state_of(path)
         except ProblemError as failure:
             older = [step for step in self.steps if step_folder(self._folder, step) != path]
             advice = f"load(step={older[-1]}) takes an older one" if older else "there is no other one"
             raise ProblemError(f"{failure}; nothing was loaded: {advice}, or remove the folder") from failure
 
-    def _tight(self, needed_bytes: dict[str, int]) -> list[str]:
+    def _tight(self, needed_bytes: Mapping[str, int]) -> list[str]:
         """Device types in whose memory the checkpoint's plan does not fit now, as far as rank 0 knows their limits."""
         if self._plan is None or self._plan.model is None:
             return []
         limits = self._plan.model.limits_bytes
         return [name for name, needed in needed_bytes.items() if name in limits and needed > limits[name]]
 
-    def _wanted(self, path: Path, state: dict[str, Any], model_only: bool) -> dict[str, Tensor]:
-        """Tensors to load into; refuses a checkpoint of something else before any rank waits for another one."""
-        rank, _ = world()
-        where = f"the checkpoint {str(path)!r}"
-        model = bare_model(self._model)
-        values = state["values"]
-        sizes = saved_sizes(path, sum(entry.stat().st_size for entry in path.iterdir()))
-        wanted, _ = model_tensors(model)
-        require_same_tensors(wanted, sizes, where)
-        others = [values["model"]]
-        if not model_only:
-            require_same_optimizers(model, self._optimizers, values["optimizers"], where)
-            if missing := values["others"].keys() ^ self._others.keys():
-                names = ", ".join(sorted(missing))
-                raise ModelError(f"{where} and this job differ in {names}: give the same names to Checkpoints")
-            wanted.update(blank_optimizer_tensors(model, values["optimizers"], sizes))
-            mine = f"{RANDOM}.{rank}."
-            wanted.update({name: torch.empty(s, dtype=d) for name, (s, d) in sizes.items() if name.startswith(mine)})
-            others.append(values["others"])
-        wanted.update(blank_tensors(others, sizes))
-        return wanted
 
-    def _read(self, path: Path, values: dict[str, Any], wanted: dict[str, Tensor], model_only: bool) -> None:
-        rank, size = world()
-        where = f"the checkpoint {str(path)!r}"
-        model = bare_model(self._model)
-        with _translated(f"{where} was not loaded"):
-            load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
-        if values["model"]:
-            with loading_state("the model", where):
-                model.load_state_dict({**model.state_dict(), **join_state(values["model"], wanted, where)})
-        if model_only:
-            return
-        load_optimizers(model, self._optimizers, values["optimizers"], wanted, where)
-        for name, other in self._others.items():
-            state = join_state(values["others"][name], wanted, where)
-            with loading_state(name, where):
-                other.load_state_dict(state)
-        with loading_state("torch's generator", where):
-            set_random_states(model, rank, wanted)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """The JSON part of a checkpoint."""
+
+    step: int
+    versions: Mapping[str, str]
+    plan: Any
+    digest: str
+    memory_bytes: Mapping[str, int]
+    ranks: tuple[RankState, ...]
+    values: Values
 
 
-def _rank_states(entries: Sequence[Any], where: str) -> list[RankState]:
-    return [RankState.from_json(entry, f"{where} {rank}") for rank, entry in enumerate(entries)]
-
-
-def _state_of(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint; `join_state` checks its values, all else is checked here."""
-    state: dict[str, Any] = read_json(path / STATE, (CHECKPOINT_FORMAT,))
-    fields = Fields(state, str(path / STATE))
-    fields.version(CHECKPOINT_FORMAT)
-    if (step := fields.integer("step")) != int(path.name.removeprefix("step-")):
-        fields.fail(f"it is of step {step}, but the folder is named {path.name!r}: give the folder its name back")
-    fields.take("plan")
-    digest = fields.text("digest")
-    fields.mapping("versions")
-    memory = Fields(fields.mapping("memory_bytes"), f"{path / STATE}: memory_bytes")
-    for name in memory:
-        memory.integer(name)
-    if digest_of_ranks(_rank_states(fields.sequence("ranks"), f"{path}: rank")) != digest:
-        fields.fail("the plan is not the one that was saved: its digest differs")
-    values = Fields(fields.mapping("values"), f"{path / STATE}: values")
-    for name in ("model", "others"):
-        values.mapping(name)
-    values.sequence("optimizers")
-    values.finish()
-    fields.finish()
+def _state_of(path: Path) -> _State:
+    where = str(path / STATE)
+    state = decode(_State, read_json(where, (CHECKPOINT_FORMAT,)), where, version=CHECKPOINT_FORMAT)
+    if state.step != int(path.name.removeprefix("step-")):
+        raise ProblemError(
+            f"{where}: it is of step {state.step}, but the folder is named {path.name!r}: give the folder its name back"
+        )
+    if digest_of_ranks(state.ranks) != state.digest:
+        raise ProblemError(f"{where}: the plan is not the one that was saved: its digest differs")
     return state
 
 

@@ -7,28 +7,40 @@ is killed while it writes leaves the older checkpoints unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from qsync_opt.errors import ProblemError, reason_of
-from qsync_opt.io import Fields, read_json, write_json
+from qsync_opt.io import decode, encode, read_json, write_json
 
 MANIFEST_FORMAT = "qsync-manifest/1"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(tmp|old)")
 _LOGGER = logging.getLogger(__name__)
-_PIECE_BYTES = 1 << 22
 
-FileFact = Mapping[str, Any]
-"""Size in bytes and SHA-256 of a file."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFact:
+    """Size in bytes and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Every other file of a checkpoint, by name."""
+
+    files: Mapping[str, FileFact]
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -46,16 +58,21 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+@contextlib.contextmanager
+def _naming(what: str, advice: str = "") -> Iterator[None]:
+    """Raise failures of the file system as errors that begin with ``what`` and end with the advice."""
+    try:
+        yield
+    except (OSError, ValueError) as failure:  # ValueError: a null character, or bytes that are no text
+        raise ProblemError(f"{what}: {reason_of(failure)}{advice}") from failure
+
+
 def _entries(folder: Path) -> list[str]:
     """Names in a folder, none if it does not exist."""
     if not os.path.isdir(folder):  # Path.is_dir raises where the name is too long, or is in another user's folder
         return []
-    try:
+    with _naming(f"cannot read the folder {str(folder)!r}", "; give one that may be read"):
         return sorted(os.listdir(folder))
-    except OSError as failure:
-        raise ProblemError(
-            f"cannot read the folder {str(folder)!r}: {failure.strerror or failure}; give one that may be read"
-        ) from failure
 
 
 def restore(folder: Path) -> None:
@@ -67,16 +84,11 @@ def restore(folder: Path) -> None:
         ProblemError: The folder cannot be written.
     """
     for name in _entries(folder):
-        if name.endswith(".old") and _LEFT_OVER.fullmatch(name):
-            final = folder / name[1 : -len(".old")]
-            if not final.exists():
-                try:
-                    os.replace(folder / name, final)
-                except OSError as failure:
-                    raise ProblemError(
-                        f"cannot put the checkpoint {str(folder / name)!r} back in its place: "
-                        f"{failure.strerror or failure}; rename it to {final.name!r}"
-                    ) from failure
+        final = folder / name[1 : -len(".old")]
+        if name.endswith(".old") and _LEFT_OVER.fullmatch(name) and not final.exists():
+            what = f"cannot put the checkpoint {str(folder / name)!r} back in its place"
+            with _naming(what, f"; rename it to {final.name!r}"):
+                os.replace(folder / name, final)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -85,7 +97,7 @@ def begin(folder: Path, step: int) -> Path:
     Raises:
         ProblemError: The folder cannot be written.
     """
-    try:
+    with _naming(f"cannot write checkpoints into {str(folder)!r}", "; give a folder that may be written"):
         os.fspath(folder).encode()  # safetensors supports no other names
         folder.mkdir(parents=True, exist_ok=True)
         restore(folder)
@@ -94,10 +106,6 @@ def begin(folder: Path, step: int) -> Path:
                 shutil.rmtree(entry)
         temporary = folder / f".{step_folder(folder, step).name}.tmp"
         temporary.mkdir()
-    except (OSError, ValueError) as failure:  # ValueError: a null character, or bytes that are no text
-        raise ProblemError(
-            f"cannot write checkpoints into {str(folder)!r}: {reason_of(failure)}; give a folder that may be written"
-        ) from failure
     return temporary
 
 
@@ -108,30 +116,26 @@ def files_in(path: Path) -> list[str]:
 
 def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
     """Size and hash of some files of a checkpoint."""
-    facts: dict[str, FileFact] = {}
+    facts = {}
     for name in names:
-        sha, size = hashlib.sha256(), 0
         with open(path / name, "rb") as stream:
-            while piece := stream.read(_PIECE_BYTES):
-                sha.update(piece)
-                size += len(piece)
-        facts[name] = {"bytes": size, "sha256": sha.hexdigest()}
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            facts[name] = FileFact(bytes=stream.tell(), sha256=sha256)
     return facts
 
 
-def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int) -> Path:
-    """Write the manifest, rename the folder, and remove the oldest checkpoints.
+def write_manifest(path: Path, facts: Mapping[str, FileFact]) -> None:
+    """Write the manifest of a checkpoint, given the facts of all other files."""
+    manifest = Manifest(files={name: facts[name] for name in sorted(facts)})
+    write_json(path / MANIFEST, encode(manifest, version=MANIFEST_FORMAT))
 
-    Args:
-        temporary: From `begin`, with all files written.
-        step: Its step.
-        facts: Of every file in it.
-        keep: How many checkpoints stay, this one included: those of the highest steps.
 
-    Returns:
-        The checkpoint's folder.
+def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int) -> None:
+    """Write the manifest of a folder from `begin`, rename it, and remove the oldest checkpoints.
+
+    ``facts`` are of every file in it. ``keep`` checkpoints stay, this one included: those of the highest steps.
     """
-    write_json(temporary / MANIFEST, {"format": MANIFEST_FORMAT, "files": {n: dict(facts[n]) for n in sorted(facts)}})
+    write_manifest(temporary, facts)
     folder = temporary.parent
     _flush(temporary / MANIFEST)
     _flush(temporary)
@@ -153,7 +157,6 @@ def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int)
     for other in steps_in(folder)[:-keep]:
         if other != step:
             shutil.rmtree(step_folder(folder, other))
-    return final
 
 
 def _flush(path: Path) -> None:
@@ -166,61 +169,37 @@ def _flush(path: Path) -> None:
 
 
 def _plain_file_bytes(path: Path) -> int:
-    """Size of a regular file; pipes and devices, which may have no end, are refused.
-
-    Raises:
-        ProblemError: It is one of these, or missing.
-    """
-    try:
+    """Size of a regular file; pipes and devices, which may have no end, are refused."""
+    with _naming(f"cannot read {str(path)!r}"):
         status = path.stat()
-    except (OSError, ValueError) as failure:  # ValueError: a null character
-        raise ProblemError(f"cannot read {str(path)!r}: {reason_of(failure)}") from failure
     if not stat.S_ISREG(status.st_mode):
         raise ProblemError(f"{str(path)!r} is no ordinary file, as those of a checkpoint are")
     return status.st_size
 
 
-def manifest_of(path: Path) -> dict[str, FileFact]:
-    """The files of a checkpoint by its manifest: name to size and hash.
+def verify(path: Path, rank: int, size: int) -> None:
+    """Compare the files of a checkpoint with its manifest: their names, and sizes and hashes of a rank's share.
 
     Raises:
-        ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
+        ProblemError: No manifest or a damaged one; the folder has files that are not in it, or lacks some; or a file
+            was changed after it was written.
     """
-    _plain_file_bytes(path / MANIFEST)
-    fields = Fields(read_json(path / MANIFEST, (MANIFEST_FORMAT,)), str(path / MANIFEST))
-    fields.version(MANIFEST_FORMAT)
-    facts: dict[str, FileFact] = {}
-    for name, value in fields.mapping("files").items():
-        entry = Fields(value, f"{fields.where}: files {name!r}")
+    where = path / MANIFEST
+    _plain_file_bytes(where)
+    facts = decode(Manifest, read_json(where, (MANIFEST_FORMAT,)), str(where), version=MANIFEST_FORMAT).files
+    for name in facts:
         if Path(name).name != name:
-            fields.fail(f"files name {name!r}, but a file of this folder is needed")
-        facts[name] = {"bytes": entry.integer("bytes"), "sha256": entry.text("sha256")}
-        entry.finish()
-    fields.finish()
+            raise ProblemError(f"{where}: files name {name!r}, but a file of this folder is needed")
     present = set(files_in(path))
     if present != facts.keys():
         missing, unknown = sorted(facts.keys() - present), sorted(present - facts.keys())
         what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}, which its manifest does not name"
         raise ProblemError(f"the checkpoint {str(path)!r} {what}")
-    return facts
-
-
-def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str]) -> None:
-    """Compare files of a checkpoint with its manifest.
-
-    Raises:
-        ProblemError: A file was changed after it was written.
-    """
-    for name in names:
-        try:
-            size = _plain_file_bytes(path / name)
-            if size != facts[name]["bytes"]:
-                raise ProblemError(
-                    f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of "
-                    f"{facts[name]['bytes']}"
-                )
-            now = file_facts(path, [name])[name]
-        except OSError as failure:
-            raise ProblemError(f"cannot read {str(path / name)!r}: {failure.strerror or failure}") from failure
-        if now["sha256"] != facts[name]["sha256"]:
-            raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} was changed after it was written")
+    for name in sorted(facts)[rank::size]:
+        size_bytes = _plain_file_bytes(path / name)
+        damage = f"has {size_bytes} bytes instead of {facts[name].bytes}" if size_bytes != facts[name].bytes else ""
+        if not damage:
+            with _naming(f"cannot read {str(path / name)!r}"):
+                damage = "" if file_facts(path, [name])[name] == facts[name] else "was changed after it was written"
+        if damage:
+            raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} {damage}")

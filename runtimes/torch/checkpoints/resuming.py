@@ -10,15 +10,20 @@ from typing import Annotated, Any
 from torch import nn
 
 import qsync_opt
-from qsync_opt.errors import ModelError, NotReadyError, ProblemError
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, first_few
 from qsync_opt.io import Fields, Json, decode, encode, freeze
 from qsync_opt.runtimes.torch.ddp import digest, gather_json, world
 from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES, AppliedPlan, ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import JobPlan
 from qsync_opt.training import Change, Plan
 
-_SHOWN = 3
 _Any64 = Annotated[int, Json(minimum=-(2**63))]
+
+
+def _autocast(value: Any, place: str) -> str | None:
+    if value not in (None, *AUTOCAST_TYPES):
+        raise ProblemError(f"{place} is {value!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null")
+    return value  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,7 @@ class RankState:
     seed: _Any64
     offset: _Any64
     step: int | None
-    autocast: Annotated[str | None, Json(omitted=True)] = None
+    autocast: Annotated[str | None, Json(omitted=True, read=_autocast)] = None
 
     @classmethod
     def of(cls, model: nn.Module, rank: int, plan: JobPlan | None) -> RankState:
@@ -53,24 +58,6 @@ class RankState:
             step=None if kernels.step is None else int(kernels.step),
             autocast=applied.options.autocast,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return encode(self)
-
-    @classmethod
-    def from_json(cls, data: object, where: str) -> RankState:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ProblemError: It is something else.
-        """
-        state = decode(cls, data, where)
-        if state.autocast not in (None, *AUTOCAST_TYPES):
-            raise ProblemError(
-                f"{where}: autocast is {state.autocast!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null"
-            )
-        return state
 
 
 def plan_of_ranks(ranks: Sequence[RankState]) -> Plan | None:
@@ -109,10 +96,8 @@ class Resumed:
         """A few lines for people."""
         rows = [f"resumed at step {self.step}: {self.reason}"]
         for device, changed in self.changes.items():
-            rows.append(
-                f"  {device}: "
-                + _first([f"{name} {before or 'unplanned'} > {after}" for name, (before, after) in changed.items()])
-            )
+            each = [f"{name} {before or 'unplanned'} > {after}" for name, (before, after) in changed.items()]
+            rows.append(f"  {device}: {first_few(each)}")
         return "\n".join(rows)
 
 
@@ -129,7 +114,7 @@ def require_same_operators(
     if not before or not after or before == after:
         return
     parts = [
-        f"{', '.join(repr(name) for name in sorted(names)[:_SHOWN])} {where}"
+        f"{', '.join(map(repr, sorted(names)[:3]))} {where}"
         for names, where in ((before - after, "in the checkpoint only"), (after - before, "in this model only"))
         if names
     ]
@@ -166,25 +151,20 @@ def decide(
         wanted: ``"checkpoint"``: its plan continues if the cluster is the same. ``"present"``: the present one does.
     """
     before, after = plan_of_ranks(saved), plan_of_ranks(present)
-    types = [[rank.device_type for rank in ranks] for ranks in (saved, present)]
+    types = [[rank.device_type or "without a plan" for rank in ranks] for ranks in (saved, present)]
     if digest_of_ranks(saved) == digest_of_ranks(present):
         return Resumed(step=step, plan=after, replanned=False, reason="the plan is the one of the checkpoint")
     if wanted == "checkpoint" and types[0] == types[1] and not tight:
-        return Resumed(
-            step=step, plan=before, replanned=False, reason="the cluster is the same: the checkpoint's plan goes on"
-        )
+        reason = "the cluster is the same: the checkpoint's plan goes on"
+        return Resumed(step=step, plan=before, replanned=False, reason=reason)
     if wanted == "present":
         reason = "the present plan was asked for"
     elif types[0] != types[1]:
-        reason = f"the cluster is another one ({_ranks(types[0])} before, {_ranks(types[1])} now): it was planned anew"
+        counts = [", ".join(f"{n} x {name}" for name, n in Counter(names).items()) for names in types]
+        reason = f"the cluster is another one ({counts[0]} before, {counts[1]} now): it was planned anew"
     else:
         reason = f"the checkpoint's plan no longer fits into the memory of {', '.join(tight)}: it was planned anew"
     return Resumed(step=step, plan=after, replanned=True, reason=reason, changes=_changes(before, after))
-
-
-def _ranks(types: Sequence[str | None]) -> str:
-    counts = Counter(name or "without a plan" for name in types)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def _changes(before: Plan | None, after: Plan | None) -> dict[str, dict[str, Change]]:
@@ -219,15 +199,16 @@ def resume_plan(model: nn.Module, rank: int, saved: Sequence[RankState], resumed
 
 def _adopted(model: nn.Module, applied: AppliedPlan | None, own: RankState) -> AppliedPlan | None:
     """Apply the checkpoint's plan to the model, in place of another one or none."""
-    present = (None, None) if applied is None else (applied.precisions, applied.options.autocast)
-    if present == (own.precisions, own.autocast):
+    graph, options = None, ApplyOptions()
+    if applied is not None:
+        graph, options = applied.graph, applied.options
+    if (own.precisions, own.autocast) == (applied and applied.precisions, options.autocast):
         return applied
-    options = replace(ApplyOptions() if applied is None else applied.options, autocast=own.autocast)
-    graph = None if applied is None else applied.graph
     if applied is not None:
         undo(model)
     if own.precisions is None:
         return None
+    options = replace(options, autocast=own.autocast)
     apply(model, own.precisions, graph=graph, options=options)
     fresh = applied_plan(model)
     if fresh is None:
@@ -264,8 +245,8 @@ class PlanState:
         return self._own()
 
     def _own(self) -> dict[str, Any]:
-        state = RankState.of(self._model, world()[0], None).to_json()
-        return {"format": PLAN_STATE_FORMAT, "digest": _digest(state), **state}
+        state = RankState.of(self._model, world()[0], None)
+        return {"format": PLAN_STATE_FORMAT, "digest": _digest(state), **encode(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the rounding where it was.
@@ -288,44 +269,36 @@ class PlanState:
                 f"the state of a plan must have the format {PLAN_STATE_FORMAT!r}; give what state_dict() gave"
             )
         saved_digest = data.pop("digest", None)
-        state = RankState.from_json(data, "state of a plan")
-        if saved_digest != _digest(state.to_json()):
+        state = decode(RankState, data, "state of a plan")
+        if saved_digest != _digest(state):
             raise ProblemError("the state of a plan was changed after it was written: its digest differs")
         applied = applied_plan(self._model)
         now = {} if applied is None else applied.precisions
         before = state.precisions or {}
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        if names:
-            changed = [
-                f"{name!r} was {before.get(name, 'unplanned')} and is {now.get(name, 'unplanned')}" for name in names
-            ]
+        changed = [
+            f"{name!r} was {before.get(name, 'unplanned')} and is {now.get(name, 'unplanned')}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
             raise ModelError(
-                f"the checkpoint was made under another plan: {_first(changed)}; apply the plan it was made under, or "
-                "go on under this one without loading the old plan's state"
+                f"the checkpoint was made under another plan: {first_few(changed)}; apply the plan it was made under, "
+                "or go on under this one without loading the old plan's state"
             )
         autocast = None if applied is None else applied.options.autocast
         if state.autocast != autocast:
+            words = ["no autocast" if name is None else f"autocast in {name}" for name in (state.autocast, autocast)]
             raise ModelError(
-                f"the checkpoint was made under {_autocast_words(state.autocast)}, and this job runs under "
-                f"{_autocast_words(autocast)}; apply the plan it was made under"
+                f"the checkpoint was made under {words[0]}, and this job runs under {words[1]}; apply the plan it was "
+                "made under"
             )
         if applied is not None:
             applied.go_on_at(state.seed, state.offset, state.step)
 
 
-def _first(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return f"{', '.join(texts[:_SHOWN])}{more}"
-
-
-def _digest(state: Mapping[str, Any]) -> str:
+def _digest(state: RankState) -> str:
     """Of what the rank runs under."""
-    autocast = state.get("autocast")
-    return digest(state["precisions"] if autocast is None else [state["precisions"], autocast])
-
-
-def _autocast_words(number_format: str | None) -> str:
-    return "no autocast" if number_format is None else f"autocast in {number_format}"
+    return digest(state.precisions if state.autocast is None else [state.precisions, state.autocast])
 
 
 def _of_this_rank(data: dict[str, Any]) -> dict[str, Any]:

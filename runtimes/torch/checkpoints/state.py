@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,9 +17,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_line
+from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_few, first_line
 from qsync_opt.io import LARGEST_INTEGER
-from qsync_opt.runtimes.torch.support import plain_name
+from qsync_opt.runtimes.torch.ddp import digest
+from qsync_opt.runtimes.torch.support import bare_model, first_device, plain_name
 
 _TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$items", "$counter", "$float"
 _MARKS = frozenset({_TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT})
@@ -28,13 +30,10 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def split_state(value: Any, place: str, tensors: dict[str, Tensor], levels: int = DEEPEST) -> Any:
-    """The JSON form of nested state; its tensors are added to ``tensors`` under names that begin with ``place``.
+    """The JSON form of dictionaries, lists and tuples of tensors, numbers, texts, truth values and None.
 
-    Args:
-        value: Dictionaries, lists and tuples of tensors, numbers, texts, truth values and None.
-        place: Path to the value, with dots.
-        tensors: Receives the tensors, which are not copied.
-        levels: How many levels are left.
+    The tensors are added to ``tensors``, not copied, under names that begin with ``place``, a path with dots.
+    ``levels`` is how many may still follow.
 
     Raises:
         ModelError: Something that has no form in JSON; the text says where.
@@ -83,24 +82,24 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
     def inner(part: Any) -> Any:
         return join_state(part, tensors, where, levels - 1)
 
-    if not levels or (isinstance(data, float) and not math.isfinite(data)):  # a number like 1e999
+    if not levels:
+        raise ProblemError(f"{where}: state that is nested in more than {DEEPEST} levels: it is not of this package")
+    if isinstance(data, float) and not math.isfinite(data):  # a number like 1e999
         fail()
     if isinstance(data, list):
         return [inner(part) for part in data]
     if not isinstance(data, dict):
         return data
-    marks = _MARKS & data.keys()
-    if not marks:
+    if not _MARKS & data.keys():
         return {key: inner(part) for key, part in data.items()}
     if len(data) != 1:
         fail()
     mark, content = next(iter(data.items()))
-    if mark == _TENSOR:
-        if not isinstance(content, str) or content not in tensors:
-            raise ProblemError(f"{where}: the tensor {content!r} is missing; give a whole checkpoint")
-        return tensors[content]
-    if mark == _FLOAT:
-        return _FLOATS[content] if isinstance(content, str) and content in _FLOATS else fail()
+    if mark in (_TENSOR, _FLOAT):
+        try:
+            return tensors[content] if mark == _TENSOR else _FLOATS[content]
+        except (KeyError, TypeError):
+            raise ProblemError(f"{where}: the tensor {content!r} is missing; give a whole checkpoint") from None
     if not isinstance(content, list):
         fail()
     if mark == _TUPLE:
@@ -112,62 +111,210 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
     return Counter(entries) if mark == _COUNTER else entries
 
 
-def tensors_named(data: Any, levels: int = 3 * DEEPEST + 4) -> list[str]:
-    """Names of the tensors that `join_state` will ask for.
-
-    Raises:
-        ProblemError: It is nested deeper than `split_state` makes it.
-    """
-    if not levels:
-        raise ProblemError(
-            f"the state of a checkpoint is nested in more than {DEEPEST} levels: it is not of this package"
-        )
-    if isinstance(data, list):
-        return [name for part in data for name in tensors_named(part, levels - 1)]
-    if not isinstance(data, dict):
-        return []
-    if set(data) == {_TENSOR}:
-        return [str(data[_TENSOR])]
-    return [name for part in data.values() for name in tensors_named(part, levels - 1)]
-
-
 MODEL, OPTIMIZER, OTHER, RANDOM = "model", "optimizer", "other", "random"
 """First parts of the names of tensors."""
-_SHOWN = 3
+_Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
-def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """State of a job by `split_state`, or joined with its tensors: of the model, its optimizers, and others by name."""
 
-    Raises:
-        ModelError: A lazy module has no parameters yet.
+    model: Mapping[str, Any]
+    optimizers: tuple[Any, ...]
+    others: Mapping[str, Any]
+
+
+class JobState:
+    """The parts of a job that have state: what a checkpoint holds of them, and how it is loaded.
+
+    Args:
+        model: Also inside ``DistributedDataParallel`` or ``torch.compile``.
+        optimizers: Their states are saved by the names of the parameters instead of their numbers. Their parameters
+            that are not the model's (such as those of a loss) are included.
+        others: Objects with ``state_dict`` and ``load_state_dict`` by name.
     """
-    tensors: dict[str, Tensor] = {}
-    rest = {}
-    for name, value in model.state_dict().items():
-        if nn.parameter.is_lazy(value):
-            raise ModelError(
-                f"the parameter {plain_name(name)!r} has no shape yet: run one batch through the model, whose lazy "
-                "modules make their parameters then, before checkpoints are saved or loaded"
-            )
-        if isinstance(value, Tensor):
-            tensors[f"{MODEL}.{plain_name(name)}"] = value
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], others: Mapping[str, Any]
+    ) -> None:
+        self._wrapped = model
+        self._optimizers = optimizers
+        self._others = others
+
+    @property
+    def _model(self) -> nn.Module:
+        return bare_model(self._wrapped)
+
+    def shapes_digest(self) -> str:
+        """Fingerprint of the names and shapes of the model's tensors."""
+        return digest([[name, [*tensor.shape]] for name, tensor in self._model_tensors()[0].items()])
+
+    def collect(self, rank: int) -> tuple[dict[str, Tensor], Values]:
+        """The tensors that a rank saves, as safetensors stores them, and all that is no tensor.
+
+        Raises:
+            ModelError: A lazy module has no parameters yet, or a part of the state cannot be in a file.
+        """
+        tensors, extra = self._model_tensors()
+        others: dict[str, Tensor] = {}
+        values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
+        optimizers = tuple(self._split_optimizer(number, tensors) for number in range(len(self._optimizers)))
+        if rank:
+            # DistributedDataParallel continues with the buffers of rank 0.
+            for name, _ in self._model.named_buffers(remove_duplicate=False):
+                tensors.pop(f"{MODEL}.{plain_name(name)}", None)
         else:
-            rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
-    return tensors, rest
+            tensors.update(others)
+        tensors[f"{RANDOM}.{rank}.cpu"] = torch.get_rng_state()
+        if (device := first_device(self._model)).type == "cuda":
+            tensors[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+        return _separate(tensors), Values(model=extra, optimizers=optimizers, others=values)
+
+    def wanted(self, path: Path, values: Values, rank: int, model_only: bool) -> tuple[dict[str, Tensor], Values]:
+        """The tensors to load from a checkpoint's folder into, and the values joined with them.
+
+        Raises:
+            ModelError: The checkpoint is of another model, other optimizers or others; the text names what differs.
+            ProblemError: The checkpoint is not as this package writes it.
+        """
+        where = f"the checkpoint {str(path)!r}"
+        sizes = _saved_sizes(path, where)
+        blanks = _BlankTensors(sizes)
+        wanted, _ = self._model_tensors()
+        _require_same_tensors(wanted, sizes, where)
+        extra = join_state(values.model, blanks, where)
+        if model_only:
+            return {**wanted, **blanks}, Values(model=extra, optimizers=(), others={})
+        if len(values.optimizers) != len(self._optimizers):
+            raise ModelError(
+                f"{where} has {len(values.optimizers)} optimizers and this job {len(self._optimizers)}: give as many"
+            )
+        optimizers = tuple(self._join_optimizer(i, entry, blanks, where) for i, entry in enumerate(values.optimizers))
+        if missing := values.others.keys() ^ self._others.keys():
+            names = ", ".join(sorted(missing))
+            raise ModelError(f"{where} and this job differ in {names}: give the same names to Checkpoints")
+        others = join_state(values.others, blanks, where)
+        random = {name: blanks[name] for name in sizes if name.startswith(f"{RANDOM}.{rank}.")}
+        return {**wanted, **blanks, **random}, Values(model=extra, optimizers=optimizers, others=others)
+
+    def load(self, tensors: Mapping[str, Tensor], values: Values, rank: int, model_only: bool, where: str) -> None:
+        """Hand what `wanted` returned, with its tensors filled, to the parts of the job.
+
+        Raises:
+            ModelError: One of them refuses it.
+        """
+        model = self._model
+        with _loading("the model", where):
+            if values.model:
+                model.load_state_dict({**model.state_dict(), **values.model})
+        if model_only:
+            return
+        for number, saved in enumerate(values.optimizers):
+            self._load_optimizer(number, saved, where)
+        for name, other in self._others.items():
+            with _loading(name, where):
+                other.load_state_dict(values.others[name])
+        with _loading("torch's generator", where):
+            if (state := tensors.get(f"{RANDOM}.{rank}.cpu")) is not None:
+                torch.set_rng_state(state)
+            state, device = tensors.get(f"{RANDOM}.{rank}.cuda"), first_device(model)
+            if state is not None and device.type == "cuda":
+                torch.cuda.set_rng_state(state, device)
+
+    def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON."""
+        tensors: dict[str, Tensor] = {}
+        rest = {}
+        for name, value in self._model.state_dict().items():
+            if nn.parameter.is_lazy(value):
+                raise ModelError(
+                    f"the parameter {plain_name(name)!r} has no shape yet: run one batch through the model, whose lazy "
+                    "modules make their parameters then, before checkpoints are saved or loaded"
+                )
+            if isinstance(value, Tensor):
+                tensors[f"{MODEL}.{plain_name(name)}"] = value
+            else:
+                rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
+        return tensors, rest
+
+    def _split_optimizer(self, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        groups = self._named_groups(number)
+        names = list(chain.from_iterable(groups))
+        state = self._optimizers[number].state_dict()
+        parts = {
+            "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+            "rest": {key: value for key, value in state.items() if key not in ("state", "param_groups")},
+            "outside": self._outside(groups),
+        }
+        place = f"{OPTIMIZER}.{number}"
+        by_name = {names[i]: split_state(v, f"{place}.{names[i]}", tensors) for i, v in state["state"].items()}
+        split = {key: split_state(part, f"{place}.{key}", tensors) for key, part in parts.items()}
+        return {"state": by_name, "param_groups": split.pop("groups"), **split}
+
+    def _join_optimizer(self, number: int, entry: Any, blanks: _BlankTensors, where: str) -> dict[str, Any]:
+        """What `_split_optimizer` made, with tensors: like the parameters that they belong to, others on the CPU."""
+        groups = self._named_groups(number)
+        known = set(chain.from_iterable(groups))
+        try:
+            before = [list(group["params"]) for group in entry["param_groups"]]
+            unknown = [n for n in (*chain.from_iterable(before), *entry["state"].keys()) if n not in known]
+        except (AttributeError, KeyError, TypeError):
+            raise ProblemError(
+                f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint"
+            ) from None
+        count = sum(map(len, before))
+        what = None
+        if unknown or count != len(known):
+            what = f"it has {unknown[0]!r}" if unknown else f"it has {count} parameters and not {len(known)}"
+        elif sorted(map(sorted, before)) != sorted(map(sorted, groups)):
+            what = f"its {len(before)} groups hold others than the {len(groups)} here"
+        if what is not None:
+            raise ModelError(
+                f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
+            )
+        parameters = {plain_name(name): parameter for name, parameter in self._model.named_parameters()}
+        state = {}
+        for name, values in entry["state"].items():
+            blanks.like = parameters.get(name)
+            state[name] = join_state(values, blanks, where)
+        blanks.like = None
+        parts = {key: join_state(entry.get(key, {}), blanks, where) for key in ("param_groups", "rest", "outside")}
+        return {"state": state, **parts}
+
+    def _load_optimizer(self, number: int, saved: Mapping[str, Any], where: str) -> None:
+        optimizer, named = self._optimizers[number], self._named_groups(number)
+        numbers = {name: index for index, name in enumerate(chain.from_iterable(named))}
+        # torch assigns by position: states would go to other parameters if these were in another order before.
+        by_names = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
+        present = []
+        for own, names in zip(optimizer.param_groups, named, strict=True):
+            group = {**by_names[tuple(sorted(names))], "params": [numbers[name] for name in names]}
+            present.append(group | ({"param_names": own["param_names"]} if "param_names" in own else {}))
+        state = {numbers[name]: values for name, values in saved["state"].items()}
+        with _loading(f"optimizer {number}", where):
+            optimizer.load_state_dict({**saved["rest"], "state": state, "param_groups": present})
+        with torch.no_grad():
+            for name, parameter in self._outside(named).items():
+                if name in saved["outside"]:
+                    parameter.copy_(saved["outside"][name])
+
+    def _named_groups(self, number: int) -> list[dict[str, Tensor]]:
+        """An optimizer's parameters of each group by name; those that are not the model's are named by their place."""
+        names = {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
+        return [
+            {names.get(id(p), f"parameter {place} of group {i}"): p for place, p in enumerate(group["params"])}
+            for i, group in enumerate(self._optimizers[number].param_groups)
+        ]
+
+    def _outside(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Those of `_named_groups` that are not the model's."""
+        own = {id(parameter) for parameter in self._model.parameters()}
+        return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in own}
 
 
-def buffer_names(model: nn.Module) -> set[str]:
-    """Names of the model's buffers in a checkpoint."""
-    return {f"{MODEL}.{plain_name(name)}" for name, _ in model.named_buffers(remove_duplicate=False)}
-
-
-def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors stores them: contiguous, and tied weights as copies.
-
-    Raises:
-        ModelError: safetensors cannot store one of them.
-    """
+def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors stores them: contiguous, and tied weights as copies."""
     seen: set[tuple[torch.device, int]] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -198,106 +345,26 @@ def _unsupported(tensor: Tensor) -> str | None:
     return None
 
 
-def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:
-    """Tensors and JSON values of optimizers, by the names of the parameters instead of their numbers.
+class _BlankTensors(dict[str, Tensor]):
+    """Tensors to load into, created when `join_state` asks for them: on the CPU, or like ``like`` if of its shape."""
 
-    Their parameters that are not the model's (such as those of a loss) are included.
-    """
-    tensors: dict[str, Tensor] = {}
-    saved = []
-    for number, optimizer in enumerate(optimizers):
-        names = _names(model, optimizer)
-        state = optimizer.state_dict()
-        place = f"{OPTIMIZER}.{number}"
-        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-        rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-        saved.append(
-            {
-                "state": {
-                    names[index]: split_state(values, f"{place}.{names[index]}", tensors)
-                    for index, values in state["state"].items()
-                },
-                "param_groups": split_state(groups, f"{place}.groups", tensors),
-                "rest": split_state(rest, f"{place}.rest", tensors),
-                "outside": split_state(_outside(model, optimizer), f"{place}.outside", tensors),
-            }
-        )
-    return tensors, saved
+    def __init__(self, sizes: _Sizes) -> None:
+        super().__init__()
+        self._sizes = sizes
+        self.like: Tensor | None = None
 
-
-def require_same_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Any, where: str
-) -> None:
-    """Refuse optimizers that are not those of the checkpoint.
-
-    Raises:
-        ModelError: Their number or their parameters are others.
-        ProblemError: ``saved`` is not what `optimizer_state` makes.
-    """
-    if len(saved) != len(optimizers):
-        raise ModelError(f"{where} has {len(saved)} optimizers and this job {len(optimizers)}: give as many")
-    for number, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
-        if not (
-            isinstance(entry, dict) and isinstance(entry.get("state"), dict) and _is_groups(entry.get("param_groups"))
-        ):
-            raise ProblemError(f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint")
-        groups = _grouped(model, optimizer)
-        known = {name for group in groups for name in group}
-        before = [group["params"] for group in entry["param_groups"]]
-        count = sum(map(len, before))
-        unknown = [name for name in (*chain.from_iterable(before), *entry["state"]) if name not in known]
-        what = None
-        if unknown or count != len(known):
-            what = f"it has {unknown[0]!r}" if unknown else f"it has {count} parameters and not {len(known)}"
-        elif sorted(map(sorted, before)) != sorted(map(sorted, groups)):
-            what = f"its {len(before)} groups hold others than the {len(groups)} here"
-        if what is not None:
-            raise ModelError(
-                f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
-            )
-
-
-def load_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Any, tensors: Mapping[str, Tensor], where: str
-) -> None:
-    """Load the states of optimizers, after `require_same_optimizers`.
-
-    Raises:
-        ProblemError: ``saved`` is not what `optimizer_state` makes.
-        ModelError: An optimizer refuses it.
-    """
-    for number, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
-        numbers = {name: index for index, name in _names(model, optimizer).items()}
-        state, groups = (join_state(entry[key], tensors, where) for key in ("state", "param_groups"))
-        rest = join_state(entry.get("rest", {}), tensors, where)
-        # torch assigns by position: states would go to other parameters if these were in another order before.
-        by_names = {tuple(sorted(group["params"])): group for group in groups}
-        present = []
-        for own, names in zip(optimizer.param_groups, _grouped(model, optimizer), strict=True):
-            group = {**by_names[tuple(sorted(names))], "params": [numbers[name] for name in names]}
-            present.append(group | ({"param_names": own["param_names"]} if "param_names" in own else {}))
-        with loading_state(f"optimizer {number}", where):
-            optimizer.load_state_dict(
-                {
-                    **rest,
-                    "state": {numbers[name]: values for name, values in state.items()},
-                    "param_groups": present,
-                }
-            )
-        outside = join_state(entry.get("outside", {}), tensors, where)
-        with torch.no_grad():
-            for name, parameter in _outside(model, optimizer).items():
-                if name in outside:
-                    parameter.copy_(outside[name])
+    def __missing__(self, name: str) -> Tensor:
+        shape, dtype = self._sizes[name]
+        if self.like is not None and self.like.dim() and self.like.shape == shape:
+            self[name] = torch.empty_like(self.like, dtype=dtype, requires_grad=False)
+        else:
+            self[name] = torch.empty(shape, dtype=dtype)
+        return self[name]
 
 
 @contextlib.contextmanager
-def loading_state(what: str, where: str) -> Iterator[None]:
-    """Name the part of a job that fails to load its state, whatever it raises.
-
-    Raises:
-        ModelError: In place of that.
-    """
+def _loading(what: str, where: str) -> Iterator[None]:
+    """Name the part of a job that fails to load its state, whatever it raises."""
     try:
         yield
     except QSyncError:
@@ -309,49 +376,9 @@ def loading_state(what: str, where: str) -> Iterator[None]:
         ) from failure
 
 
-def _is_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(isinstance(g, dict) and _is_texts(g.get("params")) for g in groups)
-
-
-def _is_texts(names: Any) -> bool:
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
-
-
-def _grouped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Names of an optimizer's parameters by group."""
-    names = iter(_names(model, optimizer).values())
-    return [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-
-
-def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters of an optimizer that are not the model's, by their name in `_names`."""
-    own = {id(parameter) for parameter in model.parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = _names(model, optimizer)
-    return {names[i]: parameter for i, parameter in enumerate(parameters) if id(parameter) not in own}
-
-
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Name of each parameter of an optimizer by its number in the ``state_dict``."""
-    by_identity = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    names: dict[int, str] = {}
-    for position, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            names[len(names)] = by_identity.get(id(parameter), f"parameter {place} of group {position}")
-    return names
-
-
-def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and types of the tensors that a checkpoint holds, by name.
-
-    Args:
-        path: The checkpoint's folder.
-        most_bytes: Size of all its files, which no tensor can exceed.
-
-    Raises:
-        ProblemError: Its files are not as this package writes them.
-    """
-    where = f"the checkpoint {str(path)!r}"
+def _saved_sizes(path: Path, where: str) -> _Sizes:
+    """Shapes and types of the tensors that a checkpoint holds; its files must be large enough for each."""
+    most_bytes = sum(entry.stat().st_size for entry in path.iterdir())
     try:
         known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         sizes = {n: (e.size, e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
@@ -369,47 +396,8 @@ def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torc
     return sizes
 
 
-def blank_optimizer_tensors(
-    model: nn.Module, saved: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, Tensor]:
-    """Tensors to load optimizer states into: like the parameters that they belong to, others on the CPU."""
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    blanks: dict[str, Tensor] = {}
-    for number, entry in enumerate(saved if isinstance(saved, list) else []):
-        owner = {
-            key: name
-            for name, values in (entry.get("state") or {}).items()
-            for key in tensors_named(values)
-            if name in parameters
-        }
-        for key in tensors_named(entry):
-            if not key.startswith(f"{OPTIMIZER}.{number}."):
-                raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
-            blanks |= blank_tensors({_TENSOR: key}, sizes)
-            like = parameters.get(owner.get(key, ""))
-            if like is not None and like.shape == blanks[key].shape and like.dim():
-                blanks[key] = torch.empty_like(like, dtype=blanks[key].dtype, requires_grad=False)
-    return blanks
-
-
-def blank_tensors(data: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Tensors on the CPU to load what `join_state` will ask for."""
-    blanks = {}
-    for key in tensors_named(data):
-        if key not in sizes:
-            raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
-        blanks[key] = torch.empty(sizes[key][0], dtype=sizes[key][1])
-    return blanks
-
-
-def require_same_tensors(
-    mine: Mapping[str, Tensor], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], where: str
-) -> None:
-    """Refuse a checkpoint of another model.
-
-    Raises:
-        ModelError: The text names the first parameters or buffers that differ.
-    """
+def _require_same_tensors(mine: Mapping[str, Tensor], sizes: _Sizes, where: str) -> None:
+    """Refuse a checkpoint of another model, naming the first parameters or buffers that differ."""
     saved = {name for name in sizes if name.startswith(f"{MODEL}.")}
     plain = len(MODEL) + 1
     different = [f"{name[plain:]!r} is in the checkpoint only" for name in sorted(saved - mine.keys())]
@@ -420,25 +408,4 @@ def require_same_tensors(
         if name in saved and sizes[name][0] != tensor.shape
     ]
     if different:
-        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-        raise ModelError(
-            f"{where} is of another model: {'; '.join(different[:_SHOWN])}{more}; build the model that was trained"
-        )
-
-
-def random_states(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """States of this rank's random generators: of the CPU and, if the model is on one, of the card."""
-    states = {f"{RANDOM}.{rank}.cpu": torch.get_rng_state()}
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        states[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_random_states(model: nn.Module, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Restore this rank's random generators, as far as the checkpoint has their states."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if (state := tensors.get(f"{RANDOM}.{rank}.cpu")) is not None:
-        torch.set_rng_state(state)
-    if device.type == "cuda" and (state := tensors.get(f"{RANDOM}.{rank}.cuda")) is not None:
-        torch.cuda.set_rng_state(state, device)
+        raise ModelError(f"{where} is of another model: {first_few(different, '; ')}; build the model that was trained")

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.runtimes.torch.execution.audit import AuditResult, StepAudit
-    from qsync_opt.runtimes.torch.execution.capabilities import device_formats, operator_precisions
+    from qsync_opt.runtimes.torch.execution.audit import StepAudit
     from qsync_opt.runtimes.torch.execution.checks import is_sharded, operator_kind
-    from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses, FirstPass, graphed
+    from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses, graphed
     from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
-    from qsync_opt.runtimes.torch.execution.operators import run_fixed
+    from qsync_opt.runtimes.torch.execution.operators import device_formats, operator_precisions, run_fixed
     from qsync_opt.runtimes.torch.execution.plans import (
         AUTOCAST_TYPES,
         AppliedPlan,
         ApplyOptions,
         ApplySettings,
-        DevicePlans,
         applied_plan,
         apply,
         undo,
@@ -28,7 +26,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "AUTOCAST_TYPES", "AppliedPlan", "ApplyOptions", "ApplySettings", "AuditResult", "CapturedPasses",
-    "DevicePlans", "FirstPass", "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed",
+    "AUTOCAST_TYPES", "AppliedPlan", "ApplyOptions", "ApplySettings", "CapturedPasses",
+    "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed",
     "is_sharded", "operator_kind", "operator_precisions", "run_fixed", "undo",
 ]  # fmt: skip

@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.errors import ModelError, UnsupportedError, first_few
 from qsync_opt.kernels import ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import number_format
 
-_SHOWN = 3
-
 
 def some_names(names: list[str]) -> str:
     """The first few names, for an error's text."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+    return first_few([repr(name) for name in names])
 
 
 def operator_kind(name: str) -> str | None:
@@ -97,11 +94,8 @@ def check_sharding(model: nn.Module, weights: str = "call") -> None:
 
 def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None) -> None:
     """Refuse a plan for another model, naming the first operators that differ."""
-    if graph is not None:
-        unknown = [name for name in plan if name not in graph]
-    else:
-        paths = {path for path, _ in model.named_modules()}
-        unknown = [name for name in plan if name.rpartition("/")[0] not in paths]
+    paths = {path for path, _ in model.named_modules()}
+    unknown = [n for n in plan if (n.rpartition("/")[0] not in paths if graph is None else n not in graph)]
     if unknown:
         where = "graph" if graph is not None else "model"
         raise ModelError(
@@ -173,20 +167,19 @@ def check_capturable(model: nn.Module) -> None:
     Raises:
         UnsupportedError: The model is not on a card, is sharded, or has recurrent layers or SyncBatchNorm.
     """
-    waiting = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
-    if waiting is not None:
-        raise UnsupportedError(
-            f"graphed: {waiting or 'the model'!r} is a SyncBatchNorm, whose passes wait for the other workers, but "
-            "capturing runs passes that the others do not: use BatchNorm, or run this model operator by operator"
-        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"graphed: {name or 'the model'!r} is a SyncBatchNorm, whose passes wait for the other workers, but "
+                "capturing runs passes that the others do not: use BatchNorm, or run this model operator by operator"
+            )
+        if isinstance(module, nn.RNNBase):
+            raise UnsupportedError(
+                f"graphed: {name or 'the model'!r} is a recurrent layer, which also keeps its parameters in a flat "
+                "buffer, so that a captured pass would lose their gradients: run this model operator by operator"
+            )
     if is_sharded(model):
         raise UnsupportedError("graphed: the model is sharded (FSDP): its weights move, which a captured pass cannot")
-    recurrent = next((name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)), None)
-    if recurrent is not None:
-        raise UnsupportedError(
-            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which also keeps its parameters in a flat "
-            "buffer, so that a captured pass would lose their gradients: run this model operator by operator"
-        )
     device = model_device(model)
     if device.type != "cuda":
         raise UnsupportedError(f"graphed: the model is on {device}: CUDA graphs need a model on a card")

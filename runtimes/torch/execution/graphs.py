@@ -15,8 +15,8 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +85,10 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
         )
     check_capturable(bare)
     interception.graphs = None
+    graphs = CapturedPasses(interception, bare)
     positional = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (positional, {})
-    with torch.cuda.device(model_device(bare)):
-        interception.graphs = CapturedPasses(interception, bare, args, kwargs)
+    graphs.capture(*(((), batch) if isinstance(batch, Mapping) else (positional, {})))
+    interception.graphs = graphs
     return model
 
 
@@ -97,13 +97,6 @@ def _description(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
     return leaf
-
-
-def _may_replay() -> bool:
-    """Whether a training pass that begins now could be a replay."""
-    recomputing = torch._C._current_graph_task_id() != -1
-    refused = recomputing or torch.is_autocast_enabled("cuda") or is_capturing()
-    return torch.is_grad_enabled() and not refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +113,7 @@ class _Passes:
     output_gradients: tuple[Tensor | None, ...]
     gradients: tuple[Tensor | None, ...]
     """Of the inputs, then of the parameters."""
-    written: set[int]
+    written: set[int] = field(default_factory=set)
     """Indices of ``output_gradients`` that are not zero."""
 
 
@@ -129,17 +122,6 @@ class _Place:
     """Index of a tensor of the output among its tensors."""
 
     index: int
-
-
-class _Recorded(NamedTuple):
-    """Two captured graphs, the leaves of the output, gradients of the outputs, and of inputs and parameters."""
-
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph | None
-    leaves: list[Any]
-    spec: TreeSpec
-    seeds: list[Tensor]
-    gradients: tuple[Tensor | None, ...]
 
 
 class _Replay(torch.autograd.Function):
@@ -187,41 +169,52 @@ class _Replay(torch.autograd.Function):
 class CapturedPasses:
     """The graphs of one model for one kind of batch, which its interception replays for batches that fit.
 
+    They are captured by `capture`, or else in the first training pass.
+
     Attributes:
         generation: Forward passes replayed so far.
         replayed: Whether the last pass of the model was a replay.
     """
 
-    def __init__(self, interception: Interception, model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+    def __init__(self, interception: Interception, model: nn.Module) -> None:
         self.generation = 0
         self.replayed = False
         self._interception = interception
         self._model = model
-        self._training = model.training
-        leaves, self._spec = tree_flatten((args, dict(kwargs)))
-        self._bound = [_description(leaf) for leaf in leaves]
-        self._parameters = tuple(p for p in model.parameters() if p.requires_grad)
-        self._passes: _Passes | None = self._capture(leaves)
+        self._parameters: tuple[Tensor, ...] = ()
+        self._bound: tuple[TreeSpec, list[Any]] | None = None
+        self._passes: _Passes | None = None
         self._warned = False
 
     def forget(self) -> None:
         """Capture anew before the next replay: constants of the graphs have changed."""
         self._passes = None
 
+    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Capture the passes of a batch; those of other batches run eagerly."""
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        self._parameters = tuple(p for p in self._model.parameters() if p.requires_grad)
+        self._passes = self._capture(leaves, spec)
+        self._bound = spec, [_description(leaf) for leaf in leaves]
+
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output by a replay; ``NotImplemented`` if the pass does not fit the captured one."""
         self.replayed = False
-        if self._model.training is not self._training or not _may_replay():
+        recomputes = torch._C._current_graph_task_id() != -1
+        if not (self._model.training and torch.is_grad_enabled()) or recomputes:
+            return NotImplemented
+        if torch.is_autocast_enabled("cuda") or is_capturing():
             return NotImplemented
         leaves, spec = tree_flatten((args, dict(kwargs)))
-        if spec != self._spec or [_description(leaf) for leaf in leaves] != self._bound:
+        if self._bound is not None and (spec, [_description(leaf) for leaf in leaves]) != self._bound:
             if not self._warned:
                 self._warned = True
                 _LOGGER.warning("a batch differs from the captured one in shape or kind: such passes run eagerly")
             return NotImplemented
         if self._passes is None:
-            self._passes = self._capture(leaves)
+            self.capture(args, kwargs)
         passes = self._passes
+        assert passes is not None
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         outputs = _Replay.apply(self, passes, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
         self.replayed = True
@@ -236,7 +229,7 @@ class CapturedPasses:
             if gradient is not None and target is not None and gradient.data_ptr() == target.data_ptr():
                 parameter.grad = gradient.clone()
 
-    def _capture(self, leaves: Sequence[Any]) -> _Passes:
+    def _capture(self, leaves: Sequence[Any], spec: TreeSpec) -> _Passes:
         """Warm up and capture; the model and its random streams are left unchanged."""
         interception = self._interception
         previous, interception.graphs = interception.graphs, None
@@ -244,8 +237,8 @@ class CapturedPasses:
         count = None if counter is None else counter.clone()
         gc.collect()  # earlier graphs, which hold memory, may be part of a cycle
         try:
-            with model_unchanged(self._model):
-                return self._warm_up_and_capture(leaves)
+            with torch.cuda.device(model_device(self._model)), model_unchanged(self._model):
+                return self._warm_up_and_capture(leaves, spec)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as failure:
@@ -260,29 +253,25 @@ class CapturedPasses:
             if counter is not None:
                 counter.copy_(count)
 
-    def _warm_up_and_capture(self, leaves: Sequence[Any]) -> _Passes:
+    def _warm_up_and_capture(self, leaves: Sequence[Any], spec: TreeSpec) -> _Passes:
         # Memory of their own, so that a replay does not depend on the caller's tensors.
         places = [
             leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
         inputs = tuple(place for place in places if isinstance(place, Tensor))
-        args, kwargs = tree_unflatten(places, self._spec)
+        args, kwargs = tree_unflatten(places, spec)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
 
         def run(parameters: Sequence[Tensor]) -> tuple[list[Any], TreeSpec]:
             replaced = {names[id(own)]: other for own, other in zip(self._parameters, parameters, strict=True)}
             return tree_flatten(functional_call(self._model, replaced, args, kwargs))
 
-        def backward(leaves: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-            outputs = _differentiable(leaves)
-            wanted = (*(x for x in inputs if x.requires_grad), *parameters)
-            if not outputs:
-                return (None,) * len(wanted)
-            seeds = [torch.zeros_like(output) for output in outputs]
-            return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        def both(parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+            outputs = _differentiable(run(parameters)[0])
+            return _gradients(outputs, list(map(torch.zeros_like, outputs)), inputs, parameters)
 
-        used = [g is not None for g in backward(run(self._parameters)[0], self._parameters)]
+        used = [g is not None for g in both(self._parameters)]
         # The same memory as other leaves of the autograd graph: a wrapper or an earlier loss may keep the nodes that
         # accumulate into parameters, which belong to their stream and must not be touched while capturing.
         aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
@@ -290,75 +279,66 @@ class CapturedPasses:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS - 1):
-                backward(run(aliases)[0], aliases)
+                both(aliases)
             with recorded_waits() as waits:
-                backward(run(aliases)[0], aliases)
+                both(aliases)
         if waits:
             _LOGGER.info("captured in the model's knowledge, because a pass waits for the device: %s", waits[0])
         torch.cuda.current_stream().wait_stream(stream)
         clear_weights()  # captured passes use no stored ones
-        recorded = _record(run, inputs, aliases, stream, waits=bool(waits))
-        tensors, gradients = self._tensors_of(recorded.leaves), recorded.gradients
-        if [g is not None for g in gradients] != used:
+        passes = _record(run, inputs, aliases, stream, waits=bool(waits))
+        if [g is not None for g in passes.gradients] != used:
             raise UnsupportedError(
                 "graphed: a module of this model also keeps its parameters elsewhere, so that their gradients would be "
                 "lost: run it operator by operator"
             )
-        remaining = iter(gradients)
-        by_input = [next(remaining) if x.requires_grad else None for x in inputs]
-        seeds = iter(recorded.seeds)
-        places_of = {id(tensor): _Place(index) for index, tensor in enumerate(tensors)}
-        return _Passes(
-            forward=recorded.forward,
-            backward=recorded.backward,
-            inputs=inputs,
-            outputs=tuple(tensor.detach() for tensor in tensors),
-            spec=recorded.spec,
-            leaves=tuple(places_of[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in recorded.leaves),
-            output_gradients=tuple(next(seeds) if tensor.requires_grad else None for tensor in tensors),
-            gradients=(*by_input, *remaining),
-            written=set(),
-        )
-
-    @staticmethod
-    def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
-        for leaf in leaves:
-            if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
-                raise UnsupportedError(
-                    f"the model's output holds a {type(leaf).__name__}, which cannot be handed out by a captured pass: "
-                    "tensors in tuples, lists, mappings or classes that torch.utils._pytree knows are needed"
-                )
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return passes
 
 
 def _record(
     run: Callable[[Sequence[Tensor]], tuple[list[Any], TreeSpec]],
-    inputs: Sequence[Tensor],
+    inputs: tuple[Tensor, ...],
     parameters: Sequence[Tensor],
     stream: torch.cuda.Stream,
     *,
     waits: bool,
-) -> _Recorded:
+) -> _Passes:
     """Capture a forward pass and its backward pass.
 
     The capture is first hidden from a model that never waits for its device, so that it takes the branches of an eager
     pass; if that fails, also without cuDNN's attention, the model is captured in the open.
     """
 
-    def both() -> _Recorded:
+    def both() -> _Passes:
         forward, backward = torch.cuda.CUDAGraph(), None
         with capturing(forward, stream):
             leaves, spec = run(parameters)
+        for leaf in leaves:
+            if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
+                raise UnsupportedError(
+                    f"the model's output holds a {type(leaf).__name__}, which cannot be handed out by a captured pass: "
+                    "tensors in tuples, lists, mappings or classes that torch.utils._pytree knows are needed"
+                )
         outputs = _differentiable(leaves)
         seeds = [torch.zeros_like(output) for output in outputs]
-        wanted = (*(x for x in inputs if x.requires_grad), *parameters)
-        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if outputs and wanted:
+        if outputs and (parameters or any(x.requires_grad for x in inputs)):
             backward = torch.cuda.CUDAGraph()
-            # In a pool of its own: the next forward pass would overwrite gradients that are still accumulated.
-            with capturing(backward, stream):
-                gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
-        return _Recorded(forward, backward, leaves, spec, seeds, gradients)
+        # In a pool of its own: the next forward pass would overwrite gradients that are still accumulated.
+        with contextlib.nullcontext() if backward is None else capturing(backward, stream):
+            gradients = _gradients(outputs, seeds, inputs, parameters)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places = {id(tensor): _Place(index) for index, tensor in enumerate(tensors)}
+        remaining = iter(seeds)
+        return _Passes(
+            forward=forward,
+            backward=backward,
+            inputs=inputs,
+            outputs=tuple(tensor.detach() for tensor in tensors),
+            spec=spec,
+            leaves=tuple(places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            output_gradients=tuple(next(remaining) if tensor.requires_grad else None for tensor in tensors),
+            gradients=gradients,
+        )
 
     # cuDNN's attention may refuse to be captured, where flash attention does not.
     for attention in () if waits else (contextlib.nullcontext, without_cudnn_attention):
@@ -372,24 +352,15 @@ def _record(
     return both()
 
 
-class FirstPass:
-    """Captures a model on the batch of its first training pass; `CapturedPasses` then takes its place."""
-
-    def __init__(self, interception: Interception, model: nn.Module) -> None:
-        self._interception = interception
-        self._model = model
-
-    def forget(self) -> None:
-        """Nothing is captured yet."""
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The output of the first replay; ``NotImplemented`` before a training pass."""
-        if not self._model.training or not _may_replay():
-            return NotImplemented
-        with torch.cuda.device(model_device(self._model)):
-            graphs = CapturedPasses(self._interception, self._model, args, kwargs)
-            self._interception.graphs = graphs
-            return graphs.run(args, kwargs)
+def _gradients(
+    outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the inputs, None for those that need none, then of the parameters."""
+    wanted = (*(x for x in inputs if x.requires_grad), *parameters)
+    if not (outputs and wanted):
+        return (None,) * (len(inputs) + len(parameters))
+    gradients = iter(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
+    return (*[next(gradients) if x.requires_grad else None for x in inputs], *gradients)
 
 
 def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:

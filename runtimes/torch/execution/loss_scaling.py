@@ -18,13 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.runtimes.torch.ddp import gather_json, naming_lost_ranks, world
 from qsync_opt.runtimes.torch.execution.plans import applied_plan
-from qsync_opt.runtimes.torch.support import bare_model
-
-
-def computes_in_fp16(model: nn.Module) -> bool:
-    """Whether gradients of a model pass through FP16 under its plan; False without a plan."""
-    applied = applied_plan(model)
-    return applied is not None and "FP16" in applied.half_formats
+from qsync_opt.runtimes.torch.support import first_device
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -46,11 +40,11 @@ class LossScaler(torch.amp.GradScaler):
                 ``growth_interval``.
         """
         if enabled is None:
-            enabled = any(gather_json(computes_in_fp16(model)))
-        device = next((parameter.device for parameter in bare_model(model).parameters()), torch.device("cpu"))
+            applied = applied_plan(model)
+            enabled = any(gather_json(applied is not None and "FP16" in applied.half_formats))
         compiled = getattr(model, "_orig_mod", model)
         self._wrapper = compiled if isinstance(compiled, DistributedDataParallel) else None
-        super().__init__(device=device.type, enabled=enabled, **settings)
+        super().__init__(device=first_device(model).type, enabled=enabled, **settings)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the scale; an overflow on any rank counts on all.

@@ -1,4 +1,4 @@
-"""How operators run under a plan: fixed ones in FP32, planned ones with the decisions made once for all passes.
+"""How operators run: in which precisions, fixed ones in FP32, planned ones with decisions made once for all passes.
 
 Results equal those of `qsync_opt.kernels.ops.execute` bit for bit; unusual calls (another device, an argument by name,
 a list of tensors) are handed to it.
@@ -15,12 +15,30 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
-from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, ops
+from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes, linear
+from qsync_opt.numerics import PrecisionFormats, formats_for
 from qsync_opt.runtimes.torch.interception import OperatorCall, Run
 from qsync_opt.runtimes.torch.support import HALF
 
 _SOFTMAXES = (F.softmax, F.log_softmax)
+
+
+def device_formats(device: torch.device | str) -> dict[str, PrecisionFormats]:
+    """Precisions of a device with their border formats, from the coarsest to the finest.
+
+    ``cpu``: INT8, BF16, FP32. ``cuda`` by compute capability: 7.0 FP16, FP32; 7.5 also INT8; 8.0 also BF16 and TF32;
+    8.9 also FP8.
+
+    Raises:
+        UnsupportedError: The device is neither, or is not there.
+    """
+    return formats_for(backend.device_precisions(device), backend.half_format(device))
+
+
+def operator_precisions(op_type: str, device: torch.device | str) -> tuple[str, ...]:
+    """Precisions in which an operator of this kind can run on a device; fixed and unknown kinds: FP32 alone."""
+    return ops.precisions_of(op_type, device)
 
 
 def lifted(values: Any) -> Any:
@@ -32,13 +50,6 @@ def lifted(values: Any) -> Any:
     if type(values) in (tuple, list):
         return type(values)(lifted(value) for value in values)
     return values
-
-
-def any_half(values: Any) -> bool:
-    """Whether arguments of a call include a 16-bit tensor."""
-    if isinstance(values, Tensor):
-        return values.dtype in HALF
-    return isinstance(values, (tuple, list)) and any(any_half(value) for value in values)
 
 
 def _cross_entropy(
@@ -121,7 +132,7 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
     kind, on_cuda = device.type, device.type == "cuda"
     takes_mode = on_cuda and op_type in ops.TF32_OPERATORS and dtype is torch.float32
     family = "conv" if op_type in CONVOLUTIONS else "matmul"
-    kept = ops.uncast_types(dtype)
+    uncast = ops.uncast_types(dtype)
     general = precision == "TF32" or op_type in ("embedding", "einsum")
     ops.require(op_type, precision, device)
 
@@ -136,7 +147,7 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
         return function(
             *[
                 value.to(dtype)
-                if isinstance(value, Tensor) and value.dtype not in kept and value.is_floating_point()
+                if isinstance(value, Tensor) and value.dtype not in uncast and value.is_floating_point()
                 else value
                 for value in args
             ]

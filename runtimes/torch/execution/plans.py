@@ -17,7 +17,7 @@ import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import signed
 from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.plans import DevicePlans, precisions_of
+from qsync_opt.runtimes.torch.ddp import world
 from qsync_opt.runtimes.torch.execution.audit import StepAudit
 from qsync_opt.runtimes.torch.execution.checks import (
     check_autocast,
@@ -38,9 +40,8 @@ from qsync_opt.runtimes.torch.execution.checks import (
     model_device,
     some_names,
 )
-from qsync_opt.runtimes.torch.execution.graphs import FirstPass
+from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses
 from qsync_opt.runtimes.torch.execution.operators import (
-    any_half,
     eight_bits,
     fixed,
     floating,
@@ -50,24 +51,15 @@ from qsync_opt.runtimes.torch.execution.operators import (
     run_fixed,
 )
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, Run, interception_of
-from qsync_opt.runtimes.torch.support import bare_model, full_precision
+from qsync_opt.runtimes.torch.support import HALF, bare_model, full_precision, tensors_in
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Argument of ``torch.autocast`` for a precision."""
 
 
-@runtime_checkable
-class DevicePlans(Protocol):
-    """Anything that holds, per device type, the precision of each operator (a ``Plan`` does)."""
-
-    @property
-    def devices(self) -> Mapping[str, Mapping[str, str]]:
-        """Device type to operator to precision."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplySettings:
-    """How a plan wants to be applied, beside its precisions.
+    """How a plan with ``apply_settings()`` (a `JobPlan`) wants to be applied on this worker, beside its precisions.
 
     ``worthwhile`` is False if the model is better left alone. ``autocast`` and ``captured`` are as in `ApplyOptions`.
     ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given. ``expected_ns`` is the
@@ -80,14 +72,6 @@ class ApplySettings:
     lifted_kinds: tuple[str, ...]
     expected_ns: int
     expected_bytes: int | None
-
-
-@runtime_checkable
-class SettingsOfPlan(Protocol):
-    """A plan with settings of its own (a `JobPlan`)."""
-
-    def apply_settings(self) -> ApplySettings:
-        """The settings for this worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,28 +115,6 @@ class ApplyOptions:
             )
 
 
-def _precisions_of(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
-    """Operator to precision on one device type, which need not be named if it is the only one.
-
-    Raises:
-        ModelError: The plan lacks the device type, has several to choose from, or is no plan.
-    """
-    if not isinstance(plan, DevicePlans):
-        if not isinstance(plan, Mapping) or not all(isinstance(text, str) for entry in plan.items() for text in entry):
-            raise ModelError(
-                f"the plan is a {type(plan).__name__}: a Plan is needed, or a mapping of texts, operator to precision"
-            )
-        return dict(plan)
-    known = ", ".join(plan.devices)
-    if device_type is None:
-        if len(plan.devices) != 1:
-            raise ModelError(f"the plan has several device types ({known}): say which one with device_type")
-        return dict(next(iter(plan.devices.values())))
-    if device_type not in plan.devices:
-        raise ModelError(f"the plan has no device type {device_type!r}: it has {known}")
-    return dict(plan.devices[device_type])
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_compiled(name: str) -> bool:
     """Warn of an operator without a plan, while the model is compiled and not while it runs."""
@@ -177,7 +139,6 @@ class AppliedPlan:
         device_type: str | None = None,
         lifted_kinds: tuple[str, ...] = (),
     ) -> None:
-        device = model_device(model)
         self._model = model
         # The first floating-point parameter, which is looked up in every pass.
         self._first, self._first_name = next(
@@ -191,36 +152,26 @@ class AppliedPlan:
         )
         self.device_type = device_type
         self.graph = graph
-        rank = options.rank
-        if rank is None:
-            initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-            rank = torch.distributed.get_rank() if initialized else 0
         self.precisions = dict(precisions)
         self._options = options
-        self._device = device
-        self._rank = rank
+        self._device = model_device(model)
+        self._rank = world()[0] if options.rank is None else options.rank
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
         # A compiled or captured graph is the same in every pass; this counter on the device renews its noise.
-        own = options.kernels.step is None
-        self.counter = options.kernels.step
-        if own:
-            self.counter = torch.full((), signed(options.kernels.offset), dtype=torch.int64, device=device)
+        step = options.kernels.step
+        first = signed(options.kernels.offset)
+        self.counter = torch.full((), first, dtype=torch.int64, device=self._device) if step is None else step
         self._set_kernels()
-        self._counts_passes = own and bool(self._kernels)
+        self._counts_passes = step is None and bool(self._kernels)
         self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
         # With FP32 everywhere and no 16-bit tensor seen, passes after the first can bypass the interception.
         self._changes_nothing = set(self.precisions.values()) <= {"FP32"}
         self._families: set[str] = set()
-        self.interception = Interception(
-            model,
-            self,
-            kinds=lifted_kinds,
-            on_pass_begin=self._begin_pass,
-            on_pass_end=self._end_pass,
-            recurrent_inputs=lifted,
-        )
+        self.interception = Interception(model, self, lifted_kinds)
+        self.interception.on_pass_begin, self.interception.on_pass_end = self._begin_pass, self._end_pass
+        self.interception.recurrent_inputs = lifted
         if options.autocast is not None:
             self.interception.at_rest = self._under_autocast
         if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own
@@ -232,7 +183,7 @@ class AppliedPlan:
         """Options that continue the random stream at the next forward pass, for a plan that replaces this one."""
         kernels = self._options.kernels
         offset = kernels.offset + self.interception.passes
-        if self._counts_passes and self.counter is not None:
+        if self._counts_passes:
             offset = int(self.counter)  # the only count of a compiled graph's passes
         return replace(self._options, kernels=kernels.at(seed=kernels.seed, offset=offset))
 
@@ -243,19 +194,16 @@ class AppliedPlan:
         return frozenset(planned | {kernels.half_format for kernels in self._kernels.values()})
 
     def go_on_at(self, seed: int, offset: int, step: int | None = None) -> None:
-        """Move the rounding to a place in the random stream.
+        """Move the rounding to a place in the random stream: seed, and offset of the next pass, of `KernelOptions`.
 
-        Args:
-            seed: As in `KernelOptions`.
-            offset: As in `KernelOptions`, of the next forward pass.
-            step: Value for the user's own counter on the device, if the kernel options have one; None keeps it.
+        ``step`` is for the user's own counter on the device, if the kernel options have one; None keeps it.
         """
         kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
         self._options = replace(self._options, kernels=kernels)
         self._set_kernels()
         self.interception.forget_prepared()
         count = offset if kernels.step is None else step
-        if count is not None and self.counter is not None:
+        if count is not None:
             self.counter.fill_(signed(count))
 
     def _set_kernels(self) -> None:
@@ -322,7 +270,7 @@ class AppliedPlan:
     def _note(self, call: OperatorCall) -> None:
         if call.op_type in ops.ADJUSTABLE:
             self._families.add("conv" if call.op_type in CONVOLUTIONS else "matmul")
-        if any_half((call.args, tuple(call.kwargs.values()))):
+        if any(tensor.dtype in HALF for tensor in tensors_in((call.args, call.kwargs))):
             self._changes_nothing = False
 
     def _may_rest(self) -> bool:
@@ -355,7 +303,7 @@ class AppliedPlan:
             first = self._first.get(self._first_name)
             if first is not None and first.dtype is not torch.float32:  # cast since apply, as by model.half()
                 check_master_weights(self._model)
-        if self._counts_passes and self.counter is not None:
+        if self._counts_passes:
             self.counter.add_(1)
 
     def _end_pass(self, path: str) -> None:
@@ -431,13 +379,13 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
-    settings = plan.apply_settings() if isinstance(plan, SettingsOfPlan) else None
+    settings: ApplySettings | None = getattr(plan, "apply_settings", lambda: None)()
     if settings is not None and not settings.worthwhile:
         return model
     bare = bare_model(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
-    precisions = _precisions_of(plan, device_type)
+    precisions = precisions_of(plan, device_type)
     options = options or ApplyOptions()
     check_master_weights(bare)
     check_sharding(bare, options.kernels.weights)
@@ -455,7 +403,7 @@ def apply(
     kinds = graph.lifted_kinds() if graph is not None else settings.lifted_kinds if settings is not None else ()
     applied = AppliedPlan(bare, adjustable, graph, options, device_type, kinds)
     if options.captured:
-        applied.interception.graphs = FirstPass(applied.interception, bare)
+        applied.interception.graphs = CapturedPasses(applied.interception, bare)
     if settings is not None:
         applied.audit = StepAudit(bare, predicted_ns=settings.expected_ns, predicted_bytes=settings.expected_bytes)
     return model

@@ -129,7 +129,10 @@ class Forward:
                     return result
             return interception.outermost(self, args, kwargs)
         if not torch.compiler.is_compiling() and interception.thread != get_ident():
-            self._refuse_threads()
+            raise NotReadyError(
+                f"module {self.path or 'the root'!r} runs in two threads at once, but a plan follows one pass at a "
+                "time: let the threads take turns, and use DistributedDataParallel in place of DataParallel"
+            )
         leaf = self.leaf
         if (
             leaf is not None
@@ -147,12 +150,6 @@ class Forward:
             return self.inner(*args, **kwargs)
         finally:
             interception.path = outer
-
-    def _refuse_threads(self) -> NoReturn:
-        raise NotReadyError(
-            f"module {self.path or 'the root'!r} runs in two threads at once, but a plan follows one pass at a time: "
-            "let the threads take turns, and use DistributedDataParallel in place of DataParallel"
-        )
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotReadyError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +17,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.model import ROLE_TABLE, Role
-from qsync_opt.runtimes.torch.support import HALF
+from qsync_opt.runtimes.torch.support import HALF, tensors_in
 
-# Operators that a plan may adjust, with every torch function that runs them.
-_ADJUSTABLE: dict[str, tuple[Any, ...]] = {
-    "linear": (F.linear,),
-    "conv1d": (F.conv1d, torch.conv1d),
-    "conv2d": (F.conv2d, torch.conv2d),
-    "conv3d": (F.conv3d, torch.conv3d),
-    "conv_transpose1d": (F.conv_transpose1d, torch.conv_transpose1d),
-    "conv_transpose2d": (F.conv_transpose2d, torch.conv_transpose2d),
-    "conv_transpose3d": (F.conv_transpose3d, torch.conv_transpose3d),
-    "matmul": (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
-    "mm": (torch.mm, Tensor.mm),
-    "bmm": (torch.bmm, Tensor.bmm),
-    "addmm": (torch.addmm, Tensor.addmm),
-    "baddbmm": (torch.baddbmm, Tensor.baddbmm),
-    "einsum": (torch.einsum, torch.functional.einsum),
-    "scaled_dot_product_attention": (F.scaled_dot_product_attention,),
-    "embedding": (F.embedding, torch.embedding),
-}
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.interception.interception import Interception
 
-FIXED_KINDS: tuple[str, ...] = tuple(
-    kind for kind, role in ROLE_TABLE.items() if role is Role.FIXED and kind.islower() and kind != "input"
+ADJUSTABLE_KINDS, FIXED_KINDS = (
+    tuple(kind for kind, own in ROLE_TABLE.items() if own is role and kind.islower() and kind != "input")
+    for role in (Role.ADJUSTABLE, Role.FIXED)
 )
-"""Operators, by ATen name, that always run in FP32 although torch could run them in 16 bits."""
+"""Operators, by ATen name, that a plan may adjust, and that always run in FP32 although torch could in 16 bits."""
 
 # Functions whose ATen name is not their Python name.
 _RENAMED: dict[str, tuple[Any, ...]] = {
+    "matmul": (Tensor.__matmul__, Tensor.__rmatmul__),
     "cross_entropy_loss": (F.cross_entropy,),
     "nll_loss_nd": (F.nll_loss,),
     "pow": (Tensor.__pow__, Tensor.__rpow__),
@@ -53,8 +39,6 @@ _RENAMED: dict[str, tuple[Any, ...]] = {
 
 def functions_named(kind: str) -> tuple[Any, ...]:
     """Every torch function that runs the operator called ``kind``: torch, Tensor, functional, linalg and fft forms."""
-    if kind in _ADJUSTABLE:
-        return _ADJUSTABLE[kind]
     candidates = [getattr(place, kind, None) for place in (torch, Tensor, F, torch._C._VariableFunctions)]
     for prefix, place in (("linalg_", torch.linalg), ("fft_", torch.fft)):
         if kind.startswith(prefix):
@@ -64,10 +48,10 @@ def functions_named(kind: str) -> tuple[Any, ...]:
 
 def function_names(kinds: tuple[str, ...] = ()) -> dict[Any, str]:
     """Map torch functions to operator names: adjustable and fixed operators, and those of ``kinds`` besides."""
-    names = {function: kind for kind in (*kinds, *FIXED_KINDS) for function in functions_named(kind)}
+    every = (*kinds, *FIXED_KINDS, *ADJUSTABLE_KINDS)
+    names = {function: kind for kind in every for function in functions_named(kind)}
     # F.nll_loss becomes nll_loss_nd: the renamed functions come last.
-    for table in (_ADJUSTABLE, _RENAMED):
-        names.update({function: kind for kind, functions in table.items() for function in functions})
+    names.update({function: kind for kind, functions in _RENAMED.items() for function in functions})
     return names
 
 
@@ -101,12 +85,6 @@ _WRITING = frozenset(
 _ONE_TYPE = _PROMOTED | _WRITING
 
 
-def _floating(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values] if values.is_floating_point() else []
-    return [tensor for value in values for tensor in _floating(value)] if type(values) in (tuple, list) else []
-
-
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     if isinstance(values, Tensor):
         return values.to(dtype) if values.is_floating_point() and values.dtype is not dtype else values
@@ -114,14 +92,9 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Arguments cast to one floating type, if they have several with a 16-bit type among them.
-
-    Args:
-        function: One that refuses operands of different types.
-        args: Its positional arguments.
-        kwargs: Its arguments by name.
-    """
-    dtypes = {tensor.dtype for tensor in _floating([*args, *kwargs.values()])}
+    """Arguments of a function that refuses several floating types, cast to one if a 16-bit type is among them."""
+    tensors = tensors_in((args, tuple(kwargs.values())))
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if len(dtypes) < 2 or dtypes.isdisjoint(HALF):  # without 16 bits the mixture is the script's own
         return args, kwargs
     if function in _WRITING:
@@ -155,22 +128,13 @@ def _never_overridden(*_: Any) -> bool:
 _ENTERED: dict[Any, FunctionType] = {F.multi_head_attention_forward: _enterable(F.multi_head_attention_forward)}
 
 
-class CallHandler(Protocol):
-    """Runs the calls of named functions."""
-
-    function_names: dict[Any, str]
-
-    def call(self, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one call and return its result."""
-
-
 class FunctionMode(TorchFunctionMode):
-    """Hands the calls of named functions to a handler, and enters functions that call operators of their own."""
+    """Hands the calls of named functions to an interception, and enters functions that call operators of their own."""
 
-    def __init__(self, handler: CallHandler) -> None:
+    def __init__(self, interception: Interception) -> None:
         super().__init__()
-        self._handler = handler
-        self.listen(handler.function_names)
+        self._interception = interception
+        self.listen(interception.function_names)
 
     def listen(self, names: dict[Any, str]) -> None:
         """Report these functions from now on."""
@@ -182,7 +146,7 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         op_type = self.names.get(func)
         if op_type is not None:
-            return self._handler.call(op_type, func, args, kwargs)
+            return self._interception.call(op_type, func, args, kwargs)
         entered = _ENTERED.get(func)
         if entered is not None:
             with self:
@@ -200,5 +164,5 @@ class TracedFunctionMode(FunctionMode):
     ) -> Any:
         for method, op_type in self.methods:
             if func is method:
-                return self._handler.call(op_type, func, args, kwargs or {})
+                return self._interception.call(op_type, func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

@@ -14,6 +14,7 @@ no longer ask it, and torch modules that are one operator run without the mode.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import get_ident
@@ -33,6 +34,9 @@ def operator_name(module: str, op_type: str, occurrence: int) -> str:
     """Name of an operator: module path, kind, and the number of its occurrence under that path from 0."""
     base = f"{module}/{op_type}" if module else op_type
     return base if occurrence == 0 else f"{base}_{occurrence}"
+
+
+_known_name = functools.lru_cache(maxsize=2**16)(operator_name)
 
 
 @dataclass(slots=True)
@@ -117,43 +121,27 @@ class Interception:
         prepared_pass: Whether the present pass uses it.
         graphs: Captured passes of the root module, tried before a pass runs.
         finish: If set, applied to what an outermost module returns.
+        on_pass_begin: If set, called before an outermost forward pass, but not before a recomputation.
+        on_pass_end: If set, called with the path of the outermost module after its pass.
+        recurrent_inputs: If set, applied to the arguments of recurrent modules, which compare the types of inputs and
+            weights before any operator runs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        handler: Handler,
-        *,
-        kinds: tuple[str, ...] = (),
-        on_pass_begin: Callable[[], None] | None = None,
-        on_pass_end: Callable[[str], None] | None = None,
-        recurrent_inputs: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """Begin to intercept.
-
-        Args:
-            model: The root of the module paths.
-            handler: As above.
-            kinds: ATen names of operators to report besides the adjustable and the fixed ones.
-            on_pass_begin: Called before an outermost forward pass, but not before a recomputation.
-            on_pass_end: Called with the path of the outermost module after its pass.
-            recurrent_inputs: Applied to the arguments of recurrent modules, which compare the types of inputs and
-                weights before any operator runs.
+    def __init__(self, model: nn.Module, handler: Handler, kinds: tuple[str, ...] = ()) -> None:
+        """Begin to intercept the operators of ``model``, those of further ``kinds`` (ATen names) too.
 
         Raises:
             NotReadyError: The model is being intercepted already.
             UnsupportedError: A module is scripted.
         """
         self.handler = handler
-        self._on_pass_begin = on_pass_begin
-        self._on_pass_end = on_pass_end
-        self.recurrent_inputs = recurrent_inputs
+        self.on_pass_begin: Callable[[], None] | None = None
+        self.on_pass_end: Callable[[str], None] | None = None
+        self.recurrent_inputs: Callable[[Any], Any] | None = None
         self.function_names = function_names(kinds)
         self._mode, self._traced_mode = FunctionMode(self), TracedFunctionMode(self)
         self._counts: Counts = {}
-        self._operator_names: dict[tuple[str, str], list[str]] = {}
         self.passes = 0
-        self._modules: list[tuple[str, nn.Module]] = []
         self.path: str | None = None
         self.thread = 0
         self.pass_index = 0
@@ -176,10 +164,15 @@ class Interception:
         shared = len(modules) < sum(1 for _ in model.named_modules(remove_duplicate=False))
         self._memory = CallMemory(shared_modules=shared)
         for path, module in modules:
-            _check_free(path, module)
+            if interception_of(module) is not None:
+                raise NotReadyError(
+                    f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
+                    "statistics are being collected): undo that first"
+                )
+            check_not_scripted(path, module)
+        self._modules = modules
         for path, module in modules:
             module.forward = forward_of(self, path, module)
-            self._modules.append((path, module))
 
     def outermost(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
@@ -209,12 +202,12 @@ class Interception:
             if not self.traced:  # a captured pass does not run now, and runs many times later
                 self.pass_index = self.passes
                 self.passes += 1
-            if self._on_pass_begin is not None:
-                self._on_pass_begin()
+            if self.on_pass_begin is not None:
+                self.on_pass_begin()
             self.enter(forward.path, args, outermost=True)
         result = self._run(forward, args, kwargs)
-        if self._on_pass_end is not None and not self.recomputing:
-            self._on_pass_end(forward.path)
+        if self.on_pass_end is not None and not self.recomputing:
+            self.on_pass_end(forward.path)
         return self._finished(result, whole)
 
     def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -235,11 +228,11 @@ class Interception:
         self.training = forward.module.training
         self._counts = {}
         self.seen = []  # a new list: a compiled pass must not depend on the contents of the old one
-        if self._on_pass_begin is not None:
-            self._on_pass_begin()
+        if self.on_pass_begin is not None:
+            self.on_pass_begin()
         result = self._run(forward, args, kwargs)
-        if self._on_pass_end is not None:
-            self._on_pass_end(forward.path)
+        if self.on_pass_end is not None:
+            self.on_pass_end(forward.path)
         # Whether a compiled part is a recomputation is unknown here.
         return self._finished(result, not forward.path)
 
@@ -282,10 +275,7 @@ class Interception:
         if torch.compiler.is_compiling():
             name = operator_name(module, op_type, occurrence)
         else:
-            names = self._operator_names.setdefault(key, [])
-            if occurrence == len(names):
-                names.append(operator_name(module, op_type, occurrence))
-            name = names[occurrence]
+            name = _known_name(module, op_type, occurrence)
         self.seen.append(name)
         return self.handler(OperatorCall(name, op_type, module, function, args, kwargs))
 
@@ -331,11 +321,9 @@ class Interception:
 
     @contextlib.contextmanager
     def observed(self, handle: Callable[[OperatorCall, bool], Any], kinds: tuple[str, ...]) -> Iterator[None]:
-        """Replace the handler within the block, for operators of further kinds too.
+        """Replace the handler within the block, for operators of further ``kinds`` (ATen names) too.
 
-        Args:
-            handle: Called with a call, and whether the replaced handler would have run it; returns the result.
-            kinds: ATen names of operators to report besides.
+        ``handle`` is called with a call, and whether the replaced handler would have run it; it returns the result.
         """
         names, before = self.function_names, (self.handler, self.may_rest, self.prepare, self.graphs, self.at_rest)
         handled = frozenset(names.values())
@@ -362,8 +350,7 @@ class Interception:
         if self.path is not None or self.resting:
             raise NotReadyError("the model is in the middle of a forward pass: end it first")
         for path, module in self._modules:
-            forward = module.__dict__.get("forward")
-            if not isinstance(forward, Forward) or forward.interception is not self:
+            if interception_of(module) is not self:
                 raise NotReadyError(
                     f"forward of module {path or 'the root'!r} was replaced since: take that back first"
                 )
@@ -373,15 +360,6 @@ class Interception:
                 module.__dict__["forward"] = shadowed
         self._modules.clear()
         self.graphs = None
-
-
-def _check_free(path: str, module: nn.Module) -> None:
-    if isinstance(module.__dict__.get("forward"), Forward):
-        raise NotReadyError(
-            f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
-            "statistics are being collected): undo that first"
-        )
-    check_not_scripted(path, module)
 
 
 def check_not_scripted(path: str, module: nn.Module) -> None:

@@ -30,11 +30,7 @@ class CallMemory:
     """
 
     def __init__(self, *, shared_modules: bool) -> None:
-        """Start empty.
-
-        Args:
-            shared_modules: Whether a module has several paths, so that counts may not be zero at its first call.
-        """
+        """Start empty; ``shared_modules``: modules have several paths, so that a first call may have counts above 0."""
         self._shared_modules = shared_modules
         self._last = -1  # pass of the last repetition
         # Oldest first; each: pass, counts, weak reference to the input's storage or 0, offset of the input in it,
@@ -62,10 +58,7 @@ class CallMemory:
         calls.append([pass_index, counts.copy() if again else _NO_COUNTS, *place, False, outermost])
 
     def recall(self, path: str, x: Any) -> tuple[int, Counts, bool] | None:
-        """Pass index, counts at its beginning, and whether it was outermost, of the call that is now repeated.
-
-        None for an unknown module.
-        """
+        """Pass index, counts before, and whether it was outermost, of the call that is repeated; None if unknown."""
         calls = self._calls.get(path)
         if not calls:
             return None

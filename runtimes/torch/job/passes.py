@@ -17,8 +17,9 @@ from torch._dynamo.exc import TorchDynamoException
 from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
-from qsync_opt.runtimes.torch.execution import ApplyOptions, DevicePlans, apply, undo
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, Modes, fastest_modes, possible_modes
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan

@@ -12,7 +12,8 @@ from torch import nn
 from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import OpGraph
-from qsync_opt.runtimes.torch.execution import ApplyOptions, DevicePlans, apply, undo
+from qsync_opt.runtimes.plans import DevicePlans
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, model_unchanged, resident_bytes
 
 

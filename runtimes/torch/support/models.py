@@ -52,6 +52,11 @@ def bare_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def first_device(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter, the CPU without one."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def plain_name(name: str) -> str:
     """Name of a parameter or buffer in the plain model, without the part that compiling a submodule adds."""
     return name.replace(f"{_COMPILED}.", "")

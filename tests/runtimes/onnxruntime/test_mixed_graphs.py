@@ -331,7 +331,7 @@ def test_the_name_of_a_weight_file_that_is_no_text_is_refused(fork, tmp_path):
             UnsupportedError,
             ["'relu'", "runs in FP16", "the plan says FP32"],
         ),
-        (42, ModelError, ["int is no plan"]),
+        (42, ModelError, ["the plan is a int: a Plan is needed"]),
     ],
 )
 def test_plans_that_cannot_be_carried_out_are_refused_by_name(fork, plan, kind, needles):

@@ -149,11 +149,11 @@ def test_a_second_profile_takes_all_from_the_cache(proto, image, tmp_path, monke
     from qsync_opt.runtimes.onnxruntime import profiler
 
     model = RunnableModel(proto, threads=1)
-    first = profiler.profile(model, (image,), precisions=["FP16"], cache_dir=tmp_path, repeats=2, progress=False)
+    first = profiler.profile(model, (image,), precisions=["FP16"], cache_dir=tmp_path, repeats=2)
     assert set(first.formats) == {"FP16", "FP32"}
     for name in ("_time_operator", "_time_cast"):
         monkeypatch.setattr(profiler._Bench, name, lambda *args: pytest.fail("measured again"))
-    again = profiler.profile(model, (image,), precisions=["FP16"], cache_dir=tmp_path, repeats=2, progress=False)
+    again = profiler.profile(model, (image,), precisions=["FP16"], cache_dir=tmp_path, repeats=2)
     assert again.measurements == first.measurements and again.casts == first.casts
 
 

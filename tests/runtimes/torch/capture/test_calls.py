@@ -40,14 +40,15 @@ def test_made_up_indices_are_valid_and_masks_hide_nothing() -> None:
 
 def test_the_same_seed_gives_the_same_arguments() -> None:
     call = RecordedCall(target=aten.cat.default, args=((argument(2, 3), argument(4, 3)), 0))
-    first, second = (call.random_arguments("cpu", torch.Generator().manual_seed(1))[0] for _ in range(2))
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    first, second = (call.build(lambda a, g=g: a.random("cpu", g))[0] for g in generators)
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
     assert call.target(*first).shape == (6, 3)
 
 
 def test_a_call_moves_to_another_device() -> None:
     call = RecordedCall(target=aten.zeros.default, args=([2, 3],), kwargs={"device": torch.device("cpu")})
-    args, kwargs = call.random_arguments("meta")
+    args, kwargs = call.build(TensorArgument.meta, "meta")
     assert call.target(*args, **kwargs).device.type == "meta"
 
 

@@ -88,7 +88,7 @@ def test_the_calls_can_be_run_again(one_known: tuple[Example, CapturedModel]) ->
     generator = torch.Generator().manual_seed(0)
     for operator in captured.graph:
         call = captured.calls[operator.name]
-        args, kwargs = call.random_arguments("cpu", generator)
+        args, kwargs = call.build(lambda argument: argument.random("cpu", generator), "cpu")
         # Autograd lets nobody write into a leaf.
         with torch.set_grad_enabled(not operator.op_type.endswith("_")):
             result = call.target(*args, **kwargs)

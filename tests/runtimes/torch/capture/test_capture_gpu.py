@@ -20,7 +20,7 @@ def test_names_do_not_depend_on_the_device_and_random_states_are_put_back() -> N
     assert captured.graph.fingerprint() == on_cpu.fingerprint()
     assert torch.equal(torch.cuda.get_rng_state(), state)
     for name, call in captured.calls.items():
-        args, options = call.random_arguments("cuda")
+        args, options = call.build(lambda argument: argument.random("cuda"), "cuda")
         with torch.no_grad():
             result = call.target(*args, **options)
         first = result[0] if isinstance(result, (list, tuple)) else result

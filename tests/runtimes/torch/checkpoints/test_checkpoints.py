@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
+from qsync_opt.io import decode, encode
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.runtimes.torch.checkpoints import Checkpoints, RankState, decide, in_present_order, plan_of_ranks
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
@@ -263,12 +264,11 @@ def test_a_plan_that_does_not_fit_its_digest_is_refused(folder):
 
 def _rewrite(path, change):
     """Change the JSON part as whoever forges a checkpoint would: the manifest with it."""
-    from qsync_opt.runtimes.torch.checkpoints import MANIFEST, MANIFEST_FORMAT, file_facts, files_in
+    from qsync_opt.runtimes.torch.checkpoints import file_facts, files_in, write_manifest
 
     state = path / "state.json"
     state.write_text(json.dumps(change(json.loads(state.read_text()))))
-    facts = file_facts(path, files_in(path))
-    (path / MANIFEST).write_text(json.dumps({"format": MANIFEST_FORMAT, "files": facts}))
+    write_manifest(path, file_facts(path, files_in(path)))
 
 
 def _damages(path):
@@ -432,7 +432,7 @@ def test_killed_while_writing_every_checkpoint_is_whole_or_not_there(folder):
 
 def test_rank_states_are_checked():
     state = replace(_rank("A", PLAN), step=3)
-    assert RankState.from_json(state.to_json(), "rank") == state
+    assert decode(RankState, encode(state), "rank") == state
     for name, value in (
         ("device_type", 3),
         ("precisions", [1]),
@@ -441,4 +441,4 @@ def test_rank_states_are_checked():
         ("seed", None),
     ):
         with pytest.raises(ProblemError, match=name):
-            RankState.from_json({**state.to_json(), name: value}, "rank")
+            decode(RankState, {**encode(state), name: value}, "rank")

@@ -10,13 +10,12 @@ from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.runtimes.torch.checkpoints import (
-    MANIFEST,
-    MANIFEST_FORMAT,
     Checkpoints,
     begin,
     file_facts,
     files_in,
     finish,
+    write_manifest,
 )
 from qsync_opt.runtimes.torch.execution import apply
 
@@ -42,7 +41,7 @@ def _rewrite(path, change=lambda state: state):
     """Change the JSON part as whoever forges a checkpoint would: the manifest with it."""
     state = path / "state.json"
     state.write_text(json.dumps(change(json.loads(state.read_text()))))
-    (path / MANIFEST).write_text(json.dumps({"format": MANIFEST_FORMAT, "files": file_facts(path, files_in(path))}))
+    write_manifest(path, file_facts(path, files_in(path)))
 
 
 def _forged(header):

@@ -151,7 +151,7 @@ def planned(folder):
         "timed": timed,
         "digest": plan.digest,
         "captured": bool(plan.captured),
-        "replayed": bool(applied and isinstance(applied.interception.graphs, CapturedPasses)),
+        "replayed": bool(applied and applied.interception.graphs and applied.interception.graphs.generation),
         "weights": torch.cat([p.detach().flatten().double() for p in model.parameters()]).sum().item(),
     }
 
