@@ -177,6 +177,12 @@ def _cuda_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
     return torch._int_mm(a, b)[:n, :m]
 
 
+def _cpu_product(a_NK: Tensor, b_KM: Tensor, out: Tensor | None = None) -> Tensor:
+    # torch._int_mm writes nothing where a row or column of codes has both strides 1, as a transposed view can have.
+    a, b = (codes.view(-1).view(codes.shape) if codes.is_contiguous() else codes for codes in (a_NK, b_KM))
+    return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+
+
 def int8_mm(a_NK: Tensor, b_KM: Tensor, backend: str = "auto") -> Tensor:
     """Exact product of two INT8 matrices.
 
@@ -201,7 +207,7 @@ def int8_mm(a_NK: Tensor, b_KM: Tensor, backend: str = "auto") -> Tensor:
         )
     if not native:
         return _float_product(a_NK, b_KM)
-    return _cuda_product(a_NK, b_KM) if a_NK.device.type == "cuda" else torch._int_mm(a_NK, b_KM)
+    return (_cuda_product if a_NK.device.type == "cuda" else _cpu_product)(a_NK, b_KM)
 
 
 def int8_bmm(a_BNK: Tensor, b_BKM: Tensor, backend: str = "auto") -> Tensor:
@@ -221,7 +227,7 @@ def int8_bmm(a_BNK: Tensor, b_BKM: Tensor, backend: str = "auto") -> Tensor:
     if a_BNK.device.type == "cpu" and has_native_product(a_BNK.device):
         sums = torch.empty((batch, rows, columns), dtype=torch.int32)
         for a_NK, b_KM, out_NM in zip(a_BNK, b_BKM, sums, strict=True):
-            torch._int_mm(a_NK, b_KM, out=out_NM)
+            _cpu_product(a_NK, b_KM, out_NM)
         return sums
     return torch.stack([int8_mm(a_NK, b_KM, backend) for a_NK, b_KM in zip(a_BNK, b_BKM, strict=True)])
 
