@@ -49,10 +49,10 @@ from qsync_opt.kernels.quantize import (
     Quantized,
     QuantizedMatrix,
     dequantize,
+    drawing,
     once_per_step,
     quantize_int8,
     quantize_matrix,
-    stream_key,
 )
 
 # Numbers of the random streams of one call, as in `products`.
@@ -218,11 +218,8 @@ def _quantized_pixels(
     result = quantize_matrix(
         x.movedim(1, -1).reshape(-1, x.shape[1]),
         INT8.dtype,
-        rounding=rounding,
-        key=stream_key(options.seed, options.offset, stream),
-        step=options.step,
         transposed=transposed,
-        backend=options.backend,
+        **drawing(options, stream, rounding),
     )
     image = result.codes.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
     return Quantized(image, result.scale.reshape(1, *(1,) * (x.dim() - 1))), result.transposed

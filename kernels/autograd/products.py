@@ -41,11 +41,11 @@ from qsync_opt.kernels.quantize import (
     Quantized,
     QuantizedMatrix,
     dequantize,
+    drawing,
     once_per_step,
     quantize_fp8,
     quantize_int8,
     quantize_unchecked,
-    stream_key,
 )
 
 # Numbers of the random streams of one call.
@@ -233,17 +233,11 @@ def quantize_operand(
     streams: tuple[int, int] = (_INPUT, _INPUT_COLUMNS),
 ) -> Operand:
     """Codes of ``x`` (N, K) with scales per ``"tensor"`` or ``"row"``; if wanted, codes of its transposition (K, N)."""
-
-    def quantize(granularity: str, stream: int, transposed: bool) -> QuantizedMatrix:
-        key = stream_key(options.seed, options.offset, stream)
-        return quantize_unchecked(
-            x, codes, granularity, options.rounding, key, options.step, transposed, options.backend
-        )
-
     if granularity == "tensor" or not transposed:
-        rows = quantize(granularity, streams[0], transposed)
+        rows = quantize_unchecked(x, codes, granularity, transposed=transposed, **drawing(options, streams[0]))
         return Operand(*rows, rows.scale if transposed else None)
-    rows, columns = quantize("row", streams[0], False), quantize("channel", streams[1], True)
+    rows = quantize_unchecked(x, codes, "row", **drawing(options, streams[0]))
+    columns = quantize_unchecked(x, codes, "channel", transposed=True, **drawing(options, streams[1]))
     return Operand(rows.codes, rows.scale, columns.transposed, columns.scale)
 
 
@@ -269,8 +263,9 @@ def quantize_gradient(
     grad: Tensor, codes: torch.dtype, options: KernelOptions, stream: int, transposed: bool
 ) -> QuantizedMatrix:
     """Codes of a gradient (N, M) with one scale, rounded stochastically whatever the options say."""
-    key = stream_key(options.seed, options.offset, stream)
-    return quantize_unchecked(grad, codes, "tensor", "stochastic", key, options.step, transposed, options.backend)
+    return quantize_unchecked(
+        grad, codes, "tensor", transposed=transposed, **drawing(options, stream, rounding="stochastic")
+    )
 
 
 def _runs_compiled(x: Tensor, backend: str) -> bool:

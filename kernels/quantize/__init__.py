@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         UNIT,
         QuantizedMatrix,
         dequantize_matrix,
+        drawing,
         plain_by_amax,
         quantize_by_amax,
         quantize_matrix,
@@ -37,8 +38,8 @@ else:
 
 __all__ = [
     "BLOCK", "E4M3", "E5M2", "FORMATS", "GRANULARITIES", "INT8", "INT8_MAX", "ROUNDINGS", "UNIT", "Quantized",
-    "QuantizedMatrix", "amax", "cached_bytes", "clear_weights", "dequantize", "dequantize_matrix", "format_of",
-    "once_per_step", "once_per_version", "plain_by_amax", "quantize_by_amax", "quantize_fp8", "quantize_int8",
-    "quantize_matrix", "quantize_unchecked", "recast_matrix", "scale_from", "signed", "spread", "stepped_key",
-    "stream_key",
+    "QuantizedMatrix", "amax", "cached_bytes", "clear_weights", "dequantize", "dequantize_matrix", "drawing",
+    "format_of", "once_per_step", "once_per_version", "plain_by_amax", "quantize_by_amax", "quantize_fp8",
+    "quantize_int8", "quantize_matrix", "quantize_unchecked", "recast_matrix", "scale_from", "signed", "spread",
+    "stepped_key", "stream_key",
 ]  # fmt: skip

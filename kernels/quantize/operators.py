@@ -15,8 +15,9 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.quantize.formats import amax, factor_of, format_of, fp8_codes, int8_codes, scale_from
-from qsync_opt.kernels.quantize.random_bits import signed, stepped_key
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize.formats import amax, codes_of, factor_of, format_of, scale_from
+from qsync_opt.kernels.quantize.random_bits import signed, stream_key
 
 BLOCK = 128
 UNIT = "quantize"
@@ -76,13 +77,7 @@ def _codes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     form = format_of(format)
     factor = spread(factor_of(scale, form, rounding), *x.shape)
-    stream = stepped_key(key, step) if rounding == "stochastic" else None
-    dense = x.contiguous()
-    if format is torch.int8:
-        codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-        int8_codes(codes.view(-1), dense, factor, stream)
-    else:
-        codes = fp8_codes(dense.to(torch.float32) * factor, form, stream)
+    codes = codes_of(x.contiguous(), factor, form, rounding, key, step)
     copy = codes.view(torch.uint8).t().contiguous().view(format) if transposed else codes.new_empty(0)
     return codes, scale, copy
 
@@ -117,15 +112,9 @@ def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _recast(codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key: int, step: Tensor | None) -> Tensor:
     """Plain PyTorch: codes of ``format`` for ``ratio`` times ``codes``."""
-    form = format_of(format)
-    stream = stepped_key(key, step) if rounding == "stochastic" else None
     values = codes.contiguous().to(torch.float32)
     values = values.mul_(torch.tensor(ratio, dtype=torch.float32, device=codes.device))
-    if format is not torch.int8:
-        return fp8_codes(values, form, stream)
-    result = torch.empty(codes.shape, dtype=torch.int8, device=codes.device)
-    int8_codes(result.view(-1), values, None, stream)
-    return result
+    return codes_of(values, None, format_of(format), rounding, key, step)
 
 
 # By name, the operator and its plain implementation.
@@ -221,18 +210,28 @@ def quantize_matrix(
     _check_choice("rounding", rounding, ROUNDINGS)
     if transposed and granularity == "block":
         raise UnsupportedError("quantize: blocks have no transposed copy: quantize the transposed matrix by itself")
-    return quantize_unchecked(x, format, granularity, rounding, key, step, transposed, backend)
+    return quantize_unchecked(
+        x, format, granularity, rounding=rounding, key=key, step=step, backend=backend, transposed=transposed
+    )
+
+
+def drawing(options: KernelOptions, stream: int, rounding: str | None = None) -> dict[str, Any]:
+    """Keyword arguments of the quantizers of matrices for one random stream of a call; ``rounding`` overrides."""
+    key = stream_key(options.seed, options.offset, stream)
+    rounding = options.rounding if rounding is None else rounding
+    return {"rounding": rounding, "key": key, "step": options.step, "backend": options.backend}
 
 
 def quantize_unchecked(
     x: Tensor,
     format: torch.dtype,
     granularity: str,
+    *,
     rounding: str,
     key: int,
     step: Tensor | None,
-    transposed: bool,
     backend: str,
+    transposed: bool = False,
 ) -> QuantizedMatrix:
     """`quantize_matrix` without its checks of arguments."""
     operator = _operator("quantize", x.device, backend)
