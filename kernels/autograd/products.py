@@ -36,8 +36,8 @@ from qsync_opt.kernels.matmul import activate, int8_bmm, int8_mm, integer, scale
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import (
     E4M3,
-    E5M2,
     INT8,
+    PRECISIONS,
     Quantized,
     QuantizedMatrix,
     dequantize,
@@ -103,11 +103,12 @@ class _HalfBackward(torch.autograd.Function):
     ) -> Tensor:
         rows = flattened(a) if is_linear else a
         a_dims, b_dims = product_slices(rows, b, options, is_linear) if precision == "INT8" else (None, None)
-        x = _FORMATS[precision].quantize(rows, a_dims, options, _INPUT)
+        quantize, multiply = _FORMATS[precision]
+        x = quantize(rows, a_dims, options, _INPUT)
         if b.dim() == 2:
             w = quantized_weight(b, b_dims, options, precision, is_linear)
         else:
-            w = _FORMATS[precision].quantize(b, b_dims, options, _WEIGHT)
+            w = quantize(b, b_dims, options, _WEIGHT)
         ctx.save_for_backward(*x, *w)
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.half, ctx.shape, ctx.is_linear = options.half_dtype, a.shape, is_linear
@@ -115,7 +116,7 @@ class _HalfBackward(torch.autograd.Function):
             result = scaled_mm_unchecked(x.codes, w.codes, x.scale, w.scale, bias, ctx.half)
         else:
             w = Quantized(w.codes.t(), w.scale.t()) if is_linear else w
-            result = _FORMATS[precision].multiply(x, w, bias, ctx.half, options.backend)
+            result = multiply(x, w, bias, ctx.half, options.backend)
         return result if result.dim() == a.dim() else result.view(*a.shape[:-1], b.shape[0])
 
     @staticmethod
@@ -146,13 +147,12 @@ class _EightBackward(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, options: KernelOptions
     ) -> Tensor:
-        codes = _FORMATS[precision].codes
+        codes, ctx.gradient_codes = (form.dtype for form in PRECISIONS[precision])
         a = quantize_operand(flattened(x), codes, options.activation_granularity, options, ctx.needs_input_grad[1])
         b = weight_operand(weight, codes, options, ctx.needs_input_grad[0])
         ctx.save_for_backward(a.transposed, a.transposed_scale, b.transposed, b.transposed_scale)
-        ctx.options, ctx.gradient_codes = options, _FORMATS[precision].gradient_codes
+        ctx.options, ctx.shape = options, x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.shape = x.shape
         result = scaled_mm_unchecked(a.codes, b.codes, a.scale, b.scale, bias, options.half_dtype)
         return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
 
@@ -219,7 +219,7 @@ def quantized_weight(
     weight: Tensor, dims: Dims, options: KernelOptions, precision: str = "INT8", is_linear: bool = False
 ) -> Quantized:
     """Codes of a weight with one scale per slice that ``dims`` span, computed once per step if the options say so."""
-    quantize = _FORMATS[precision].quantize
+    quantize, _ = _FORMATS[precision]
     facts = (precision, dims, is_linear)
     return once_per_step(weight, facts, options, lambda plain: quantize(plain, dims, options, _WEIGHT))
 
@@ -325,18 +325,10 @@ def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.d
     return result if bias is None else result + bias.to(dtype)
 
 
-class _Format(NamedTuple):
-    """A precision of products: element types of codes, the quantizer, and the product of codes."""
-
-    codes: torch.dtype
-    gradient_codes: torch.dtype
-    quantize: Callable[[Tensor, Dims, KernelOptions, int], Quantized]
-    multiply: Callable[[Quantized, Quantized, Tensor | None, torch.dtype, str], Tensor]
-
-
-_FORMATS = {
-    "INT8": _Format(INT8.dtype, INT8.dtype, quantize_int8, _int8_product),
-    "FP8": _Format(E4M3.dtype, E5M2.dtype, quantize_fp8, _fp8_product),
+# By precision, the quantizer of operands and the product of codes.
+_FORMATS: dict[str, tuple[Callable[..., Quantized], Callable[..., Tensor]]] = {
+    "INT8": (quantize_int8, _int8_product),
+    "FP8": (quantize_fp8, _fp8_product),
 }
 
 

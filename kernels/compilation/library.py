@@ -19,7 +19,7 @@ from qsync_opt.kernels.compilation import builder
 
 NAMESPACE = "qsync_opt"
 _FRAGMENT: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_PLAIN: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+_PLAIN: dict[str, dict[str, Callable[..., Any]]] = {}
 # Per unit, "" if its CUDA code is loaded, else why it is not.
 _STATE: dict[str, str] = {}
 
@@ -36,9 +36,8 @@ def define(schema: str, *, unit: str, plain: Callable[..., Any], fake: Callable[
     Returns:
         The operator, an ``OpOverload``.
     """
-    name = schema.partition("(")[0]
-    _PLAIN.setdefault(unit, []).append((name, plain))
-    return _register(name, schema, plain, fake, ("CPU",))
+    _PLAIN.setdefault(unit, {})[schema.partition("(")[0]] = plain
+    return _register(schema, plain, fake, ("CPU",))
 
 
 def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -46,16 +45,28 @@ def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., An
 
     Arguments and result are those of `define`.
     """
-    return _register(schema.partition("(")[0], schema, plain, fake, ("CPU", "CUDA"))
+    return _register(schema, plain, fake, ("CPU", "CUDA"))
 
 
-def _register(
-    name: str, schema: str, plain: Callable[..., Any], fake: Callable[..., Any], keys: tuple[str, ...]
-) -> Any:
+def _register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any], keys: tuple[str, ...]) -> Any:
+    name = schema.partition("(")[0]
     _FRAGMENT.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in keys:
         _FRAGMENT.impl(name, plain, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
+    return getattr(torch.ops.qsync_opt, name).default
+
+
+def operator(unit: str, name: str, device: torch.device, backend: str) -> Any:
+    """An operator of a unit, ready on the device; its plain implementation for ``backend="reference"``.
+
+    Raises:
+        UnsupportedError: ``backend="compiled"``, and the unit's CUDA code cannot run.
+    """
+    if backend == "reference":
+        return _PLAIN[unit][name]
+    if device.type == "cuda" and not activate(unit) and backend == "compiled":
+        raise UnsupportedError(f"backend 'compiled': {name} runs in plain PyTorch here: {reason(unit)}")
     return getattr(torch.ops.qsync_opt, name).default
 
 
@@ -86,7 +97,7 @@ def activate(unit: str) -> bool:
     if unit not in _STATE:
         _STATE[unit] = _load(unit)
         if _STATE[unit] and torch.cuda.is_available():
-            for name, plain in _PLAIN.get(unit, ()):
+            for name, plain in _PLAIN.get(unit, {}).items():
                 _FRAGMENT.impl(name, plain, "CUDA")
     return not _STATE[unit]
 

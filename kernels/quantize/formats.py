@@ -36,6 +36,8 @@ INT8 = EightBits(name="INT8", dtype=torch.int8, largest=127.0)
 E4M3 = EightBits(name="FP8 E4M3", dtype=torch.float8_e4m3fn, largest=448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = EightBits(name="FP8 E5M2", dtype=torch.float8_e5m2, largest=57344.0, mantissa_bits=2, min_exponent=-14)
 FORMATS: dict[torch.dtype, EightBits] = {form.dtype: form for form in (INT8, E4M3, E5M2)}
+# By precision, the format of operands and that of gradients, which need the range.
+PRECISIONS: dict[str, tuple[EightBits, EightBits]] = {"INT8": (INT8, INT8), "FP8": (E4M3, E5M2)}
 
 
 def format_of(dtype: torch.dtype) -> EightBits:

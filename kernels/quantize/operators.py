@@ -117,45 +117,31 @@ def _recast(codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key
     return codes_of(values, None, format_of(format), rounding, key, step)
 
 
-# By name, the operator and its plain implementation.
-_OPERATORS: dict[str, tuple[Any, Any]] = {
-    schema.partition("(")[0]: (library.define(schema, unit=UNIT, plain=plain, fake=fake), plain)
-    for schema, plain, fake in (
-        (
-            "quantize(Tensor x, ScalarType format, str granularity, str rounding, int key, Tensor? step, "
-            "bool transposed) -> (Tensor, Tensor, Tensor)",
-            _quantize,
-            _fake_quantize,
-        ),
-        (
-            "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step, "
-            "bool transposed) -> (Tensor, Tensor, Tensor)",
-            plain_by_amax,
-            lambda x, amax, format, *others: _fake_quantize(x, format, "tensor", *others),
-        ),
-        (
-            "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
-            _dequantize,
-            lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype),
-        ),
-        (
-            "recast(Tensor codes, ScalarType format, float ratio, str rounding, int key, Tensor? step) -> Tensor",
-            _recast,
-            lambda codes, format, *others: torch.empty(codes.shape, dtype=format, device=codes.device),
-        ),
-    )
-}
-
-
-def _operator(name: str, device: torch.device, backend: str) -> Any:
-    """The operator, ready on the device; its plain implementation for ``backend="reference"``."""
-    if device.type == "cuda" and backend != "reference":
-        compiled = library.activate(UNIT)
-        if backend == "compiled" and not compiled:
-            raise UnsupportedError(f"backend 'compiled': {name} runs in plain PyTorch here: {library.reason(UNIT)}")
-    elif backend == "reference":
-        return _OPERATORS[name][1]
-    return _OPERATORS[name][0]
+for _schema, _plain, _fake in (
+    (
+        "quantize(Tensor x, ScalarType format, str granularity, str rounding, int key, Tensor? step, "
+        "bool transposed) -> (Tensor, Tensor, Tensor)",
+        _quantize,
+        _fake_quantize,
+    ),
+    (
+        "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step, "
+        "bool transposed) -> (Tensor, Tensor, Tensor)",
+        plain_by_amax,
+        lambda x, amax, format, *others: _fake_quantize(x, format, "tensor", *others),
+    ),
+    (
+        "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+        _dequantize,
+        lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype),
+    ),
+    (
+        "recast(Tensor codes, ScalarType format, float ratio, str rounding, int key, Tensor? step) -> Tensor",
+        _recast,
+        lambda codes, format, *others: torch.empty(codes.shape, dtype=format, device=codes.device),
+    ),
+):
+    library.define(_schema, unit=UNIT, plain=_plain, fake=_fake)
 
 
 def _check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -234,7 +220,7 @@ def quantize_unchecked(
     transposed: bool = False,
 ) -> QuantizedMatrix:
     """`quantize_matrix` without its checks of arguments."""
-    operator = _operator("quantize", x.device, backend)
+    operator = library.operator(UNIT, "quantize", x.device, backend)
     codes, scale, copy = operator(x, format, granularity, rounding, signed(key), step, transposed)
     return QuantizedMatrix(codes, scale, copy if transposed else None)
 
@@ -261,7 +247,7 @@ def quantize_by_amax(
         )
     format_of(format)
     _check_choice("rounding", rounding, ROUNDINGS)
-    operator = _operator("quantize_by_amax", x.device, backend)
+    operator = library.operator(UNIT, "quantize_by_amax", x.device, backend)
     codes, scale, copy = operator(x, largest, format, rounding, signed(key), step, transposed)
     return QuantizedMatrix(codes, scale, copy if transposed else None)
 
@@ -283,7 +269,7 @@ def dequantize_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, backe
         raise UnsupportedError(
             f"dequantize: scales {tuple(scale.shape)} of codes {rows, columns}: allowed are {allowed}"
         )
-    result: Tensor = _operator("dequantize", codes.device, backend)(codes, scale, dtype)
+    result: Tensor = library.operator(UNIT, "dequantize", codes.device, backend)(codes, scale, dtype)
     return result
 
 
@@ -307,5 +293,5 @@ def recast_matrix(
     source, target = format_of(codes.dtype), format_of(format)
     _check_choice("rounding", rounding, ROUNDINGS)
     ratio = target.largest / source.largest
-    result = _operator("recast", codes.device, backend)(codes, format, ratio, rounding, signed(key), step)
+    result = library.operator(UNIT, "recast", codes.device, backend)(codes, format, ratio, rounding, signed(key), step)
     return QuantizedMatrix(result, scale * (source.largest / target.largest), None)
