@@ -116,28 +116,19 @@ def _compile(unit: str, targets: Sequence[str], output: Path, jobs: int) -> None
         objects = {path: Path(folder) / f"{path.name}.o" for path in paths}
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             runs = [
-                pool.submit(
-                    compiler.run,
-                    [tools.nvcc, "-c", path, "-o", objects[path], *flags, *map(compiler.code, fitting)],
-                    f"{path.name} for {', '.join(fitting)}",
-                )
+                pool.submit(compiler.compile_source, path, fitting, objects[path], flags)
                 for path, fitting in paths.items()
             ]
             for run in runs:
                 run.result()
-        libraries = tools.torch_folder / "lib"
-        names = [
+        linked, libraries = Path(folder) / output.name, tools.torch_folder / "lib"
+        names = (
             name for name in ("torch", "torch_cpu", "torch_cuda", "c10") if (libraries / f"lib{name}.so").is_file()
-        ]
-        linked = Path(folder) / output.name
+        )
         # Only libraries that the result names are searched when it is loaded, used or not at link time.
-        options = [
-            "-Xlinker=--no-as-needed",
-            f"-L{libraries}",
-            *(f"-l{name}" for name in names),
-            *map(compiler.code, targets),
-        ]
-        compiler.run([tools.nvcc, "-shared", *objects.values(), "-o", linked, *options], f"unit {unit}")
+        options = ["-Xlinker=--no-as-needed", f"-L{libraries}", *(f"-l{name}" for name in names)]
+        command = [tools.nvcc, "-shared", *objects.values(), "-o", linked, *options, *map(compiler.code, targets)]
+        compiler.run(command, f"unit {unit}")
         linked.replace(output)
 
 

@@ -21,26 +21,6 @@ from qsync_opt.kernels.compilation import builder, compiler
 from qsync_opt.kernels.compilation.compiler import find_toolchain
 
 
-def _quick_options() -> list[str]:
-    """Options that make this compiler quick; ``--Ofast-compile`` is younger than the oldest compiler that builds."""
-    text = subprocess.run([find_toolchain().nvcc, "--help"], capture_output=True, text=True, check=False).stdout
-    return ["--Ofast-compile=max"] if "--Ofast-compile" in text else []
-
-
-def _compile(path: Path, targets: Sequence[str], output: Path, options: Sequence[str]) -> None:
-    flags = [flag for flag in compiler.flags(targets, builder.CSRC) if flag != "-O3"]
-    code = map(compiler.code, targets)
-    compiler.run(
-        [find_toolchain().nvcc, "-c", path, "-o", output, *flags, *options, *code],
-        f"{path.name} for {', '.join(targets)}",
-    )
-
-
-def _link(unit: str, target: str, objects: Sequence[Path], output: Path) -> None:
-    what = f"unit {unit} for {target}"
-    compiler.run([find_toolchain().nvcc, "-shared", *objects, "-o", output, compiler.code(target)], what)
-
-
 def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
     """Compile all sources of some units for all of their targets, and link each unit for each target.
 
@@ -56,7 +36,10 @@ def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
         NotInstalledError: nvcc or torch's headers are missing.
         NotReadyError: A source does not compile or a unit does not link; the text holds the compiler's first error.
     """
-    options = _quick_options()
+    nvcc = find_toolchain().nvcc
+    # The option is younger than the oldest compiler that builds.
+    usage = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=False).stdout
+    quick = ["--Ofast-compile=max"] if "--Ofast-compile" in usage else []
     compiles: dict[Path, tuple[Path, tuple[str, ...]]] = {}  # by object: source and targets
     for unit in units:
         for path, targets in builder.sources(unit, builder.TARGETS).items():
@@ -66,7 +49,11 @@ def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
     # Those for most targets first: they take longest, and all processors are busy to the end.
     order = sorted(compiles, key=lambda output: -len(compiles[output][1]))
     with concurrent.futures.ThreadPoolExecutor(compiler.jobs(jobs)) as pool:
-        runs = [pool.submit(_compile, *compiles[output], output, options) for output in order]
+        runs = []
+        for output in order:
+            path, group = compiles[output]
+            options = [*(flag for flag in compiler.flags(group, builder.CSRC) if flag != "-O3"), *quick]
+            runs.append(pool.submit(compiler.compile_source, path, group, output, options))
         try:
             for run in runs:
                 run.result()
@@ -74,7 +61,8 @@ def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
                 for target in builder.TARGETS:
                     paths = builder.sources(unit, (target,))
                     parts = [output for output, (path, group) in compiles.items() if path in paths and target in group]
-                    runs.append(pool.submit(_link, unit, target, parts, folder / f"{unit}-{target}.so"))
+                    command = [nvcc, "-shared", *parts, "-o", folder / f"{unit}-{target}.so", compiler.code(target)]
+                    runs.append(pool.submit(compiler.run, command, f"unit {unit} for {target}"))
             for run in runs:
                 run.result()
         except BaseException:

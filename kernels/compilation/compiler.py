@@ -101,18 +101,13 @@ def flags(targets: Sequence[str], sources: Path) -> list[str]:
         targets: Which code paths its host part may call.
         sources: Folder that headers are included from.
     """
-    tools = find_toolchain()
-    include = tools.torch_folder / "include"
-    options = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"]
-    options += [
-        "-DUSE_CUDA",
-        "-DTORCH_TARGET_VERSION=0x020b000000000000",
-        "-DNDEBUG",
-        "-diag-suppress=20012,20013,20015",
+    include = find_toolchain().torch_folder / "include"
+    return [
+        *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"),
+        *("-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-DNDEBUG", "-diag-suppress=20012,20013,20015"),
+        *(f"-DQSYNC_HAS_{target.upper().replace('_', '')}=1" for target in targets),
+        *(f"-isystem={include}", f"-isystem={include / 'torch' / 'csrc' / 'api' / 'include'}", f"-I{sources}"),
     ]
-    options += [f"-DQSYNC_HAS_{target.upper().replace('_', '')}=1" for target in targets]
-    options += [f"-isystem={include}", f"-isystem={include / 'torch' / 'csrc' / 'api' / 'include'}"]
-    return [*options, f"-I{sources}"]
 
 
 def run(command: Sequence[str | os.PathLike[str]], what: str) -> None:
@@ -127,6 +122,12 @@ def run(command: Sequence[str | os.PathLike[str]], what: str) -> None:
         first = next((line for line in output if re.search(r"\berror\b|undefined reference|fatal", line)), None)
         reason = first or next(iter(output), f"nvcc ended with {process.returncode}")
         raise NotReadyError(f"{what} does not compile: {reason.strip()}")
+
+
+def compile_source(path: Path, targets: Sequence[str], output: Path, options: Sequence[str]) -> None:
+    """Compile a source to an object that holds code for some targets."""
+    command = [find_toolchain().nvcc, "-c", path, "-o", output, *options, *map(code, targets)]
+    run(command, f"{path.name} for {', '.join(targets)}")
 
 
 def jobs(requested: int | None) -> int:
