@@ -82,27 +82,12 @@ def _check(
         raise UnsupportedError(f"scaled_mm: out_dtype {out_dtype}; allowed are bfloat16, float16 and float32")
 
 
-def _per_block(scale: Tensor, codes: Tensor) -> Tensor:
-    """A scale seen as (B, rows, S)."""
-    batch, rows, depth = codes.shape
-    if _is_blocked(scale, codes):
-        return scale.reshape(batch, rows, _blocks(depth))
-    return _per_row(scale, codes).expand(batch, rows, _blocks(depth))
-
-
-def _per_row(scale: Tensor, codes: Tensor) -> Tensor:
-    """A scale seen as (B, rows, 1)."""
+def _by_row(scale: Tensor, codes: Tensor) -> Tensor:
+    """A scale seen as (B, rows, 1), or (B, rows, S) where it has blocks."""
     batch, rows = codes.shape[:2]
-    if scale.numel() == 1:
-        return scale.reshape(1, 1, 1).expand(batch, rows, 1)
-    if scale.numel() == batch * rows:
-        return scale.reshape(batch, rows, 1)
-    return scale.reshape(batch, 1, 1).expand(batch, rows, 1)
-
-
-def _is_blocked(scale: Tensor, codes: Tensor) -> bool:
-    batch, rows = codes.shape[:2]
-    return scale.numel() not in (1, batch, batch * rows)
+    if scale.numel() in (1, batch):
+        return scale.reshape(scale.numel(), 1, 1).expand(batch, rows, 1)
+    return scale.reshape(batch, rows, 1 if scale.numel() == batch * rows else _blocks(codes.shape[2]))
 
 
 def _sums(a_BNK: Tensor, b_BMK: Tensor) -> Tensor:
@@ -116,8 +101,10 @@ def _sums(a_BNK: Tensor, b_BMK: Tensor) -> Tensor:
 
 def _blocked_sums(a_BNK: Tensor, b_BMK: Tensor, a_scale_BNS: Tensor, b_scale_BMS: Tensor) -> Tensor:
     """Sums of blocks of 128 terms, each times its own two scales: FP32, shape (B, N, M)."""
+    blocks = _blocks(a_BNK.shape[-1])
+    a_scale_BNS, b_scale_BMS = a_scale_BNS.expand(-1, -1, blocks), b_scale_BMS.expand(-1, -1, blocks)
     total = a_scale_BNS.new_zeros((a_BNK.shape[0], a_BNK.shape[1], b_BMK.shape[1]))
-    for block in range(_blocks(a_BNK.shape[-1])):
+    for block in range(blocks):
         terms = slice(block * SCALE_BLOCK, (block + 1) * SCALE_BLOCK)
         scale = a_scale_BNS[:, :, block, None] * b_scale_BMS[:, None, :, block]
         total += _sums(a_BNK[..., terms], b_BMK[..., terms]).to(torch.float32) * scale
@@ -148,11 +135,11 @@ def product(
     del accurate
     _check(a, b, a_scale, b_scale, bias, epilogue, out_dtype)
     a_BNK, b_BMK = (a, b) if a.dim() == 3 else (a[None], b[None])
-    if _is_blocked(a_scale, a_BNK) or _is_blocked(b_scale, b_BMK):
-        result = _blocked_sums(a_BNK, b_BMK, _per_block(a_scale, a_BNK), _per_block(b_scale, b_BMK))
+    a_scale, b_scale = _by_row(a_scale, a_BNK), _by_row(b_scale, b_BMK)
+    if a_scale.shape[2] == b_scale.shape[2] == 1:
+        result = _sums(a_BNK, b_BMK).to(torch.float32) * (a_scale * b_scale.mT)
     else:
-        scale = _per_row(a_scale, a_BNK) * _per_row(b_scale, b_BMK).mT
-        result = _sums(a_BNK, b_BMK).to(torch.float32) * scale
+        result = _blocked_sums(a_BNK, b_BMK, a_scale, b_scale)
     if bias is not None:
         result = result + bias.to(torch.float32)
     shape = (*a.shape[:-1], b.shape[-2])
