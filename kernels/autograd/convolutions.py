@@ -132,12 +132,11 @@ class _Convolution(torch.autograd.Function):
             in_half = (wanted[0] and grad_x is None, wanted[1] and grad_weight is None)
             if any(in_half):
                 # An operand that only its own gradient depends on is not read: anything of its shape stands for it.
-                half_x = dequantize(Quantized(x, x_scale), half) if in_half[1] else None
-                half_weight = dequantize(Quantized(weight, weight_scale), half) if in_half[0] else None
                 half_grad = dequantize(g, half)
-                half_x = half_grad.new_empty(ctx.shapes[0]) if half_x is None else half_x
-                half_weight = half_grad.new_empty(ctx.shapes[1]) if half_weight is None else half_weight
-                first, second = _half_gradients(half_grad, half_x, half_weight, ctx.geometry, in_half)
+                stand_in = half_grad.new_empty
+                half_x = dequantize(Quantized(x, x_scale), half) if in_half[1] else stand_in(ctx.shapes[0])
+                half_w = dequantize(Quantized(weight, weight_scale), half) if in_half[0] else stand_in(ctx.shapes[1])
+                first, second = _half_gradients(half_grad, half_x, half_w, ctx.geometry, in_half)
                 grad_x, grad_weight = first if in_half[0] else grad_x, second if in_half[1] else grad_weight
         if wanted[2]:
             grad_bias = bias_gradient(grad, bias_dtype)

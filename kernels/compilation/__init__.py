@@ -15,10 +15,4 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = [
-    "UNITS",
-    "builder",
-    "define_opaque",
-    "find_toolchain",
-    "library",
-]
+__all__ = ["UNITS", "builder", "define_opaque", "find_toolchain", "library"]

@@ -37,15 +37,9 @@ class Toolchain:
 
 
 def _find_nvcc() -> Path | None:
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        root = os.environ.get(variable)
-        if root and (Path(root) / "bin" / "nvcc").is_file():
-            return Path(root) / "bin" / "nvcc"
-    on_path = shutil.which("nvcc")
-    if on_path:
-        return Path(on_path)
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    return usual if usual.is_file() else None
+    folders = [folder for name in ("CUDA_HOME", "CUDA_PATH") if (folder := os.environ.get(name))]
+    paths = [*(f"{folder}/bin/nvcc" for folder in folders), shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
+    return next((Path(path) for path in paths if Path(path).is_file()), None)
 
 
 def _nvcc_version(nvcc: Path) -> str:

@@ -39,27 +39,15 @@ def _output_sizes(
     return rows, columns
 
 
-def _plain(
-    x_NHWC: Tensor,
-    weight_KRSC: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str,
-    out_dtype: torch.dtype,
-    *_: int,
-) -> Tensor:
+def _plain(x_NHWC: Tensor, weight_KRSC: Tensor, x_scale: Tensor, weight_scale: Tensor, *others: Any) -> Tensor:
     """The operator in plain PyTorch: the specification."""
+    bias, stride, padding, dilation, groups, activation, out_dtype = others[:7]
     if x_NHWC.numel() == 0:
-        return _fake(x_NHWC, weight_KRSC, x_scale, weight_scale, bias, stride, padding, dilation, 0, "", out_dtype)
+        return _fake(x_NHWC, weight_KRSC, x_scale, weight_scale, *others)
     geometry = (tuple(stride), tuple(padding), tuple(dilation), False, (0, 0), groups)
     x_NCHW, weight_KCRS = x_NHWC.permute(0, 3, 1, 2), weight_KRSC.permute(0, 3, 1, 2)
     sums_NPQK = exact_convolution(x_NCHW, weight_KCRS, geometry, "reference").permute(0, 2, 3, 1)
-    result = sums_NPQK.to(torch.float32).mul_(x_scale.reshape(-1, 1, 1, 1) * weight_scale.reshape(-1))
+    result: Tensor = sums_NPQK.to(torch.float32).mul_(x_scale.reshape(-1, 1, 1, 1) * weight_scale.reshape(-1))
     if bias is not None:
         result.add_(bias)
     if activation == "relu":

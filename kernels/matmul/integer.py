@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
@@ -121,7 +122,7 @@ def has_onednn_convolution() -> bool:
     x = Quantized(_extreme_codes(2, 8, 5, 5), torch.ones(1, 1, 1, 1))
     weight = Quantized(_extreme_codes(4, 8, 3, 3), torch.ones(4, 1, 1, 1))
     geometry = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    expected = torch.nn.functional.conv2d(x.codes.float(), weight.codes.float(), padding=1)
+    expected = F.conv2d(x.codes.float(), weight.codes.float(), padding=1)
     return _is_exact(lambda: convolution(x, weight, None, geometry, torch.float32), expected)
 
 
@@ -158,23 +159,13 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a.to(dtype), b.to(dtype)).to(torch.int32)
 
 
-def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    if (rows, columns) == tuple(x.shape):
-        return x
-    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _cuda_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
     # cuBLASLt wants more than 16 rows, K and M in multiples of 8, and b column-major; zeros change nothing.
     (n, k), m = a_NK.shape, b_KM.shape[1]
-    k_padded, m_padded = _up(k, 8), _up(m, 8)
-    a = _padded(a_NK, max(n, 17), k_padded).contiguous()
-    b = _padded(b_KM.t(), m_padded, k_padded).contiguous().t()
-    return torch._int_mm(a, b)[:n, :m]
+    rows, depth, columns = max(17 - n, 0), -k % 8, -m % 8
+    a = F.pad(a_NK, (0, depth, 0, rows)) if depth or rows else a_NK
+    b = F.pad(b_KM.t(), (0, depth, 0, columns)) if depth or columns else b_KM.t()
+    return torch._int_mm(a.contiguous(), b.contiguous().t())[:n, :m]
 
 
 def _cpu_product(a_NK: Tensor, b_KM: Tensor, out: Tensor | None = None) -> Tensor:
@@ -235,22 +226,10 @@ def int8_bmm(a_BNK: Tensor, b_BKM: Tensor, backend: str = "auto") -> Tensor:
 def _windows(x: Tensor, kernel: tuple[int, ...], geometry: tuple[Any, ...]) -> Tensor:
     """Patches of a padded input as a view: (N, spatial output..., C, kernel...)."""
     stride, padding, dilation = geometry[:3]
-    edges = [edge for p in reversed(padding) for edge in (p, p)]
-    padded = torch.nn.functional.pad(x, edges) if any(edges) else x.contiguous()
-    out = [
-        (size - d * (k - 1) - 1) // s + 1
-        for size, d, k, s in zip(padded.shape[2:], dilation, kernel, stride, strict=True)
-    ]
-    steps = padded.stride()
-    return padded.as_strided(
-        (x.shape[0], *out, x.shape[1], *kernel),
-        (
-            steps[0],
-            *(step * s for step, s in zip(steps[2:], stride, strict=True)),
-            steps[1],
-            *(step * d for step, d in zip(steps[2:], dilation, strict=True)),
-        ),
-    )
+    windows = F.pad(x, [edge for p in reversed(padding) for edge in (p, p)]) if any(padding) else x
+    for dim, (taps, step, distance) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        windows = windows.unfold(dim, distance * (taps - 1) + 1, step)[..., ::distance]
+    return windows.movedim(1, x.dim() - 1)
 
 
 def _patch_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str) -> Tensor:
