@@ -166,18 +166,12 @@ def convolution_call(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, A
     dims, transposed = int(op_type[-2]), "transpose" in op_type
     names = _TRANSPOSED if transposed else _FORWARD
     values = {**_DEFAULTS, **dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-    input, weight, dilation = values.pop("input"), values.pop("weight"), _tuple(values.pop("dilation"), dims)
-    x, padding = input.unsqueeze(0) if input.dim() == dims + 1 else input, values.pop("padding")
+    input = values.pop("input")
+    x = input.unsqueeze(0) if input.dim() == dims + 1 else input
+    values["dilation"] = _tuple(values["dilation"], dims)
     if not transposed:
-        x, padding = _explicit_padding(x, padding, weight, dilation, dims)
-    return ConvolutionCall(
-        x=x,
-        weight=weight,
-        stride=_tuple(values.pop("stride"), dims),
-        padding=_tuple(padding, dims),
-        dilation=dilation,
-        transposed=transposed,
-        output_padding=_tuple(values.pop("output_padding"), dims),
-        restore=_same if input.dim() == dims + 2 else lambda y: y.squeeze(0),
-        **values,
-    )
+        x, values["padding"] = _explicit_padding(x, values["padding"], values["weight"], values["dilation"], dims)
+    for name in ("stride", "padding", "output_padding"):
+        values[name] = _tuple(values[name], dims)
+    restore = _same if input.dim() == dims + 2 else lambda y: y.squeeze(0)
+    return ConvolutionCall(x=x, transposed=transposed, restore=restore, **values)

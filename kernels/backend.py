@@ -25,12 +25,14 @@ def known_device(device: torch.device | str) -> torch.device:
     """The device that a name stands for.
 
     Raises:
-        UnsupportedError: torch knows no such device, or does not see the card here.
+        UnsupportedError: A device that is neither ``cpu`` nor ``cuda``, or a card that torch does not see.
     """
     try:
-        known = torch.device(device)
+        known: torch.device | None = torch.device(device)
     except RuntimeError:
-        raise UnsupportedError(f"device {device!r}: plans can be made for cpu and cuda") from None
+        known = None
+    if known is None or known.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device {str(device)!r}: plans can be made for cpu and cuda")
     if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(
             f"device {str(known)!r}: torch sees {torch.cuda.device_count()} CUDA devices here; name one of them, or cpu"
@@ -50,9 +52,7 @@ def device_precisions(device: torch.device | str) -> tuple[str, ...]:
     device = known_device(device)
     if device.type == "cpu":
         return ("INT8", "BF16", "FP32")
-    if device.type == "cuda":
-        return cuda_precisions(torch.cuda.get_device_capability(device))
-    raise UnsupportedError(f"device {str(device)!r}: plans can be made for cpu and cuda")
+    return cuda_precisions(torch.cuda.get_device_capability(device))
 
 
 @functools.cache

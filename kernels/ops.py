@@ -24,27 +24,23 @@ _DTYPES: dict[str, torch.dtype] = {
     "TF32": torch.float32,
     "FP32": torch.float32,
 }
-_FLOATS = frozenset({"BF16", "FP16", "FP32"})
 # Attention and einsum have their own backward pass, which cannot be set to TF32; a lookup multiplies nothing.
 TF32_OPERATORS = PRODUCTS | CONVOLUTIONS
+ADJUSTABLE: frozenset[str] = PRODUCTS | CONVOLUTIONS | {"einsum", "embedding", "scaled_dot_product_attention"}
+# Operators of a precision; FP32 runs all of them.
 _OPERATORS: dict[str, frozenset[str]] = {
     "INT8": PRODUCTS | {"conv1d", "conv2d", "conv3d"},
     "FP8": frozenset({"linear", "addmm", "mm"}),
+    "BF16": ADJUSTABLE,
+    "FP16": ADJUSTABLE,
     "TF32": TF32_OPERATORS,
 }
-ADJUSTABLE: frozenset[str] = PRODUCTS | CONVOLUTIONS | {"einsum", "embedding", "scaled_dot_product_attention"}
 _DEFAULTS = KernelOptions()
-
-
-def _kernel_exists(op_type: str, precision: str) -> bool:
-    if op_type not in ADJUSTABLE:
-        return precision == "FP32"
-    return precision in _FLOATS or op_type in _OPERATORS.get(precision, frozenset())
 
 
 def precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
     """Precisions in which an operator of this kind can run on a device, from the coarsest to the finest."""
-    return tuple(name for name in device_precisions(device) if _kernel_exists(op_type, name))
+    return tuple(name for name in device_precisions(device) if name == "FP32" or op_type in _OPERATORS[name])
 
 
 @functools.cache

@@ -120,7 +120,8 @@ class _Convolution(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if options.backward == "half":
             operands = dequantize(Quantized(x, x_scale), half), dequantize(Quantized(weight, weight_scale), half)
-            grad_x, grad_weight = _half_gradients(grad, *operands, ctx.geometry, (wanted[0], wanted[1]))
+            mask = [wanted[0], wanted[1], False]
+            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(grad, *operands, None, *ctx.geometry, mask)
         elif wanted[0] or wanted[1]:
             g, transposed = _quantized_pixels(grad, "stochastic", options, _GRADIENT, ctx.product)
             if ctx.native:
@@ -129,14 +130,16 @@ class _Convolution(torch.autograd.Function):
             if ctx.product:
                 rows = QuantizedMatrix(g.codes, g.scale, transposed)
                 grad_weight = weight_gradient(rows, x, x_scale, weight_dtype, options).view(ctx.shapes[1])
-            in_half = (wanted[0] and grad_x is None, wanted[1] and grad_weight is None)
+            in_half = [wanted[0] and grad_x is None, wanted[1] and grad_weight is None, False]
             if any(in_half):
                 # An operand that only its own gradient depends on is not read: anything of its shape stands for it.
                 half_grad = dequantize(g, half)
                 stand_in = half_grad.new_empty
                 half_x = dequantize(Quantized(x, x_scale), half) if in_half[1] else stand_in(ctx.shapes[0])
                 half_w = dequantize(Quantized(weight, weight_scale), half) if in_half[0] else stand_in(ctx.shapes[1])
-                first, second = _half_gradients(half_grad, half_x, half_w, ctx.geometry, in_half)
+                first, second, _ = torch.ops.aten.convolution_backward(
+                    half_grad, half_x, half_w, None, *ctx.geometry, in_half
+                )
                 grad_x, grad_weight = first if in_half[0] else grad_x, second if in_half[1] else grad_weight
         if wanted[2]:
             grad_bias = bias_gradient(grad, bias_dtype)
@@ -197,14 +200,6 @@ def _compiled_convolution(
         out_dtype=dtype,
     )
     return result.squeeze(2) if is_line else result
-
-
-def _half_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, geometry: tuple[Any, ...], wanted: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the input and the weight of a 16-bit convolution; None for one that is not wanted."""
-    grads = torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry, [*wanted, False])
-    return grads[0] if wanted[0] else None, grads[1] if wanted[1] else None
 
 
 def _quantized_pixels(

@@ -36,6 +36,7 @@ from qsync_opt.kernels.quantize import (
     PRECISIONS,
     UNIT,
     QuantizedMatrix,
+    amax,
     drawing,
     plain_by_amax,
     quantize_by_amax,
@@ -162,21 +163,16 @@ def _quantized_gelu(
     return QuantizedMatrix(*codes), total
 
 
-def _with_amax(values: Tensor) -> tuple[Tensor, Tensor]:
-    if values.numel() == 0:
-        return values, values.new_zeros(1, dtype=torch.float32)
-    return values, values.abs().amax().to(torch.float32).reshape(1)
-
-
 def _gelu_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch: GELU formed in FP32, rounded once; and the largest magnitude of the result."""
-    return _with_amax(F.gelu(x.to(torch.float32)).to(x.dtype).contiguous())
+    values = F.gelu(x.to(torch.float32)).to(x.dtype).contiguous()
+    return values, amax(values, None).reshape(1)
 
 
 def _gelu_backward_amax(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch: gradient of GELU at ``x``, formed in FP32, rounded once; and its largest magnitude."""
-    exact = torch.ops.aten.gelu_backward(grad.to(torch.float32), x.to(torch.float32))
-    return _with_amax(exact.to(x.dtype).contiguous())
+    values = torch.ops.aten.gelu_backward(grad.to(torch.float32), x.to(torch.float32)).to(x.dtype).contiguous()
+    return values, amax(values, None).reshape(1)
 
 
 def _fake_amax(*tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import hashlib
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
@@ -90,20 +89,15 @@ def _headers(unit: str) -> list[Path]:
     return [path for path in headers if not path.name.startswith(others)]
 
 
-def _digest(unit: str, targets: Sequence[str]) -> str:
+def library_path(unit: str, targets: Sequence[str]) -> Path:
+    """File of the unit's library for some targets, whether it is built yet or not."""
     tools = find_toolchain()
-    digest = hashlib.sha256()
     facts = [unit, *targets, tools.nvcc_version, tools.torch_version]
-    digest.update("\0".join(facts).encode())
+    digest = hashlib.sha256("\0".join(facts).encode())
     for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__), Path(compiler.__file__)]):
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:20]
-
-
-def library_path(unit: str, targets: Sequence[str]) -> Path:
-    """File of the unit's library for some targets, whether it is built yet or not."""
-    return cache_folder() / f"{unit}-{'-'.join(targets)}-{_digest(unit, targets)}.so"
+    return cache_folder() / f"{unit}-{'-'.join(targets)}-{digest.hexdigest()[:20]}.so"
 
 
 def _compile(unit: str, targets: Sequence[str], output: Path, jobs: int) -> None:
@@ -127,19 +121,9 @@ def _compile(unit: str, targets: Sequence[str], output: Path, jobs: int) -> None
         )
         # Only libraries that the result names are searched when it is loaded, used or not at link time.
         options = ["-Xlinker=--no-as-needed", f"-L{libraries}", *(f"-l{name}" for name in names)]
-        command = [tools.nvcc, "-shared", *objects.values(), "-o", linked, *options, *map(compiler.code, targets)]
-        compiler.run(command, f"unit {unit}")
+        options += map(compiler.code, targets)
+        compiler.run([tools.nvcc, "-shared", *objects.values(), "-o", linked, *options], f"unit {unit}")
         linked.replace(output)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``; a second process waits here until the first has built."""
-    import fcntl
-
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def build(unit: str, targets: Sequence[str], jobs: int | None = None) -> Path:
@@ -165,9 +149,12 @@ def build(unit: str, targets: Sequence[str], jobs: int | None = None) -> Path:
     output = library_path(unit, targets)
     if output.is_file():
         return output
+    import fcntl  # only where there is a compiler: Windows has none of it
+
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(output.with_suffix(".lock")):
+        with output.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here until the first has built
             if not output.is_file():
                 _compile(unit, targets, output, compiler.jobs(jobs))
     except OSError as error:

@@ -61,8 +61,9 @@ def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
                 for target in builder.TARGETS:
                     paths = builder.sources(unit, (target,))
                     parts = [output for output, (path, group) in compiles.items() if path in paths and target in group]
-                    command = [nvcc, "-shared", *parts, "-o", folder / f"{unit}-{target}.so", compiler.code(target)]
-                    runs.append(pool.submit(compiler.run, command, f"unit {unit} for {target}"))
+                    linked, what = folder / f"{unit}-{target}.so", f"unit {unit} for {target}"
+                    command: list[str | Path] = [nvcc, "-shared", *parts, "-o", linked, compiler.code(target)]
+                    runs.append(pool.submit(compiler.run, command, what))
             for run in runs:
                 run.result()
         except BaseException:

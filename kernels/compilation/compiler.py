@@ -120,8 +120,8 @@ def run(command: Sequence[str | os.PathLike[str]], what: str) -> None:
 
 def compile_source(path: Path, targets: Sequence[str], output: Path, options: Sequence[str]) -> None:
     """Compile a source to an object that holds code for some targets."""
-    command = [find_toolchain().nvcc, "-c", path, "-o", output, *options, *map(code, targets)]
-    run(command, f"{path.name} for {', '.join(targets)}")
+    what = f"{path.name} for {', '.join(targets)}"
+    run([find_toolchain().nvcc, "-c", path, "-o", output, *options, *map(code, targets)], what)
 
 
 def jobs(requested: int | None) -> int:

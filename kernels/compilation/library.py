@@ -8,7 +8,6 @@ its place, and :func:`reason` says why.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,35 +23,26 @@ _PLAIN: dict[str, dict[str, Callable[..., Any]]] = {}
 _STATE: dict[str, str] = {}
 
 
-def define(schema: str, *, unit: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(schema: str, *, unit: str | None, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Declare an operator.
 
     Args:
         schema: Name and signature: ``"double(Tensor x) -> Tensor"``.
-        unit: Unit whose library registers the CUDA implementation, under the same name.
+        unit: Unit whose library registers the CUDA implementation, under the same name; None: ``plain`` runs on every
+            device, and no compiler looks into it.
         plain: The operator in plain PyTorch: the specification, and the implementation on CPU.
         fake: Shapes, strides and types of the results without computing them.
 
     Returns:
         The operator, an ``OpOverload``.
     """
-    _PLAIN.setdefault(unit, {})[schema.partition("(")[0]] = plain
-    return _register(schema, plain, fake, ("CPU",))
-
-
-def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Declare an operator that is the same Python on every device and that no compiler looks into.
-
-    Arguments and result are those of `define`.
-    """
-    return _register(schema, plain, fake, ("CPU", "CUDA"))
-
-
-def _register(schema: str, plain: Callable[..., Any], fake: Callable[..., Any], keys: tuple[str, ...]) -> Any:
     name = schema.partition("(")[0]
     _FRAGMENT.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in keys:
-        _FRAGMENT.impl(name, plain, key)
+    _FRAGMENT.impl(name, plain, "CPU")
+    if unit is None:
+        _FRAGMENT.impl(name, plain, "CUDA")
+    else:
+        _PLAIN.setdefault(unit, {})[name] = plain
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
     return getattr(torch.ops.qsync_opt, name).default
 
@@ -102,7 +92,6 @@ def activate(unit: str) -> bool:
     return not _STATE[unit]
 
 
-@functools.cache
 def reason(unit: str) -> str:
     """Why a unit's compiled code does not run here, with what to install; empty if it does."""
     activate(unit)

@@ -54,25 +54,15 @@ def convolution(
 
     ``x`` has one scale, ``weight`` one or one per output channel; ``geometry`` is not transposed.
     """
-    stride, padding, dilation, _, _, groups = geometry
+    sizes = (*map(list, geometry[:3]), geometry[5])
     channels = weight.codes.shape[0]
     scales = _per_channel(weight.scale, channels)
-    spatial = x.codes.dim() - 2
     # The operator takes unsigned activations; shifting by the zero point is flipping the top bit.
     unsigned = x.codes.contiguous().view(torch.uint8) ^ _ZERO_POINT
-    if spatial == 2:
+    if unsigned.dim() == 4:
         unsigned = unsigned.contiguous(memory_format=torch.channels_last)
-    packed = torch.ops.onednn.qconv_prepack(
-        weight.codes.contiguous(),
-        scales,
-        1.0,
-        _ZERO_POINT,
-        list(stride),
-        list(padding),
-        list(dilation),
-        groups,
-        list(unsigned.shape),
-    )
+    codes = weight.codes.contiguous()
+    packed = torch.ops.onednn.qconv_prepack(codes, scales, 1.0, _ZERO_POINT, *sizes, list(unsigned.shape))
     result: Tensor = torch.ops.onednn.qconv_pointwise(
         unsigned,
         x.scale.item(),
@@ -81,10 +71,7 @@ def convolution(
         scales,
         torch.zeros(channels, dtype=torch.int32),
         None if bias is None else bias.to(torch.float32),
-        list(stride),
-        list(padding),
-        list(dilation),
-        groups,
+        *sizes,
         1.0,
         0,
         dtype,
@@ -131,16 +118,12 @@ _FP32_EXACT_TERMS = (1 << 24) // (INT8_MAX * INT8_MAX)
 
 
 @functools.cache
-def native_product_works(device_type: str, index: int | None) -> bool:
-    """Whether ``torch._int_mm`` is exact on a device for products that saturate 16-bit sums.
-
-    Instructions that add two 8-bit products in 16 bits (x86 before VNNI) do so.
-    """
-    device = torch.device(device_type) if index is None else torch.device(device_type, index)
+def _has_native_product(device: torch.device) -> bool:
     if device.type not in ("cpu", "cuda"):
         return False
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
         return False
+    # Instructions that add two 8-bit products in 16 bits (x86 before VNNI) would saturate.
     a_NK = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)
     b_KM = torch.full((64, 32), INT8_MAX, dtype=torch.int8, device=device)
     b_KM[:, 1::2] = -INT8_MAX
@@ -151,7 +134,7 @@ def native_product_works(device_type: str, index: int | None) -> bool:
 @torch.compiler.assume_constant_result
 def has_native_product(device: torch.device) -> bool:
     """Whether the device has an exact product of INT8 matrices in INT32."""
-    return native_product_works(device.type, device.index)
+    return _has_native_product(device)
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:

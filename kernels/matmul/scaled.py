@@ -14,8 +14,6 @@ Axis letters: B batch, N rows, K contraction, M columns, S blocks of 128 along K
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.matmul.integer import int8_bmm
 from qsync_opt.kernels.matmul.tiles import activate
+from qsync_opt.kernels.quantize import amax
 
 SCALE_BLOCK = 128
 EPILOGUES = ("none", "relu", "gelu")
@@ -146,17 +145,11 @@ def product(
     return _activated(result, epilogue).to(out_dtype).reshape(shape), result.to(out_dtype).reshape(shape)
 
 
-def _plain_product(*arguments: Any) -> Tensor:
-    return product(*arguments)[0]
-
-
 def _plain_amax(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    result = product(a, b, a_scale, b_scale, bias, "none", out_dtype)[0]
-    if result.numel() == 0:
-        return result, result.new_zeros(1, dtype=torch.float32)
-    return result, result.abs().amax().to(torch.float32).reshape(1)
+    result, _ = product(a, b, a_scale, b_scale, bias, "none", out_dtype)
+    return result, amax(result, None).reshape(1)
 
 
 def _empty(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -170,7 +163,7 @@ _ARGUMENTS = (
 _scaled_mm = library.define(
     f"scaled_mm{_ARGUMENTS} -> Tensor",
     unit="matmul",
-    plain=_plain_product,
+    plain=lambda *arguments: product(*arguments)[0],
     fake=lambda a, b, *others: _empty(a, b, others[4]),
 )
 _scaled_mm_aux = library.define(

@@ -38,10 +38,6 @@ class QuantizedMatrix(NamedTuple):
     transposed: Tensor | None
 
 
-def _block_count(columns: int) -> int:
-    return -(-columns // BLOCK)
-
-
 def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
     """Scales of any granularity so that they broadcast against (rows, columns): blocks are repeated."""
     if scale.shape[1] in (1, columns):
@@ -50,12 +46,8 @@ def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _block_amax(x: Tensor) -> Tensor:
-    rows, columns = x.shape
-    blocks = _block_count(columns)
-    if x.numel() == 0:
-        return x.new_zeros((rows, blocks), dtype=torch.float32)
-    padded = torch.nn.functional.pad(x, (0, blocks * BLOCK - columns))
-    return amax(padded.view(rows, blocks, BLOCK), (2,)).squeeze(2)
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK))
+    return amax(padded.view(x.shape[0], -(-x.shape[1] // BLOCK), BLOCK), (2,)).squeeze(2)
 
 
 def _quantize(
@@ -264,7 +256,7 @@ def dequantize_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, backe
             f"dequantize: {codes.dim()}-dimensional codes to {dtype}; a matrix to float32, bfloat16, float16"
         )
     rows, columns = codes.shape
-    allowed = ((1, 1), (rows, 1), (1, columns), (rows, _block_count(columns)))
+    allowed = ((1, 1), (rows, 1), (1, columns), (rows, -(-columns // BLOCK)))
     if tuple(scale.shape) not in allowed:
         raise UnsupportedError(
             f"dequantize: scales {tuple(scale.shape)} of codes {rows, columns}: allowed are {allowed}"

@@ -3,11 +3,8 @@
 INT8: symmetric, zero point 0, codes in [-127, 127], ``scale = amax / 127`` of the slice that shares it.
 FP8 (E4M3): codes are ``float8_e4m3fn``, ``scale = amax / 448``.
 
-Special values: a slice of zeros gets the smallest normal scale and codes 0. A slice that holds NaN or an infinity gets
-the scale NaN, so that everything computed from it is NaN and a gradient scaler notices; its codes mean nothing.
-A slice so small that ``amax / 127`` is below the smallest normal number uses that number as its scale.
-
-Axis letters: N rows, K contraction, M columns or output channels.
+No scale is below the smallest normal number, which slices of zeros have. A slice that holds NaN or an infinity gets the
+scale NaN, so that everything computed from it is NaN and a gradient scaler notices; its codes mean nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Random bits by counter: the same bits for the same key on every device and with any number of threads.
 
 Word ``i`` of a stream is ``mix(key + i * GOLDEN)`` in 64 bits, where ``mix`` is three times ``w ^= w >> 32`` with a
-multiplication by an odd constant between them. There is no state, so a word depends on its index and on the key alone:
-not on how a loop was split over threads, nor on how many draws came before, nor on the device. A key is itself a mix of
-seed, offset and stream number, so that streams of different operators and steps start at unrelated points of the 2**64
-cycle.
+multiplication by an odd constant between them. It depends on index and key alone. A key is itself a mix of seed, offset
+and stream number, so that streams of different operators and steps start at unrelated points of the 2**64 cycle.
 
 ``torch.Generator`` was not used: its bits differ between CPU and CUDA, on CUDA also with the launch grid, and its
 state would have to be saved for a recomputation of the forward pass to round the same way.
