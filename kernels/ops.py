@@ -114,16 +114,11 @@ def _cast_named(values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]
 
 def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """Device of the first floating tensor among the arguments, None if there is none."""
-    first = args[0] if args else None
-    if isinstance(first, Tensor) and first.is_floating_point():
-        return first.device
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.device
-        if isinstance(value, (tuple, list)):
-            device = _device(tuple(value), {})
-            if device is not None:
-                return device
+        if isinstance(value, (tuple, list)) and (device := _device(tuple(value), {})) is not None:
+            return device
     return None
 
 

@@ -230,8 +230,7 @@ def _transposed_weight(weight: Tensor, codes: Quantized, options: KernelOptions)
             return quantize_int8(plain, dims, options, stream=_WEIGHT_COLUMNS)
 
         codes = once_per_step(weight, ("INT8", "input channels"), options, quantize)
-        return Quantized(codes.codes.transpose(0, 1), codes.scale.transpose(0, 1))
-    return Quantized(codes.codes.transpose(0, 1), codes.scale)
+    return Quantized(codes.codes.transpose(0, 1), codes.scale.transpose(0, 1))
 
 
 class Phase(NamedTuple):

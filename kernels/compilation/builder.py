@@ -2,8 +2,7 @@
 
 A unit is the sources ``csrc/cuda/<unit>*.cu`` and ``.cpp``. A source whose name ends in ``_sm75``, ``_sm80``, ``_sm89``
 or ``_sm90`` (or has it followed by another word: ``matmul_sm90_int8.cu``) is compiled only for the targets of that code
-path. A library's name holds a digest of everything it depends on; it is written to a temporary name and renamed, under
-a lock, so that processes that build at the same time neither disturb each other nor build twice.
+path. A library's name holds a digest of everything it depends on; processes that build at the same time build once.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import hashlib
+import itertools
 import os
 import re
 import sys
@@ -56,11 +56,10 @@ def target_of(capability: tuple[int, int]) -> str:
         return forced
     if capability[0] == 9:
         return "sm_90a"  # code for 9.0a runs nowhere else, not even on later cards
-    numbers = {target: divmod(int(target[3:]), 10) for target in TARGETS if not target.endswith("a")}
-    fitting = [target for target, number in numbers.items() if number <= capability]
+    fitting = [target for target in TARGETS[:-1] if divmod(int(target[3:]), 10) <= capability]
     if not fitting:
         raise UnsupportedError(
-            f"a card of compute capability {capability[0]}.{capability[1]}: kernels need 7.5 or later"
+            f"a card of compute capability {'.'.join(map(str, capability))}: kernels need 7.5 or later"
         )
     return fitting[-1]
 
@@ -109,12 +108,7 @@ def _compile(unit: str, targets: Sequence[str], output: Path, jobs: int) -> None
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{unit}-") as folder:
         objects = {path: Path(folder) / f"{path.name}.o" for path in paths}
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            runs = [
-                pool.submit(compiler.compile_source, path, fitting, objects[path], flags)
-                for path, fitting in paths.items()
-            ]
-            for run in runs:
-                run.result()
+            list(pool.map(compiler.compile_source, paths, paths.values(), objects.values(), itertools.repeat(flags)))
         linked, libraries = Path(folder) / output.name, tools.torch_folder / "lib"
         names = (
             name for name in ("torch", "torch_cpu", "torch_cuda", "c10") if (libraries / f"lib{name}.so").is_file()
