@@ -187,18 +187,8 @@ def _compiled_convolution(
         # A sequence is an image of one row.
         x_codes, weight_codes = x_codes.unsqueeze(2), weight_codes.unsqueeze(2)
         stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-    result = scaled_conv2d(
-        x_codes,
-        weight_codes,
-        x.scale,
-        weight.scale,
-        bias,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        out_dtype=dtype,
-    )
+    sizes = {"stride": stride, "padding": padding, "dilation": dilation}
+    result = scaled_conv2d(x_codes, weight_codes, x.scale, weight.scale, bias, groups=groups, out_dtype=dtype, **sizes)
     return result.squeeze(2) if is_line else result
 
 
