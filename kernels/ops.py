@@ -35,6 +35,8 @@ _OPERATORS: dict[str, frozenset[str]] = {
     "FP16": ADJUSTABLE,
     "TF32": TF32_OPERATORS,
 }
+_EIGHT_BITS = convolution, linear, product
+_MODES = float_modes.convolution, float_modes.linear, float_modes.product
 _DEFAULTS = KernelOptions()
 
 
@@ -141,37 +143,23 @@ def _run_float(
     return function(*_cast_all(args, dtype), **_cast_named(kwargs, dtype))
 
 
-def _run_in_mode(
-    op_type: str, mode: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """A product or convolution of FP32 tensors in TF32 or true FP32 arithmetic, forward and backward."""
-    args = _cast_all(args, torch.float32)
-    kwargs = _cast_named(kwargs, torch.float32)
-    if op_type in CONVOLUTIONS:
-        conv = convolution_call(op_type, args, kwargs)
-        return conv.restore(float_modes.convolution(conv.x, conv.weight, conv.bias, conv.geometry, mode))
-    if is_plain_linear(op_type, args, kwargs):
-        return float_modes.linear(args[0], args[1], args[2] if len(args) > 2 else None, mode)
-    call = product_call(op_type, function, args, kwargs)
-    result = float_modes.product(call.a, call.b, mode)
-    return call.finish(result if call.bias is None else result + call.bias)
-
-
-def _run_eight_bits(
+def _run_product(
     op_type: str,
-    precision: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    options: KernelOptions,
+    arithmetic: tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]],
+    *how: Any,
 ) -> Any:
+    """A convolution, linear layer or other product by the ``arithmetic`` of these three, told ``how``."""
+    convolve, connect, multiply = arithmetic
     if op_type in CONVOLUTIONS:
         conv = convolution_call(op_type, args, kwargs)
-        return conv.restore(convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
+        return conv.restore(convolve(conv.x, conv.weight, conv.bias, conv.geometry, *how))
     if is_plain_linear(op_type, args, kwargs):
-        return linear(args[0], args[1], args[2] if len(args) > 2 else None, precision, options)
+        return connect(args[0], args[1], args[2] if len(args) > 2 else None, *how)
     call = product_call(op_type, function, args, kwargs)
-    return call.finish(product(call.a, call.b, call.bias, precision, options))
+    return call.finish(multiply(call.a, call.b, call.bias, *how))
 
 
 def execute(
@@ -208,11 +196,13 @@ def execute(
         return function(*args, **kwargs)
     require(op_type, precision, device)
     if precision in ("INT8", "FP8"):
-        return _run_eight_bits(op_type, precision, function, args, kwargs, options or _DEFAULTS)
-    if precision == "TF32":
-        return _run_in_mode(op_type, "tf32", function, args, kwargs)
+        how = (options or _DEFAULTS,) if op_type in CONVOLUTIONS else (precision, options or _DEFAULTS)
+        return _run_product(op_type, function, args, kwargs, _EIGHT_BITS, *how)
+    mode = "tf32" if precision == "TF32" else None
     if precision == "FP32" and device.type == "cuda" and op_type in TF32_OPERATORS:
         family = "conv" if op_type in CONVOLUTIONS else "matmul"
-        if float_modes.current_mode(family) != "ieee":
-            return _run_in_mode(op_type, "ieee", function, args, kwargs)
-    return _run_float(op_type, _DTYPES[precision], function, args, kwargs)
+        mode = "ieee" if float_modes.current_mode(family) != "ieee" else None
+    if mode is None:
+        return _run_float(op_type, _DTYPES[precision], function, args, kwargs)
+    args, kwargs = _cast_all(args, torch.float32), _cast_named(kwargs, torch.float32)
+    return _run_product(op_type, function, args, kwargs, _MODES, mode)

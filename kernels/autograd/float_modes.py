@@ -27,10 +27,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
     return result
 
 
-def product(a: Tensor, b: Tensor, mode: str) -> Tensor:
-    """``a @ b`` of FP32 matrices (N, K) (K, M) or batches of them, multiplied in ``mode`` forward and backward."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+    """``a @ b + bias`` of FP32 matrices (N, K) (K, M) or batches of them in ``mode``, forward and backward."""
     result: Tensor = _Product.apply(a, b, mode)  # type: ignore[no-untyped-call]
-    return result
+    return result if bias is None else result + bias
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], mode: str) -> Tensor:

@@ -112,8 +112,12 @@ class _HalfBackward(torch.autograd.Function):
         ctx.save_for_backward(*x, *w)
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.half, ctx.shape, ctx.is_linear = options.half_dtype, a.shape, is_linear
-        if is_linear and _runs_compiled(a, options.backend):
+        compiled = a.is_cuda and options.backend != "reference" and activate()
+        if compiled and is_linear:
             result = scaled_mm_unchecked(x.codes, w.codes, x.scale, w.scale, bias, ctx.half)
+        elif compiled:  # codes that are not contiguous along K are copied once
+            codes = (c if c.stride(-1) == 1 else c.contiguous() for c in (x.codes, w.codes.mT))
+            result = scaled_mm(*codes, x.scale, w.scale, bias, out_dtype=ctx.half)
         else:
             w = Quantized(w.codes.t(), w.scale.t()) if is_linear else w
             result = multiply(x, w, bias, ctx.half, options.backend)
@@ -268,10 +272,6 @@ def quantize_gradient(
     )
 
 
-def _runs_compiled(x: Tensor, backend: str) -> bool:
-    return x.is_cuda and backend != "reference" and activate()
-
-
 def runs_onednn(x: Quantized, dtype: torch.dtype, backend: str) -> bool:
     """Whether oneDNN's fused operators take an input: one scale, no FP16, not traced (packed weights cannot be)."""
     on_host = backend != "reference" and x.codes.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -286,16 +286,8 @@ def rescaled(sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtyp
     return result.to(dtype)
 
 
-def _compiled_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The fused CUDA kernels; codes that are not contiguous along K are copied once."""
-    a_codes, b_codes = (codes if codes.stride(-1) == 1 else codes.contiguous() for codes in (a.codes, b.codes.mT))
-    return scaled_mm(a_codes, b_codes, a.scale, b.scale, bias, out_dtype=dtype)
-
-
 def _int8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
     """``(a @ b) + bias`` of INT8 operands: (N, K) (K, M) or (B, N, K) (B, K, M), in ``dtype``."""
-    if _runs_compiled(a.codes, backend):
-        return _compiled_product(a, b, bias, dtype)
     if a.codes.dim() == 3:
         return rescaled(int8_bmm(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
     if runs_onednn(a, dtype, backend) and b.codes.numel() > 0 and integer.has_onednn_linear():
@@ -305,8 +297,6 @@ def _int8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.
 
 def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
     """``(a @ b) + bias`` of E4M3 operands (N, K), (K, M) with one scale each, in ``dtype``."""
-    if _runs_compiled(a.codes, backend):
-        return _compiled_product(a, b, bias, dtype)
     (n, k), m = a.codes.shape, b.codes.shape[1]
     if min(n, k, m) == 0:
         result = torch.zeros((n, m), dtype=dtype, device=a.codes.device)
@@ -325,7 +315,7 @@ def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.d
     return result if bias is None else result + bias.to(dtype)
 
 
-# By precision, the quantizer of operands and the product of codes.
+# By precision, the quantizer of operands, and the product of codes without the fused CUDA kernels.
 _FORMATS: dict[str, tuple[Callable[..., Quantized], Callable[..., Tensor]]] = {
     "INT8": (quantize_int8, _int8_product),
     "FP8": (quantize_fp8, _fp8_product),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -46,29 +47,21 @@ def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
             alone = "QSYNC_HAS_" in path.read_text(encoding="utf-8")
             for group in [(target,) for target in targets] if alone else [targets]:
                 compiles[folder / f"{path.name}-{'-'.join(group)}.o"] = (path, group)
-    # Those for most targets first: they take longest, and all processors are busy to the end.
-    order = sorted(compiles, key=lambda output: -len(compiles[output][1]))
+
+    def compile_part(output: Path) -> None:
+        path, group = compiles[output]
+        options = [*(flag for flag in compiler.flags(group, builder.CSRC) if flag != "-O3"), *quick]
+        compiler.compile_source(path, group, output, options)
+
+    def link(unit: str, target: str) -> None:
+        paths, linked = builder.sources(unit, (target,)), folder / f"{unit}-{target}.so"
+        parts = [output for output, (path, group) in compiles.items() if path in paths and target in group]
+        compiler.run([nvcc, "-shared", *parts, "-o", linked, compiler.code(target)], f"unit {unit} for {target}")
+
     with concurrent.futures.ThreadPoolExecutor(compiler.jobs(jobs)) as pool:
-        runs = []
-        for output in order:
-            path, group = compiles[output]
-            options = [*(flag for flag in compiler.flags(group, builder.CSRC) if flag != "-O3"), *quick]
-            runs.append(pool.submit(compiler.compile_source, path, group, output, options))
-        try:
-            for run in runs:
-                run.result()
-            for unit in units:
-                for target in builder.TARGETS:
-                    paths = builder.sources(unit, (target,))
-                    parts = [output for output, (path, group) in compiles.items() if path in paths and target in group]
-                    linked, what = folder / f"{unit}-{target}.so", f"unit {unit} for {target}"
-                    command: list[str | Path] = [nvcc, "-shared", *parts, "-o", linked, compiler.code(target)]
-                    runs.append(pool.submit(compiler.run, command, what))
-            for run in runs:
-                run.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        # Those for most targets first: they take longest, and all processors are busy to the end.
+        list(pool.map(compile_part, sorted(compiles, key=lambda output: -len(compiles[output][1]))))
+        list(pool.map(link, *zip(*itertools.product(units, builder.TARGETS), strict=True)))
     return sum(len(group) for _, group in compiles.values())
 
 

@@ -42,14 +42,6 @@ def _find_nvcc() -> Path | None:
     return next((Path(path) for path in paths if Path(path).is_file()), None)
 
 
-def _nvcc_version(nvcc: Path) -> str:
-    process = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    match = re.search(r"release (\S+), (V\S+)", process.stdout)
-    if process.returncode != 0 or match is None:
-        raise NotInstalledError(f"{nvcc} --version answers {process.returncode}: install a working CUDA toolkit")
-    return f"{match[1]} {match[2]}"
-
-
 @functools.cache
 def find_toolchain() -> Toolchain:
     """The compiler and headers of this environment.
@@ -72,9 +64,12 @@ def find_toolchain() -> Toolchain:
         raise NotInstalledError(
             f"torch {version} lacks the stable C++ interface of {needed}: pip install 'torch>={needed}'"
         )
-    return Toolchain(
-        nvcc=nvcc, nvcc_version=_nvcc_version(nvcc), torch_version=version, torch_folder=Path(spec.origin).parent
-    )
+    process = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"release (\S+), (V\S+)", process.stdout)
+    if process.returncode != 0 or match is None:
+        raise NotInstalledError(f"{nvcc} --version answers {process.returncode}: install a working CUDA toolkit")
+    release, folder = f"{match[1]} {match[2]}", Path(spec.origin).parent
+    return Toolchain(nvcc=nvcc, nvcc_version=release, torch_version=version, torch_folder=folder)
 
 
 JOBS_VARIABLE = "QSYNC_KERNEL_JOBS"

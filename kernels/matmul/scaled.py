@@ -35,17 +35,6 @@ def _blocks(depth: int) -> int:
     return -(-depth // SCALE_BLOCK)
 
 
-def _check_scale(scale: Tensor, codes: Tensor, name: str) -> None:
-    rows, depth = codes.shape[-2:]
-    batch = codes.shape[0] if codes.dim() == 3 else 1
-    allowed = (1, batch, batch * rows, batch * rows * _blocks(depth))
-    if scale.dtype is not torch.float32 or scale.numel() not in allowed:
-        raise UnsupportedError(
-            f"scaled_mm: {name} has {scale.numel()} elements of {scale.dtype}; allowed are float32 and {allowed[0]}, "
-            f"{allowed[1]} (per matrix), {allowed[2]} (per row) or {allowed[3]} (per row and block of {SCALE_BLOCK})"
-        )
-
-
 def _check(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, epilogue: str, out_dtype: torch.dtype
 ) -> None:
@@ -68,8 +57,15 @@ def _check(
         raise UnsupportedError(
             f"scaled_mm: shapes {tuple(a.shape)} and {tuple(b.shape)}; needed are (.., N, K) and (.., M, K)"
         )
-    _check_scale(a_scale, a, "a_scale")
-    _check_scale(b_scale, b, "b_scale")
+    for name, codes, scale in (("a_scale", a, a_scale), ("b_scale", b, b_scale)):
+        batch = codes.shape[0] if codes.dim() == 3 else 1
+        rows = batch * codes.shape[-2]
+        allowed = (1, batch, rows, rows * _blocks(codes.shape[-1]))
+        if scale.dtype is not torch.float32 or scale.numel() not in allowed:
+            raise UnsupportedError(
+                f"scaled_mm: {name} has {scale.numel()} elements of {scale.dtype}; allowed are float32 and 1, {batch} "
+                f"(per matrix), {rows} (per row) or {allowed[3]} (per row and block of {SCALE_BLOCK})"
+            )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[-2] or bias.dtype not in _RESULTS):
         raise UnsupportedError(
             f"scaled_mm: bias is {tuple(bias.shape)} of {bias.dtype}; "

@@ -149,14 +149,10 @@ def write_choices(path: Path, choices: Mapping[ProductKind, Choice]) -> None:
     write_json(path, {"format": CHOICES_FORMAT, "choices": entries})
 
 
-def remember(kind: ProductKind, choice: Choice) -> None:
-    """Use a choice for products of a kind from now on, in this process."""
-    torch.ops.qsync_opt.scaled_mm_remember(kind.key(), choice.variant, choice.splits, choice.group)
-
-
-def forget(kind: ProductKind) -> None:
-    """Use the estimate for products of a kind from now on, in this process."""
-    torch.ops.qsync_opt.scaled_mm_remember(kind.key(), -1, 1, 1)
+def remember(kind: ProductKind, choice: Choice | None) -> None:
+    """Use a choice, or the estimate, for products of a kind from now on, in this process."""
+    numbers = (-1, 1, 1) if choice is None else (choice.variant, choice.splits, choice.group)
+    torch.ops.qsync_opt.scaled_mm_remember(kind.key(), *numbers)
 
 
 def choice_of(kind: ProductKind) -> Choice | None:
