@@ -181,14 +181,7 @@ def _fake_amax(*tensors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gelu_quantize(
-    x: Tensor,
-    grad: Tensor | None,
-    largest: Tensor,
-    format: torch.dtype,
-    rounding: str,
-    key: int,
-    step: Tensor | None,
-    sums: bool,
+    x: Tensor, grad: Tensor | None, largest: Tensor, format: torch.dtype, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Plain PyTorch: codes of GELU of ``x``, or of its gradient, rounded as by the operators above, by a bound.
 
@@ -196,8 +189,9 @@ def _gelu_quantize(
     """
     values = (_gelu_amax(x) if grad is None else _gelu_backward_amax(grad, x))[0]
     bound = largest if grad is None else largest * torch.tensor(_STEEPEST, dtype=torch.float32, device=x.device)
+    *draws, sums = others
     total = values.sum(0, dtype=torch.float32) if sums else values.new_empty(0, dtype=torch.float32)
-    return *plain_by_amax(values, bound, format, rounding, key, step, True), total
+    return *plain_by_amax(values, bound, format, *draws, True), total
 
 
 def _fake_quantize(

@@ -116,8 +116,8 @@ class _HalfBackward(torch.autograd.Function):
         if compiled and is_linear:
             result = scaled_mm_unchecked(x.codes, w.codes, x.scale, w.scale, bias, ctx.half)
         elif compiled:  # codes that are not contiguous along K are copied once
-            codes = (c if c.stride(-1) == 1 else c.contiguous() for c in (x.codes, w.codes.mT))
-            result = scaled_mm(*codes, x.scale, w.scale, bias, out_dtype=ctx.half)
+            a_codes, b_codes = (c if c.stride(-1) == 1 else c.contiguous() for c in (x.codes, w.codes.mT))
+            result = scaled_mm(a_codes, b_codes, x.scale, w.scale, bias, out_dtype=ctx.half)
         else:
             w = Quantized(w.codes.t(), w.scale.t()) if is_linear else w
             result = multiply(x, w, bias, ctx.half, options.backend)
@@ -196,8 +196,7 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of the gradient of a result over all dimensions but that of the bias: columns, or channels (dimension 1)."""
-    dims = 0 if grad.dim() == 2 else [0, *range(2, grad.dim())]
-    return converted(grad.sum(dims, dtype=torch.float32), dtype)
+    return converted(grad.sum([0, *range(2, grad.dim())], dtype=torch.float32), dtype)
 
 
 class Operand(NamedTuple):

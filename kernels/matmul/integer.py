@@ -23,26 +23,22 @@ def _per_channel(scale: Tensor, channels: int) -> Tensor:
     return scale.reshape(-1).expand(channels).contiguous()
 
 
+def _ending(channels: int, bias: Tensor | None, dtype: torch.dtype) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of oneDNN: zero points of the weight, bias; scale and zero point of the result, type, no activation."""
+    zero_points = torch.zeros(channels, dtype=torch.int32)
+    return (zero_points, None if bias is None else bias.to(torch.float32)), (1.0, 0, dtype, "none", [], "")
+
+
 def linear(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``(a.codes @ b.codes) * a.scale * b.scale + bias`` in ``dtype`` (BF16 or FP32); INT32 sums are scaled in FP32.
 
     ``a`` is (N, K) with one scale, ``b`` (K, M) in any layout with one scale or (1, M).
     """
     columns = b.codes.shape[1]
+    shift, ending = _ending(columns, bias, dtype)
+    weight = b.codes.to_mkldnn(), _per_channel(b.scale, columns)
     result: Tensor = torch.ops.onednn.qlinear_pointwise(
-        a.codes.contiguous(),
-        a.scale.item(),
-        0,
-        b.codes.to_mkldnn(),
-        _per_channel(b.scale, columns),
-        torch.zeros(columns, dtype=torch.int32),
-        None if bias is None else bias.to(torch.float32),
-        1.0,
-        0,
-        dtype,
-        "none",
-        [],
-        "",
+        a.codes.contiguous(), a.scale.item(), 0, *weight, *shift, *ending
     )
     return result
 
@@ -63,21 +59,9 @@ def convolution(
         unsigned = unsigned.contiguous(memory_format=torch.channels_last)
     codes = weight.codes.contiguous()
     packed = torch.ops.onednn.qconv_prepack(codes, scales, 1.0, _ZERO_POINT, *sizes, list(unsigned.shape))
+    shift, ending = _ending(channels, bias, dtype)
     result: Tensor = torch.ops.onednn.qconv_pointwise(
-        unsigned,
-        x.scale.item(),
-        _ZERO_POINT,
-        packed,
-        scales,
-        torch.zeros(channels, dtype=torch.int32),
-        None if bias is None else bias.to(torch.float32),
-        *sizes,
-        1.0,
-        0,
-        dtype,
-        "none",
-        [],
-        "",
+        unsigned, x.scale.item(), _ZERO_POINT, packed, scales, *shift, *sizes, *ending
     )
     return result
 

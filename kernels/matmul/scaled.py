@@ -14,6 +14,8 @@ Axis letters: B batch, N rows, K contraction, M columns, S blocks of 128 along K
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -141,10 +143,9 @@ def product(
     return _activated(result, epilogue).to(out_dtype).reshape(shape), result.to(out_dtype).reshape(shape)
 
 
-def _plain_amax(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    result, _ = product(a, b, a_scale, b_scale, bias, "none", out_dtype)
+def _plain_amax(*operands_and_type: Any) -> tuple[Tensor, Tensor]:
+    *operands, out_dtype = operands_and_type
+    result, _ = product(*operands, "none", out_dtype)
     return result, amax(result, None).reshape(1)
 
 

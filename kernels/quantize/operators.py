@@ -50,18 +50,10 @@ def _block_amax(x: Tensor) -> Tensor:
     return amax(padded.view(x.shape[0], -(-x.shape[1] // BLOCK), BLOCK), (2,)).squeeze(2)
 
 
-def _quantize(
-    x: Tensor,
-    format: torch.dtype,
-    granularity: str,
-    rounding: str,
-    key: int,
-    step: Tensor | None,
-    transposed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(x: Tensor, format: torch.dtype, granularity: str, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch: ``codes = round(x * factor_of(scale))``; element (n, k) draws noise number n K + k."""
     largest = _block_amax(x) if granularity == "block" else amax(x, _DIMS[granularity])
-    return _codes(x, scale_from(largest, format_of(format)), format, rounding, key, step, transposed)
+    return _codes(x, scale_from(largest, format_of(format)), format, *others)
 
 
 def _codes(
@@ -74,26 +66,16 @@ def _codes(
     return codes, scale, copy
 
 
-def plain_by_amax(
-    x: Tensor,
-    amax: Tensor,
-    format: torch.dtype,
-    rounding: str,
-    key: int,
-    step: Tensor | None,
-    transposed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def plain_by_amax(x: Tensor, amax: Tensor, format: torch.dtype, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch: ``quantize`` per tensor with a known largest magnitude."""
-    return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, rounding, key, step, transposed)
+    return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, *others)
 
 
-def _fake_quantize(
-    x: Tensor, format: torch.dtype, granularity: str, rounding: str, key: int, step: Tensor | None, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize(x: Tensor, format: torch.dtype, granularity: str, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
     high = rows if granularity in ("row", "block") else 1
     wide = {"channel": columns, "block": (columns + BLOCK - 1) // BLOCK}.get(granularity, 1)
-    copy = x.new_empty((columns, rows) if transposed else (0,), dtype=format)
+    copy = x.new_empty((columns, rows) if others[-1] else (0,), dtype=format)
     return x.new_empty((rows, columns), dtype=format), x.new_empty((high, wide), dtype=torch.float32), copy
 
 
