@@ -14,8 +14,7 @@ w (K, C, taps) and the codes g (N, K, spatial) of that gradient:
                        dequantized codes, because the contraction runs over pixels, which no channels-last copy of the
                        codes has next to each other.
 
-What the integer kernels do not take (groups; dilation with a stride) runs on dequantized codes in 16 bits as well: the
-rounding errors of a gradient are those of the codes, and of 16-bit operands or results, in every case.
+What the integer kernels do not take (groups; dilation with a stride) runs on dequantized codes in 16 bits as well.
 
 A scale may not change along a contraction: weights with a scale per output channel get codes of their own for the input
 gradient, with a scale per input channel, and inputs with a scale per sample take the 16-bit weight gradient.

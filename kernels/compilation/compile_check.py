@@ -1,8 +1,8 @@
 """A check that every CUDA source compiles and links for every target, as quickly as the compiler can; nothing is kept.
 
-A source is compiled once for all of its targets, so that its host part is compiled once; only sources whose host part
-depends on the targets (they name ``QSYNC_HAS_``) are compiled for each target separately, as in a builder. Expensive
-optimizations are off where the compiler has an option for that: speed and size of the code are not those of a builder.
+A source is compiled once for all of its targets; only those whose host part depends on the targets (they name
+``QSYNC_HAS_``) are compiled for each target separately, as in a build. Expensive optimizations are off where the
+compiler has an option for that: speed and size of the code are not those of a build.
 """
 
 from __future__ import annotations

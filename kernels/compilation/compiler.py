@@ -21,14 +21,7 @@ OLDEST_TORCH = (2, 11)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
-    """The compiler and the folders it needs.
-
-    Attributes:
-        nvcc: Path of the compiler.
-        nvcc_version: Release and build, as ``nvcc --version`` names them.
-        torch_version: Version of the installed torch.
-        torch_folder: Folder of the package torch, with ``include`` and ``lib`` in it.
-    """
+    """The compiler, its release and build as ``nvcc --version`` names them, and the installed torch and its folder."""
 
     nvcc: Path
     nvcc_version: str

@@ -37,18 +37,11 @@ _FRAGMENT.define("stream_multiprocessors(Tensor like) -> int")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductKind:
-    """Products that are cut alike.
+    """Products that are cut alike: ``batch`` matrices of ``rows`` x ``columns`` results, sums of ``depth`` terms.
 
-    Attributes:
-        a: Codes of the first operand: ``"INT8"``, ``"E4M3"`` or ``"E5M2"``.
-        b: Codes of the second.
-        result_bytes: Of an element of the result, 2 or 4.
-        promoting: Whether blocks of 128 terms are summed separately (block scales, accurate FP8).
-        batch: Matrices.
-        rows: Of the result.
-        columns: Of the result.
-        depth: Length of the contraction.
-        multiprocessors: That the stream may use: of the card, or of a partition of it.
+    ``a`` and ``b`` are the operands' codes, ``"INT8"``, ``"E4M3"`` or ``"E5M2"``; an element of the result has 2 or 4
+    ``result_bytes``. ``promoting`` sums blocks of 128 terms separately (block scales, accurate FP8). The stream may use
+    so many ``multiprocessors``: those of the card, or of a partition of it.
     """
 
     a: str
