@@ -57,11 +57,7 @@ def supports(op_type: str, precision: str, device: torch.device | str) -> bool:
 
 
 def require(op_type: str, precision: str, device: torch.device) -> None:
-    """Refuse what :func:`execute` cannot do.
-
-    Raises:
-        UnsupportedError: The kind of operator cannot run at the precision on the device.
-    """
+    """Raise an UnsupportedError for what :func:`execute` cannot do."""
     if not supports(op_type, precision, device):
         allowed = ", ".join(precisions_of(op_type, device))
         raise UnsupportedError(f"{op_type} cannot run in {precision} on {device}: allowed are {allowed}")

@@ -225,13 +225,8 @@ def _transposed_weight(weight: Tensor, codes: Quantized, options: KernelOptions)
 class Phase(NamedTuple):
     """Every ``stride``-th element of one dimension of an input gradient, and the convolution that computes it.
 
-    Attributes:
-        first: Of the elements.
-        elements: How many.
-        tap: First of the taps that reach them, every ``stride``-th from there on.
-        taps: How many; 0: these elements are zero.
-        padding: Zeros around the gradient of the result.
-        begin: Where the elements begin in the result of the convolution.
+    The ``elements`` begin at ``first``; the ``taps`` that reach them begin at ``tap``, and without any they are zero.
+    The gradient of the result has ``padding`` zeros around it; in the convolution's result they begin at ``begin``.
     """
 
     first: int

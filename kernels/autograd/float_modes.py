@@ -59,8 +59,7 @@ class _Mode:
     __slots__ = ("_before", "_mode", "_setting")
 
     def __init__(self, family: str, mode: str) -> None:
-        self._setting, self._mode = _setting(family), mode
-        self._before = ""
+        self._setting, self._mode, self._before = _setting(family), mode, ""
 
     def __enter__(self) -> None:
         self._before = self._setting.fp32_precision

@@ -14,8 +14,6 @@ Axis letters: B batch, N rows, K contraction, M columns, S blocks of 128 along K
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -108,13 +106,6 @@ def _blocked_sums(a_BNK: Tensor, b_BMK: Tensor, a_scale_BNS: Tensor, b_scale_BMS
     return total
 
 
-def _activated(x: Tensor, epilogue: str) -> Tensor:
-    if epilogue == "relu":
-        return torch.relu(x)
-    # A clone, because results of an operator may not share memory.
-    return torch.nn.functional.gelu(x) if epilogue == "gelu" else x.clone()
-
-
 def product(
     a: Tensor,
     b: Tensor,
@@ -139,13 +130,16 @@ def product(
         result = _blocked_sums(a_BNK, b_BMK, a_scale, b_scale)
     if bias is not None:
         result = result + bias.to(torch.float32)
+    # A clone, because results of an operator may not share memory.
+    activate_by = {"none": torch.clone, "relu": torch.relu, "gelu": torch.nn.functional.gelu}[epilogue]
     shape = (*a.shape[:-1], b.shape[-2])
-    return _activated(result, epilogue).to(out_dtype).reshape(shape), result.to(out_dtype).reshape(shape)
+    return activate_by(result).to(out_dtype).reshape(shape), result.to(out_dtype).reshape(shape)
 
 
-def _plain_amax(*operands_and_type: Any) -> tuple[Tensor, Tensor]:
-    *operands, out_dtype = operands_and_type
-    result, _ = product(*operands, "none", out_dtype)
+def _plain_amax(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    result, _ = product(a, b, a_scale, b_scale, bias, "none", out_dtype)
     return result, amax(result, None).reshape(1)
 
 

@@ -15,14 +15,10 @@ SMALLEST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EightBits:
-    """One 8-bit format.
+    """One 8-bit format: its name in precisions, the type of its codes, and the value of the ``largest`` code.
 
-    Attributes:
-        name: As precisions name it, with the variant of FP8.
-        dtype: Element type of its codes.
-        largest: Value of the largest code; ``scale = amax / largest``.
-        mantissa_bits: Stored bits of the significand; 0 for INT8.
-        min_exponent: Exponent of the smallest normal number; 0 for INT8.
+    ``mantissa_bits`` are stored, ``min_exponent`` is that of the smallest normal number; both are 0 for INT8.
+    Scales are ``amax / largest``.
     """
 
     name: str
