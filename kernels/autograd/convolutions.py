@@ -142,13 +142,9 @@ class _Convolution(torch.autograd.Function):
                 grad_x, grad_weight = first if in_half[0] else grad_x, second if in_half[1] else grad_weight
         if wanted[2]:
             grad_bias = bias_gradient(grad, bias_dtype)
-        return (
-            None if grad_x is None else grad_x.to(x_dtype),
-            None if grad_weight is None else grad_weight.to(weight_dtype),
-            grad_bias,
-            None,
-            None,
-        )
+        grad_x = None if grad_x is None else grad_x.to(x_dtype)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def convolution_slices(x: Tensor, weight: Tensor, options: KernelOptions) -> tuple[Dims, Dims]:
@@ -286,23 +282,22 @@ def input_gradient(
     per_dim = [
         phases(*facts) for facts in zip(sizes, grad.codes.shape[2:], taps, stride, padding, dilation, strict=True)
     ]
-    whole: Tensor | None = None
+    shape = (grad.codes.shape[0], *sizes, exchanged.codes.shape[0])
+    whole = None
+    if math.prod(stride) > 1:
+        whole = torch.zeros(shape, dtype=dtype, device=grad.codes.device).movedim(-1, 1)
     for phase in itertools.product(*per_dim):
-        part: Tensor | None = None
-        if min(p.taps for p in phase) > 0:
-            picked = (slice(None), slice(None), *(slice(p.tap, None, s) for p, s in zip(phase, stride, strict=True)))
-            weight = Quantized(exchanged.codes[picked].flip(tuple(range(2, 2 + len(taps)))), exchanged.scale)
-            edges = tuple(p.padding for p in phase)
-            plain = ((1,) * len(taps), edges, tuple(dilation), False, (0,) * len(taps), 1)
-            part = scaled_convolution(grad, weight, None, plain, dtype, backend)
-            part = part[(slice(None), slice(None), *(slice(p.begin, p.begin + p.elements) for p in phase))]
-            if math.prod(stride) == 1:
-                return part
+        if min(p.taps for p in phase) == 0:
+            continue
+        picked = (slice(None), slice(None), *(slice(p.tap, None, s) for p, s in zip(phase, stride, strict=True)))
+        weight = Quantized(exchanged.codes[picked].flip(tuple(range(2, 2 + len(taps)))), exchanged.scale)
+        edges = tuple(p.padding for p in phase)
+        plain = ((1,) * len(taps), edges, tuple(dilation), False, (0,) * len(taps), 1)
+        part = scaled_convolution(grad, weight, None, plain, dtype, backend)
+        part = part[(slice(None), slice(None), *(slice(p.begin, p.begin + p.elements) for p in phase))]
         if whole is None:
-            shape = (grad.codes.shape[0], *sizes, exchanged.codes.shape[0])
-            whole = torch.zeros(shape, dtype=dtype, device=grad.codes.device).movedim(-1, 1)
-        if part is not None:
-            places = (slice(p.first, None, s) for p, s in zip(phase, stride, strict=True))
-            whole[(slice(None), slice(None), *places)] = part
-    assert whole is not None  # a stride has at least one phase
+            return part
+        places = (slice(p.first, None, s) for p, s in zip(phase, stride, strict=True))
+        whole[(slice(None), slice(None), *places)] = part
+    assert whole is not None  # without strides there is one phase, with every tap
     return whole

@@ -22,7 +22,6 @@ from pathlib import Path
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
 from qsync_opt.io import default_cache_folder
 from qsync_opt.kernels.compilation import compiler
-from qsync_opt.kernels.compilation.compiler import find_toolchain
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 CACHE_VARIABLE = "QSYNC_KERNEL_CACHE"
@@ -90,7 +89,7 @@ def _headers(unit: str) -> list[Path]:
 
 def library_path(unit: str, targets: Sequence[str]) -> Path:
     """File of the unit's library for some targets, whether it is built yet or not."""
-    tools = find_toolchain()
+    tools = compiler.find_toolchain()
     facts = [unit, *targets, tools.nvcc_version, tools.torch_version]
     digest = hashlib.sha256("\0".join(facts).encode())
     for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__), Path(compiler.__file__)]):
@@ -100,7 +99,7 @@ def library_path(unit: str, targets: Sequence[str]) -> Path:
 
 
 def _compile(unit: str, targets: Sequence[str], output: Path, jobs: int) -> None:
-    tools = find_toolchain()
+    tools = compiler.find_toolchain()
     flags = compiler.flags(targets, CSRC)
     paths = sources(unit, targets)
     if not paths:

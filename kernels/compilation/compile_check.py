@@ -19,7 +19,6 @@ from pathlib import Path
 
 from qsync_opt.errors import QSyncError
 from qsync_opt.kernels.compilation import builder, compiler
-from qsync_opt.kernels.compilation.compiler import find_toolchain
 
 
 def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
@@ -37,7 +36,7 @@ def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
         NotInstalledError: nvcc or torch's headers are missing.
         NotReadyError: A source does not compile or a unit does not link; the text holds the compiler's first error.
     """
-    nvcc = find_toolchain().nvcc
+    nvcc = compiler.find_toolchain().nvcc
     # The option is younger than the oldest compiler that builds.
     usage = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=False).stdout
     quick = ["--Ofast-compile=max"] if "--Ofast-compile" in usage else []
