@@ -26,10 +26,7 @@ def differentiated_once(reason: str) -> Callable[[Callable[..., Any]], Callable[
 
     ``torch.autograd.function.once_differentiable`` lets gradients pass as constants where the incoming gradient
     requires none (the last layer under a sum): the second derivative then silently lacks that layer's part. This
-    decorator always refuses.
-
-    Args:
-        reason: Text of the RuntimeError that a second differentiation raises.
+    decorator always refuses, by a RuntimeError with the text ``reason``.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,8 +93,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, optio
 class _HalfBackward(torch.autograd.Function):
     """``a @ b + bias`` or, of a linear layer, ``a @ b.T + bias`` with ``a`` (.., K).
 
-    A linear layer's changes of shape are made in here, where they are no autograd nodes: most operators of a
-    transformer are linear layers, and in eager mode small ones wait for the host.
+    A linear layer changes shapes in here, where that adds no autograd nodes: small layers wait for the host.
     """
 
     @staticmethod

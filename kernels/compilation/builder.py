@@ -34,8 +34,6 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "89": ("sm_89",),
     "90": ("sm_90a",),
 }
-
-
 # Stems of the sources' names: kernels that are compiled and loaded together.
 UNITS = ("quantize", "matmul", "convolution")
 

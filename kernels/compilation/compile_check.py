@@ -22,12 +22,9 @@ from qsync_opt.kernels.compilation import builder, compiler
 
 
 def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
-    """Compile all sources of some units for all of their targets, and link each unit for each target.
+    """Compile all sources of some units for all of their targets into a folder, and link each unit for each target.
 
-    Args:
-        units: The units.
-        folder: Where objects and libraries go.
-        jobs: Compilers to run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
+    ``jobs`` compilers run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
 
     Returns:
         How many pairs of a source and a target were compiled.

@@ -81,8 +81,7 @@ def _load(unit: str) -> str:
 def activate(unit: str) -> bool:
     """Make the unit's operators callable on CUDA tensors, building its library on first use.
 
-    Returns:
-        True if the compiled code runs there, False if the plain implementation does.
+    Returns whether the compiled code runs there; else the plain implementation does.
     """
     if unit not in _STATE:
         _STATE[unit] = _load(unit)

@@ -167,11 +167,7 @@ _LOADED: list[bool] = []
 
 @torch.compiler.assume_constant_result
 def activate() -> bool:
-    """Load the compiled products and, the first time, the tables for this machine's card.
-
-    Returns:
-        Whether the compiled products run (else the plain ones do).
-    """
+    """Whether the compiled products run (else the plain ones do), loaded with the tables for this machine's card."""
     if not _LOADED:
         compiled = library.activate("matmul")
         if compiled:
