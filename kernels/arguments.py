@@ -156,49 +156,22 @@ def _explicit_padding(
     return torch.nn.functional.pad(x, edges), (0,) * dims
 
 
-def _forward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> tuple[Any, ...]:
-    return input, weight, bias, stride, padding, dilation, False, 0, groups
-
-
-def _transposed(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> tuple[Any, ...]:
-    return input, weight, bias, stride, padding, dilation, True, output_padding, groups
+_FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
 
 def convolution_call(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ConvolutionCall:
     """Normal form of a convolution, transposed or not, of one to three dimensions."""
-    dims = int(op_type[-2])
-    spell = _transposed if "transpose" in op_type else _forward
-    input, weight, bias, stride, padding, dilation, transposed, output_padding, groups = spell(*args, **kwargs)
-    dilation = _tuple(dilation, dims)
+    dims, transposed = int(op_type[-2]), "transpose" in op_type
+    names = _TRANSPOSED if transposed else _FORWARD
+    values = {**_DEFAULTS, **dict(zip(names[: len(args)], args, strict=True)), **kwargs}
+    input = values.pop("input")
     x = input.unsqueeze(0) if input.dim() == dims + 1 else input
+    values["dilation"] = _tuple(values["dilation"], dims)
     if not transposed:
-        x, padding = _explicit_padding(x, padding, weight, dilation, dims)
-    return ConvolutionCall(
-        x=x,
-        weight=weight,
-        bias=bias,
-        stride=_tuple(stride, dims),
-        padding=_tuple(padding, dims),
-        dilation=dilation,
-        transposed=transposed,
-        output_padding=_tuple(output_padding, dims),
-        groups=groups,
-        restore=_same if input.dim() == dims + 2 else lambda y: y.squeeze(0),
-    )
+        x, values["padding"] = _explicit_padding(x, values["padding"], values["weight"], values["dilation"], dims)
+    for name in ("stride", "padding", "output_padding"):
+        values[name] = _tuple(values[name], dims)
+    restore = _same if input.dim() == dims + 2 else lambda y: y.squeeze(0)
+    return ConvolutionCall(x=x, transposed=transposed, restore=restore, **values)

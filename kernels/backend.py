@@ -25,12 +25,14 @@ def known_device(device: torch.device | str) -> torch.device:
     """The device that a name stands for.
 
     Raises:
-        UnsupportedError: torch knows no such device, or does not see the card here.
+        UnsupportedError: A device that is neither ``cpu`` nor ``cuda``, or a card that torch does not see.
     """
     try:
-        known = torch.device(device)
+        known: torch.device | None = torch.device(device)
     except RuntimeError:
-        raise UnsupportedError(f"device {device!r}: plans can be made for cpu and cuda") from None
+        known = None
+    if known is None or known.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device {str(device)!r}: plans can be made for cpu and cuda")
     if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(
             f"device {str(known)!r}: torch sees {torch.cuda.device_count()} CUDA devices here; name one of them, or cpu"
@@ -50,9 +52,7 @@ def device_precisions(device: torch.device | str) -> tuple[str, ...]:
     device = known_device(device)
     if device.type == "cpu":
         return ("INT8", "BF16", "FP32")
-    if device.type == "cuda":
-        return cuda_precisions(torch.cuda.get_device_capability(device))
-    raise UnsupportedError(f"device {str(device)!r}: plans can be made for cpu and cuda")
+    return cuda_precisions(torch.cuda.get_device_capability(device))
 
 
 @functools.cache
@@ -69,35 +69,29 @@ def half_format(device: torch.device | str) -> str:
     return "BF16" if "BF16" in device_precisions(device) else "FP16"
 
 
-def _explain_products(device: torch.device) -> dict[str, str]:
-    """Implementations of products and convolutions without the compiled kernels, by kind of operator."""
-    native = has_native_product(device)
-    product = "torch._int_mm" if native else "float products of integer values: no exact INT8 product on this device"
-    linear = convolution = product
-    if device.type == "cpu":
-        fused = "oneDNN, scales and bias fused (one activation scale per tensor); otherwise "
-        linear = (fused if has_onednn_linear() else "oneDNN operator absent or inexact, hence ") + product
-        floats = "float convolution of integer values"
-        convolution = (
-            fused + floats if has_onednn_convolution() else f"oneDNN operator absent or inexact, hence {floats}"
-        )
-    elif native:
-        convolution = "patches copied as INT8, then torch._int_mm"
-    batched = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
-    return {"linear": linear, "convolution": convolution, "batched": batched if device.type == "cuda" else product}
-
-
 def explain(device: torch.device | str) -> dict[str, str]:
     """By kind of 8-bit operator, the implementation that ``backend="auto"`` runs on a device, and why.
 
     On a card this call builds and loads the compiled kernels; where that fails, the text says why and what to install.
     """
     device = torch.device(device)
-    result = _explain_products(device)
-    if "FP8" in device_precisions(device):
-        result["fp8"] = "torch._scaled_mm"
-    if device.type != "cuda":
+    precisions, native = device_precisions(device), has_native_product(device)
+    product = "torch._int_mm" if native else "float products of integer values: no exact INT8 product on this device"
+    result = dict.fromkeys(("linear", "convolution", "batched"), product)
+    if device.type == "cpu":
+        floats = "float convolution of integer values"
+        for kind, has_fused, other in (
+            ("linear", has_onednn_linear(), product),
+            ("convolution", has_onednn_convolution(), floats),
+        ):
+            fused = "oneDNN, scales and bias fused (one activation scale per tensor); otherwise "
+            result[kind] = (fused if has_fused else "oneDNN operator absent or inexact, hence ") + other
         return result
+    if native:
+        result["convolution"] = "patches copied as INT8, then torch._int_mm"
+    result["batched"] = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
+    if "FP8" in precisions:
+        result["fp8"] = "torch._scaled_mm"
     result["quantize"] = "plain PyTorch"
     kinds = {"quantize": ("quantize",), "matmul": ("linear", "batched", "fp8"), "convolution": ("convolution",)}
     for unit in UNITS:

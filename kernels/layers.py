@@ -17,30 +17,21 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.autograd import EIGHT_BITS, differentiated_once, feed_forward
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize import E4M3, INT8, dequantize_matrix, quantize_matrix, stream_key
-
-_DTYPES = {"INT8": INT8.dtype, "FP8": E4M3.dtype}
+from qsync_opt.kernels.quantize import PRECISIONS, dequantize_matrix, drawing, quantize_matrix
 
 
 def _codes_dtype(precision: str) -> torch.dtype:
-    if precision not in _DTYPES:
-        raise UnsupportedError(f"layer precision {precision!r}: allowed are {', '.join(_DTYPES)}")
-    return _DTYPES[precision]
+    if precision not in PRECISIONS:
+        raise UnsupportedError(f"layer precision {precision!r}: allowed are {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision][0].dtype
 
 
 class _RoundTrip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, options: KernelOptions) -> Tensor:
         ctx.dtype = x.dtype
-        codes, scale, _ = quantize_matrix(
-            x.reshape(-1, x.shape[-1]),
-            dtype,
-            granularity="row",
-            rounding=options.rounding,
-            key=stream_key(options.seed, options.offset, 0),
-            step=options.step,
-            backend=options.backend,
-        )
+        rows = x.reshape(-1, x.shape[-1])
+        codes, scale, _ = quantize_matrix(rows, dtype, granularity="row", **drawing(options, stream=0))
         return dequantize_matrix(codes, scale, options.half_dtype, backend=options.backend).view(x.shape)
 
     @staticmethod

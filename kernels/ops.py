@@ -24,27 +24,25 @@ _DTYPES: dict[str, torch.dtype] = {
     "TF32": torch.float32,
     "FP32": torch.float32,
 }
-_FLOATS = frozenset({"BF16", "FP16", "FP32"})
 # Attention and einsum have their own backward pass, which cannot be set to TF32; a lookup multiplies nothing.
 TF32_OPERATORS = PRODUCTS | CONVOLUTIONS
+ADJUSTABLE: frozenset[str] = PRODUCTS | CONVOLUTIONS | {"einsum", "embedding", "scaled_dot_product_attention"}
+# Operators of a precision; FP32 runs all of them.
 _OPERATORS: dict[str, frozenset[str]] = {
     "INT8": PRODUCTS | {"conv1d", "conv2d", "conv3d"},
     "FP8": frozenset({"linear", "addmm", "mm"}),
+    "BF16": ADJUSTABLE,
+    "FP16": ADJUSTABLE,
     "TF32": TF32_OPERATORS,
 }
-ADJUSTABLE: frozenset[str] = PRODUCTS | CONVOLUTIONS | {"einsum", "embedding", "scaled_dot_product_attention"}
+_EIGHT_BITS = convolution, linear, product
+_MODES = float_modes.convolution, float_modes.linear, float_modes.product
 _DEFAULTS = KernelOptions()
-
-
-def _kernel_exists(op_type: str, precision: str) -> bool:
-    if op_type not in ADJUSTABLE:
-        return precision == "FP32"
-    return precision in _FLOATS or op_type in _OPERATORS.get(precision, frozenset())
 
 
 def precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
     """Precisions in which an operator of this kind can run on a device, from the coarsest to the finest."""
-    return tuple(name for name in device_precisions(device) if _kernel_exists(op_type, name))
+    return tuple(name for name in device_precisions(device) if name == "FP32" or op_type in _OPERATORS[name])
 
 
 @functools.cache
@@ -59,11 +57,7 @@ def supports(op_type: str, precision: str, device: torch.device | str) -> bool:
 
 
 def require(op_type: str, precision: str, device: torch.device) -> None:
-    """Refuse what :func:`execute` cannot do.
-
-    Raises:
-        UnsupportedError: The kind of operator cannot run at the precision on the device.
-    """
+    """Raise an UnsupportedError for what :func:`execute` cannot do."""
     if not supports(op_type, precision, device):
         allowed = ", ".join(precisions_of(op_type, device))
         raise UnsupportedError(f"{op_type} cannot run in {precision} on {device}: allowed are {allowed}")
@@ -118,16 +112,11 @@ def _cast_named(values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]
 
 def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """Device of the first floating tensor among the arguments, None if there is none."""
-    first = args[0] if args else None
-    if isinstance(first, Tensor) and first.is_floating_point():
-        return first.device
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.device
-        if isinstance(value, (tuple, list)):
-            device = _device(tuple(value), {})
-            if device is not None:
-                return device
+        if isinstance(value, (tuple, list)) and (device := _device(tuple(value), {})) is not None:
+            return device
     return None
 
 
@@ -150,37 +139,23 @@ def _run_float(
     return function(*_cast_all(args, dtype), **_cast_named(kwargs, dtype))
 
 
-def _run_in_mode(
-    op_type: str, mode: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """A product or convolution of FP32 tensors in TF32 or true FP32 arithmetic, forward and backward."""
-    args = _cast_all(args, torch.float32)
-    kwargs = _cast_named(kwargs, torch.float32)
-    if op_type in CONVOLUTIONS:
-        conv = convolution_call(op_type, args, kwargs)
-        return conv.restore(float_modes.convolution(conv.x, conv.weight, conv.bias, conv.geometry, mode))
-    if is_plain_linear(op_type, args, kwargs):
-        return float_modes.linear(args[0], args[1], args[2] if len(args) > 2 else None, mode)
-    call = product_call(op_type, function, args, kwargs)
-    result = float_modes.product(call.a, call.b, mode)
-    return call.finish(result if call.bias is None else result + call.bias)
-
-
-def _run_eight_bits(
+def _run_product(
     op_type: str,
-    precision: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    options: KernelOptions,
+    arithmetic: tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]],
+    *how: Any,
 ) -> Any:
+    """A convolution, linear layer or other product by the ``arithmetic`` of these three, told ``how``."""
+    convolve, connect, multiply = arithmetic
     if op_type in CONVOLUTIONS:
         conv = convolution_call(op_type, args, kwargs)
-        return conv.restore(convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
+        return conv.restore(convolve(conv.x, conv.weight, conv.bias, conv.geometry, *how))
     if is_plain_linear(op_type, args, kwargs):
-        return linear(args[0], args[1], args[2] if len(args) > 2 else None, precision, options)
+        return connect(args[0], args[1], args[2] if len(args) > 2 else None, *how)
     call = product_call(op_type, function, args, kwargs)
-    return call.finish(product(call.a, call.b, call.bias, precision, options))
+    return call.finish(multiply(call.a, call.b, call.bias, *how))
 
 
 def execute(
@@ -217,11 +192,13 @@ def execute(
         return function(*args, **kwargs)
     require(op_type, precision, device)
     if precision in ("INT8", "FP8"):
-        return _run_eight_bits(op_type, precision, function, args, kwargs, options or _DEFAULTS)
-    if precision == "TF32":
-        return _run_in_mode(op_type, "tf32", function, args, kwargs)
+        how = (options or _DEFAULTS,) if op_type in CONVOLUTIONS else (precision, options or _DEFAULTS)
+        return _run_product(op_type, function, args, kwargs, _EIGHT_BITS, *how)
+    mode = "tf32" if precision == "TF32" else None
     if precision == "FP32" and device.type == "cuda" and op_type in TF32_OPERATORS:
         family = "conv" if op_type in CONVOLUTIONS else "matmul"
-        if float_modes.current_mode(family) != "ieee":
-            return _run_in_mode(op_type, "ieee", function, args, kwargs)
-    return _run_float(op_type, _DTYPES[precision], function, args, kwargs)
+        mode = "ieee" if float_modes.current_mode(family) != "ieee" else None
+    if mode is None:
+        return _run_float(op_type, _DTYPES[precision], function, args, kwargs)
+    args, kwargs = _cast_all(args, torch.float32), _cast_named(kwargs, torch.float32)
+    return _run_product(op_type, function, args, kwargs, _MODES, mode)

@@ -14,8 +14,7 @@ w (K, C, taps) and the codes g (N, K, spatial) of that gradient:
                        dequantized codes, because the contraction runs over pixels, which no channels-last copy of the
                        codes has next to each other.
 
-What the integer kernels do not take (groups; dilation with a stride) runs on dequantized codes in 16 bits as well: the
-rounding errors of a gradient are those of the codes, and of 16-bit operands or results, in every case.
+What the integer kernels do not take (groups; dilation with a stride) runs on dequantized codes in 16 bits as well.
 
 A scale may not change along a contraction: weights with a scale per output channel get codes of their own for the input
 gradient, with a scale per input channel, and inputs with a scale per sample take the 16-bit weight gradient.
@@ -49,10 +48,10 @@ from qsync_opt.kernels.quantize import (
     Quantized,
     QuantizedMatrix,
     dequantize,
+    drawing,
     once_per_step,
     quantize_int8,
     quantize_matrix,
-    stream_key,
 )
 
 # Numbers of the random streams of one call, as in `products`.
@@ -120,7 +119,8 @@ class _Convolution(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if options.backward == "half":
             operands = dequantize(Quantized(x, x_scale), half), dequantize(Quantized(weight, weight_scale), half)
-            grad_x, grad_weight = _half_gradients(grad, *operands, ctx.geometry, (wanted[0], wanted[1]))
+            mask = [wanted[0], wanted[1], False]
+            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(grad, *operands, None, *ctx.geometry, mask)
         elif wanted[0] or wanted[1]:
             g, transposed = _quantized_pixels(grad, "stochastic", options, _GRADIENT, ctx.product)
             if ctx.native:
@@ -129,25 +129,22 @@ class _Convolution(torch.autograd.Function):
             if ctx.product:
                 rows = QuantizedMatrix(g.codes, g.scale, transposed)
                 grad_weight = weight_gradient(rows, x, x_scale, weight_dtype, options).view(ctx.shapes[1])
-            in_half = (wanted[0] and grad_x is None, wanted[1] and grad_weight is None)
+            in_half = [wanted[0] and grad_x is None, wanted[1] and grad_weight is None, False]
             if any(in_half):
                 # An operand that only its own gradient depends on is not read: anything of its shape stands for it.
-                half_x = dequantize(Quantized(x, x_scale), half) if in_half[1] else None
-                half_weight = dequantize(Quantized(weight, weight_scale), half) if in_half[0] else None
                 half_grad = dequantize(g, half)
-                half_x = half_grad.new_empty(ctx.shapes[0]) if half_x is None else half_x
-                half_weight = half_grad.new_empty(ctx.shapes[1]) if half_weight is None else half_weight
-                first, second = _half_gradients(half_grad, half_x, half_weight, ctx.geometry, in_half)
+                stand_in = half_grad.new_empty
+                half_x = dequantize(Quantized(x, x_scale), half) if in_half[1] else stand_in(ctx.shapes[0])
+                half_w = dequantize(Quantized(weight, weight_scale), half) if in_half[0] else stand_in(ctx.shapes[1])
+                first, second, _ = torch.ops.aten.convolution_backward(
+                    half_grad, half_x, half_w, None, *ctx.geometry, in_half
+                )
                 grad_x, grad_weight = first if in_half[0] else grad_x, second if in_half[1] else grad_weight
         if wanted[2]:
             grad_bias = bias_gradient(grad, bias_dtype)
-        return (
-            None if grad_x is None else grad_x.to(x_dtype),
-            None if grad_weight is None else grad_weight.to(weight_dtype),
-            grad_bias,
-            None,
-            None,
-        )
+        grad_x = None if grad_x is None else grad_x.to(x_dtype)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def convolution_slices(x: Tensor, weight: Tensor, options: KernelOptions) -> tuple[Dims, Dims]:
@@ -185,27 +182,9 @@ def _compiled_convolution(
         # A sequence is an image of one row.
         x_codes, weight_codes = x_codes.unsqueeze(2), weight_codes.unsqueeze(2)
         stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-    result = scaled_conv2d(
-        x_codes,
-        weight_codes,
-        x.scale,
-        weight.scale,
-        bias,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        out_dtype=dtype,
-    )
+    sizes = {"stride": stride, "padding": padding, "dilation": dilation}
+    result = scaled_conv2d(x_codes, weight_codes, x.scale, weight.scale, bias, groups=groups, out_dtype=dtype, **sizes)
     return result.squeeze(2) if is_line else result
-
-
-def _half_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, geometry: tuple[Any, ...], wanted: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the input and the weight of a 16-bit convolution; None for one that is not wanted."""
-    grads = torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry, [*wanted, False])
-    return grads[0] if wanted[0] else None, grads[1] if wanted[1] else None
 
 
 def _quantized_pixels(
@@ -218,11 +197,8 @@ def _quantized_pixels(
     result = quantize_matrix(
         x.movedim(1, -1).reshape(-1, x.shape[1]),
         INT8.dtype,
-        rounding=rounding,
-        key=stream_key(options.seed, options.offset, stream),
-        step=options.step,
         transposed=transposed,
-        backend=options.backend,
+        **drawing(options, stream, rounding),
     )
     image = result.codes.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
     return Quantized(image, result.scale.reshape(1, *(1,) * (x.dim() - 1))), result.transposed
@@ -239,20 +215,14 @@ def _transposed_weight(weight: Tensor, codes: Quantized, options: KernelOptions)
             return quantize_int8(plain, dims, options, stream=_WEIGHT_COLUMNS)
 
         codes = once_per_step(weight, ("INT8", "input channels"), options, quantize)
-        return Quantized(codes.codes.transpose(0, 1), codes.scale.transpose(0, 1))
-    return Quantized(codes.codes.transpose(0, 1), codes.scale)
+    return Quantized(codes.codes.transpose(0, 1), codes.scale.transpose(0, 1))
 
 
 class Phase(NamedTuple):
     """Every ``stride``-th element of one dimension of an input gradient, and the convolution that computes it.
 
-    Attributes:
-        first: Of the elements.
-        elements: How many.
-        tap: First of the taps that reach them, every ``stride``-th from there on.
-        taps: How many; 0: these elements are zero.
-        padding: Zeros around the gradient of the result.
-        begin: Where the elements begin in the result of the convolution.
+    The ``elements`` begin at ``first``; the ``taps`` that reach them begin at ``tap``, and without any they are zero.
+    The gradient of the result has ``padding`` zeros around it; in the convolution's result they begin at ``begin``.
     """
 
     first: int
@@ -312,23 +282,22 @@ def input_gradient(
     per_dim = [
         phases(*facts) for facts in zip(sizes, grad.codes.shape[2:], taps, stride, padding, dilation, strict=True)
     ]
-    whole: Tensor | None = None
+    shape = (grad.codes.shape[0], *sizes, exchanged.codes.shape[0])
+    whole = None
+    if math.prod(stride) > 1:
+        whole = torch.zeros(shape, dtype=dtype, device=grad.codes.device).movedim(-1, 1)
     for phase in itertools.product(*per_dim):
-        part: Tensor | None = None
-        if min(p.taps for p in phase) > 0:
-            picked = (slice(None), slice(None), *(slice(p.tap, None, s) for p, s in zip(phase, stride, strict=True)))
-            weight = Quantized(exchanged.codes[picked].flip(tuple(range(2, 2 + len(taps)))), exchanged.scale)
-            edges = tuple(p.padding for p in phase)
-            plain = ((1,) * len(taps), edges, tuple(dilation), False, (0,) * len(taps), 1)
-            part = scaled_convolution(grad, weight, None, plain, dtype, backend)
-            part = part[(slice(None), slice(None), *(slice(p.begin, p.begin + p.elements) for p in phase))]
-            if math.prod(stride) == 1:
-                return part
+        if min(p.taps for p in phase) == 0:
+            continue
+        picked = (slice(None), slice(None), *(slice(p.tap, None, s) for p, s in zip(phase, stride, strict=True)))
+        weight = Quantized(exchanged.codes[picked].flip(tuple(range(2, 2 + len(taps)))), exchanged.scale)
+        edges = tuple(p.padding for p in phase)
+        plain = ((1,) * len(taps), edges, tuple(dilation), False, (0,) * len(taps), 1)
+        part = scaled_convolution(grad, weight, None, plain, dtype, backend)
+        part = part[(slice(None), slice(None), *(slice(p.begin, p.begin + p.elements) for p in phase))]
         if whole is None:
-            shape = (grad.codes.shape[0], *sizes, exchanged.codes.shape[0])
-            whole = torch.zeros(shape, dtype=dtype, device=grad.codes.device).movedim(-1, 1)
-        if part is not None:
-            places = (slice(p.first, None, s) for p, s in zip(phase, stride, strict=True))
-            whole[(slice(None), slice(None), *places)] = part
-    assert whole is not None  # a stride has at least one phase
+            return part
+        places = (slice(p.first, None, s) for p, s in zip(phase, stride, strict=True))
+        whole[(slice(None), slice(None), *places)] = part
+    assert whole is not None  # without strides there is one phase, with every tap
     return whole

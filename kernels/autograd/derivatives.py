@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _DelayedError: Any = torch._C._functions.DelayedError
 
@@ -23,14 +22,11 @@ TF32 = (
 
 
 def differentiated_once(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the ``backward`` of an autograd function whose derivative is not known.
+    """Decorate the ``backward``, returning a tuple, of an autograd function whose derivative is not known.
 
     ``torch.autograd.function.once_differentiable`` lets gradients pass as constants where the incoming gradient
     requires none (the last layer under a sum): the second derivative then silently lacks that layer's part. This
-    decorator always refuses.
-
-    Args:
-        reason: Text of the RuntimeError that a second differentiation raises.
+    decorator always refuses, by a RuntimeError with the text ``reason``.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,14 +37,9 @@ def differentiated_once(reason: str) -> Callable[[Callable[..., Any]], Callable[
             # A compiler refuses to differentiate twice.
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return result
-            results = result if isinstance(result, tuple) else (result,)
-            refused = _DelayedError(reason.encode(), len(results))(*map(_requiring_gradient, results))
-            return refused if isinstance(result, tuple) else refused[0]
+            differentiable = (None if value is None else value.detach().requires_grad_() for value in result)
+            return _DelayedError(reason.encode(), len(result))(*differentiable)
 
         return once
 
     return decorate
-
-
-def _requiring_gradient(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach().requires_grad_()

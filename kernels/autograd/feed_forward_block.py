@@ -32,20 +32,19 @@ from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_amax, scaled_mm_unchecked
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import (
-    E4M3,
-    E5M2,
     INT8,
+    PRECISIONS,
     UNIT,
     QuantizedMatrix,
+    amax,
+    drawing,
     plain_by_amax,
     quantize_by_amax,
     signed,
-    stream_key,
 )
 
 # Numbers of the random streams of one call; an operand's second is for columns, which are not scaled apart here.
 _INPUT, _FIRST, _SECOND, _HIDDEN, _GRADIENT, _HIDDEN_GRADIENT = (0, 0), (1, 1), (2, 2), 3, 4, 5
-_DTYPES = {"INT8": INT8.dtype, "FP8": E4M3.dtype}
 # Above the largest derivative of GELU, 1.1289 at the square root of 2, by more than rounding to 16 bits adds.
 _STEEPEST = 1.14
 
@@ -79,13 +78,13 @@ def feed_forward(
 
     Source: ours.
     """
-    if precision not in _DTYPES:
-        raise UnsupportedError(f"feed_forward precision {precision!r}: allowed are {', '.join(_DTYPES)}")
+    if precision not in PRECISIONS:
+        raise UnsupportedError(f"feed_forward precision {precision!r}: allowed are {', '.join(PRECISIONS)}")
     options = replace(
         options or KernelOptions(), activation_granularity="tensor", weight_granularity="tensor", backward="eight"
     )
     rows = x.reshape(-1, x.shape[-1])
-    arguments = (rows, first, first_bias, second, second_bias, _DTYPES[precision], options)
+    arguments = (rows, first, first_bias, second, second_bias, precision, options)
     result: Tensor = _FeedForward.apply(*arguments)  # type: ignore[no-untyped-call]
     return result.view(*x.shape[:-1], second.shape[0])
 
@@ -99,25 +98,27 @@ class _FeedForward(torch.autograd.Function):
         first_bias: Tensor | None,
         second: Tensor,
         second_bias: Tensor | None,
-        dtype: torch.dtype,
+        precision: str,
         options: KernelOptions,
     ) -> Tensor:
-        half, key = options.half_dtype, stream_key(options.seed, options.offset, _HIDDEN)
+        dtype, ctx.gradient_dtype = (form.dtype for form in PRECISIONS[precision])
+        half, draws = options.half_dtype, drawing(options, _HIDDEN)
         a = quantize_operand(x, dtype, "tensor", options, ctx.needs_input_grad[1], _INPUT)
         w = weight_operand(first, dtype, options, ctx.needs_input_grad[0], _FIRST)
         operands = (a.codes, w.codes, a.scale, w.scale, first_bias)
         if dtype is INT8.dtype:
             hidden = scaled_mm(*operands, out_dtype=half)
-            activated, largest = _operator("gelu_amax", options)(hidden)
-            h = _quantized_by_amax(activated, largest, dtype, options.rounding, key, options)
+            activate = library.operator(UNIT, "gelu_amax", hidden.device, options.backend)
+            activated, largest = activate(hidden)
+            h = quantize_by_amax(activated, largest, dtype, transposed=True, **draws)
         else:
             hidden, largest = scaled_mm_amax(*operands, out_dtype=half)
-            h, _ = _quantized_gelu(hidden, None, largest, dtype, options.rounding, key, options, False)
+            h, _ = _quantized_gelu(hidden, None, largest, dtype, draws, False)
         v = weight_operand(second, dtype, options, True, _SECOND)
         ctx.save_for_backward(
             a.transposed, a.scale, w.transposed, w.scale, hidden, h.transposed, h.scale, v.transposed, v.scale
         )
-        ctx.options, ctx.gradient_dtype = options, dtype if dtype is INT8.dtype else E5M2.dtype
+        ctx.options = options
         ctx.dtypes = [None if t is None else t.dtype for t in (x, first, first_bias, second, second_bias)]
         return scaled_mm(h.codes, v.codes, h.scale, v.scale, second_bias, out_dtype=half)
 
@@ -134,16 +135,17 @@ class _FeedForward(torch.autograd.Function):
         grad_second_bias = bias_gradient(grad, second_bias_dtype) if wanted[4] else None
         if wanted[0] or wanted[1] or wanted[2]:
             operands = (g.codes, v, g.scale, v_scale)
-            key = stream_key(options.seed, options.offset, _HIDDEN_GRADIENT)
+            draws = drawing(options, _HIDDEN_GRADIENT, rounding="stochastic")
             if dtype is INT8.dtype:
                 grad_gelu = scaled_mm_unchecked(*operands, None, half)
-                grad_hidden, largest = _operator("gelu_backward_amax", options)(grad_gelu, hidden)
+                differentiate = library.operator(UNIT, "gelu_backward_amax", hidden.device, options.backend)
+                grad_hidden, largest = differentiate(grad_gelu, hidden)
                 if wanted[2]:
                     grad_first_bias = bias_gradient(grad_hidden, first_bias_dtype)
-                e = _quantized_by_amax(grad_hidden, largest, dtype, "stochastic", key, options)
+                e = quantize_by_amax(grad_hidden, largest, dtype, transposed=True, **draws)
             else:
                 grad_gelu, largest = scaled_mm_amax(*operands, out_dtype=half)
-                e, total = _quantized_gelu(hidden, grad_gelu, largest, dtype, "stochastic", key, options, wanted[2])
+                e, total = _quantized_gelu(hidden, grad_gelu, largest, dtype, draws, wanted[2])
                 grad_first_bias = total.to(first_bias_dtype) if wanted[2] else None
             if wanted[0]:
                 grad_x = scaled_mm_unchecked(e.codes, w, e.scale, w_scale, None, half).to(x_dtype)
@@ -152,44 +154,25 @@ class _FeedForward(torch.autograd.Function):
         return grad_x, grad_first, grad_first_bias, grad_second, grad_second_bias, None, None
 
 
-def _quantized_by_amax(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, rounding: str, key: int, options: KernelOptions
-) -> QuantizedMatrix:
-    return quantize_by_amax(
-        x, largest, dtype, rounding=rounding, key=key, step=options.step, transposed=True, backend=options.backend
-    )
-
-
 def _quantized_gelu(
-    x: Tensor,
-    grad: Tensor | None,
-    largest: Tensor,
-    dtype: torch.dtype,
-    rounding: str,
-    key: int,
-    options: KernelOptions,
-    sums: bool,
+    x: Tensor, grad: Tensor | None, largest: Tensor, dtype: torch.dtype, draws: dict[str, Any], sums: bool
 ) -> tuple[QuantizedMatrix, Tensor]:
-    quantize = _operator("gelu_quantize", options)
-    *codes, total = quantize(x, grad, largest, dtype, rounding, signed(key), options.step, sums)
+    rounding, key, step, backend = draws.values()
+    quantize = library.operator(UNIT, "gelu_quantize", x.device, backend)
+    *codes, total = quantize(x, grad, largest, dtype, rounding, signed(key), step, sums)
     return QuantizedMatrix(*codes), total
-
-
-def _with_amax(values: Tensor) -> tuple[Tensor, Tensor]:
-    if values.numel() == 0:
-        return values, values.new_zeros(1, dtype=torch.float32)
-    return values, values.abs().amax().to(torch.float32).reshape(1)
 
 
 def _gelu_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch: GELU formed in FP32, rounded once; and the largest magnitude of the result."""
-    return _with_amax(F.gelu(x.to(torch.float32)).to(x.dtype).contiguous())
+    values = F.gelu(x.to(torch.float32)).to(x.dtype).contiguous()
+    return values, amax(values, None).reshape(1)
 
 
 def _gelu_backward_amax(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch: gradient of GELU at ``x``, formed in FP32, rounded once; and its largest magnitude."""
-    exact = torch.ops.aten.gelu_backward(grad.to(torch.float32), x.to(torch.float32))
-    return _with_amax(exact.to(x.dtype).contiguous())
+    values = torch.ops.aten.gelu_backward(grad.to(torch.float32), x.to(torch.float32)).to(x.dtype).contiguous()
+    return values, amax(values, None).reshape(1)
 
 
 def _fake_amax(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,14 +181,7 @@ def _fake_amax(*tensors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gelu_quantize(
-    x: Tensor,
-    grad: Tensor | None,
-    largest: Tensor,
-    format: torch.dtype,
-    rounding: str,
-    key: int,
-    step: Tensor | None,
-    sums: bool,
+    x: Tensor, grad: Tensor | None, largest: Tensor, format: torch.dtype, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Plain PyTorch: codes of GELU of ``x``, or of its gradient, rounded as by the operators above, by a bound.
 
@@ -213,8 +189,9 @@ def _gelu_quantize(
     """
     values = (_gelu_amax(x) if grad is None else _gelu_backward_amax(grad, x))[0]
     bound = largest if grad is None else largest * torch.tensor(_STEEPEST, dtype=torch.float32, device=x.device)
+    *draws, sums = others
     total = values.sum(0, dtype=torch.float32) if sums else values.new_empty(0, dtype=torch.float32)
-    return *plain_by_amax(values, bound, format, rounding, key, step, True), total
+    return *plain_by_amax(values, bound, format, *draws, True), total
 
 
 def _fake_quantize(
@@ -226,23 +203,14 @@ def _fake_quantize(
     return x.new_empty((rows, columns), dtype=format), scale, x.new_empty((columns, rows), dtype=format), total
 
 
-# By name, the operator and its plain implementation.
-_OPERATORS: dict[str, tuple[Any, Any]] = {
-    schema.partition("(")[0]: (library.define(schema, unit=UNIT, plain=plain, fake=fake), plain)
-    for schema, plain, fake in (
-        ("gelu_amax(Tensor x) -> (Tensor, Tensor)", _gelu_amax, _fake_amax),
-        ("gelu_backward_amax(Tensor grad, Tensor x) -> (Tensor, Tensor)", _gelu_backward_amax, _fake_amax),
-        (
-            "gelu_quantize(Tensor x, Tensor? grad, Tensor largest, ScalarType format, str rounding, int key, "
-            "Tensor? step, bool sums) -> (Tensor, Tensor, Tensor, Tensor)",
-            _gelu_quantize,
-            _fake_quantize,
-        ),
-    )
-}
-
-
-def _operator(name: str, options: KernelOptions) -> Any:
-    """An operator; the quantizer of the block's input has loaded its library before, where tensors are on a card."""
-    native, plain = _OPERATORS[name]
-    return plain if options.backend == "reference" else native
+for _schema, _plain, _fake in (
+    ("gelu_amax(Tensor x) -> (Tensor, Tensor)", _gelu_amax, _fake_amax),
+    ("gelu_backward_amax(Tensor grad, Tensor x) -> (Tensor, Tensor)", _gelu_backward_amax, _fake_amax),
+    (
+        "gelu_quantize(Tensor x, Tensor? grad, Tensor largest, ScalarType format, str rounding, int key, "
+        "Tensor? step, bool sums) -> (Tensor, Tensor, Tensor, Tensor)",
+        _gelu_quantize,
+        _fake_quantize,
+    ),
+):
+    library.define(_schema, unit=UNIT, plain=_plain, fake=_fake)

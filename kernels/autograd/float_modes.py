@@ -10,6 +10,7 @@ of their own (``*_in_mode``), which set it when they run.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.kernels.autograd.derivatives import TF32, differentiated_once
-from qsync_opt.kernels.compilation import define_opaque
+from qsync_opt.kernels.compilation import library
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
@@ -26,10 +27,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
     return result
 
 
-def product(a: Tensor, b: Tensor, mode: str) -> Tensor:
-    """``a @ b`` of FP32 matrices (N, K) (K, M) or batches of them, multiplied in ``mode`` forward and backward."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+    """``a @ b + bias`` of FP32 matrices (N, K) (K, M) or batches of them in ``mode``, forward and backward."""
     result: Tensor = _Product.apply(a, b, mode)  # type: ignore[no-untyped-call]
-    return result
+    return result if bias is None else result + bias
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], mode: str) -> Tensor:
@@ -58,8 +59,7 @@ class _Mode:
     __slots__ = ("_before", "_mode", "_setting")
 
     def __init__(self, family: str, mode: str) -> None:
-        self._setting, self._mode = _setting(family), mode
-        self._before = ""
+        self._setting, self._mode, self._before = _setting(family), mode, ""
 
     def __enter__(self) -> None:
         self._before = self._setting.fp32_precision
@@ -76,22 +76,19 @@ def fp32_mode(family: str, mode: str) -> contextlib.AbstractContextManager[None]
     return _Mode(family, mode)
 
 
-def _product_in_mode(a: Tensor, b: Tensor, mode: str) -> Tensor:
-    with fp32_mode("matmul", mode):
-        return torch.matmul(a, b)
+def _in_mode(family: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with a further, last argument: the mode that it runs in."""
+
+    def run(*args: Any) -> Any:
+        with fp32_mode(family, args[-1]):
+            return function(*args[:-1])
+
+    return run
 
 
-def _convolution_in_mode(*args: Any) -> Tensor:
-    """``torch.convolution`` of all arguments but the last, the mode."""
-    with fp32_mode("conv", args[-1]):
-        return torch.convolution(*args[:-1])
-
-
-def _convolution_backward_in_mode(*args: Any) -> tuple[Tensor | None, ...]:
-    """``aten::convolution_backward`` of all arguments but the last, the mode."""
-    with fp32_mode("conv", args[-1]):
-        gradients: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(*args[:-1])
-    return gradients
+_product_in_mode = _in_mode("matmul", torch.matmul)
+_convolution_in_mode = _in_mode("conv", torch.convolution)
+_convolution_backward_in_mode = _in_mode("conv", torch.ops.aten.convolution_backward)
 
 
 def _filled(gradients: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
@@ -100,21 +97,24 @@ def _filled(gradients: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor,
 
 
 _GEOMETRY = "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
-_PRODUCT_IN_MODE = define_opaque(
+_PRODUCT_IN_MODE = library.define(
     "product_in_mode(Tensor a, Tensor b, str mode) -> Tensor",
-    lambda a, b, mode: _product_in_mode(a, b, mode).contiguous(),
-    lambda a, b, mode: a.new_empty(torch.matmul(a, b).shape),
+    unit=None,
+    plain=lambda a, b, mode: _product_in_mode(a, b, mode).contiguous(),
+    fake=lambda a, b, mode: a.new_empty(torch.matmul(a, b).shape),
 )
-_CONVOLUTION_IN_MODE = define_opaque(
+_CONVOLUTION_IN_MODE = library.define(
     f"convolution_in_mode(Tensor x, Tensor weight, Tensor? bias, {_GEOMETRY}, str mode) -> Tensor",
-    _convolution_in_mode,
-    lambda *args: torch.convolution(*args[:-1]),
+    unit=None,
+    plain=_convolution_in_mode,
+    fake=lambda *args: torch.convolution(*args[:-1]),
 )
-_CONVOLUTION_BACKWARD_IN_MODE = define_opaque(
+_CONVOLUTION_BACKWARD_IN_MODE = library.define(
     "convolution_backward_in_mode(Tensor grad, Tensor x, Tensor weight, int[]? bias_sizes, "
     f"{_GEOMETRY}, bool[] wanted, str mode) -> (Tensor, Tensor, Tensor)",
-    lambda *args: _filled(_convolution_backward_in_mode(*args), args[0]),
-    lambda *args: _filled(torch.ops.aten.convolution_backward(*args[:-1]), args[0]),
+    unit=None,
+    plain=lambda *args: _filled(_convolution_backward_in_mode(*args), args[0]),
+    fake=lambda *args: _filled(torch.ops.aten.convolution_backward(*args[:-1]), args[0]),
 )
 
 

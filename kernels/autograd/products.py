@@ -36,16 +36,16 @@ from qsync_opt.kernels.matmul import activate, int8_bmm, int8_mm, integer, scale
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import (
     E4M3,
-    E5M2,
     INT8,
+    PRECISIONS,
     Quantized,
     QuantizedMatrix,
     dequantize,
+    drawing,
     once_per_step,
     quantize_fp8,
     quantize_int8,
     quantize_unchecked,
-    stream_key,
 )
 
 # Numbers of the random streams of one call.
@@ -93,8 +93,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, optio
 class _HalfBackward(torch.autograd.Function):
     """``a @ b + bias`` or, of a linear layer, ``a @ b.T + bias`` with ``a`` (.., K).
 
-    A linear layer's changes of shape are made in here, where they are no autograd nodes: most operators of a
-    transformer are linear layers, and in eager mode small ones wait for the host.
+    A linear layer changes shapes in here, where that adds no autograd nodes: small layers wait for the host.
     """
 
     @staticmethod
@@ -103,19 +102,24 @@ class _HalfBackward(torch.autograd.Function):
     ) -> Tensor:
         rows = flattened(a) if is_linear else a
         a_dims, b_dims = product_slices(rows, b, options, is_linear) if precision == "INT8" else (None, None)
-        x = _FORMATS[precision].quantize(rows, a_dims, options, _INPUT)
+        quantize, multiply = _FORMATS[precision]
+        x = quantize(rows, a_dims, options, _INPUT)
         if b.dim() == 2:
             w = quantized_weight(b, b_dims, options, precision, is_linear)
         else:
-            w = _FORMATS[precision].quantize(b, b_dims, options, _WEIGHT)
+            w = quantize(b, b_dims, options, _WEIGHT)
         ctx.save_for_backward(*x, *w)
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.half, ctx.shape, ctx.is_linear = options.half_dtype, a.shape, is_linear
-        if is_linear and _runs_compiled(a, options.backend):
+        compiled = a.is_cuda and options.backend != "reference" and activate()
+        if compiled and is_linear:
             result = scaled_mm_unchecked(x.codes, w.codes, x.scale, w.scale, bias, ctx.half)
+        elif compiled:  # codes that are not contiguous along K are copied once
+            a_codes, b_codes = (c if c.stride(-1) == 1 else c.contiguous() for c in (x.codes, w.codes.mT))
+            result = scaled_mm(a_codes, b_codes, x.scale, w.scale, bias, out_dtype=ctx.half)
         else:
             w = Quantized(w.codes.t(), w.scale.t()) if is_linear else w
-            result = _FORMATS[precision].multiply(x, w, bias, ctx.half, options.backend)
+            result = multiply(x, w, bias, ctx.half, options.backend)
         return result if result.dim() == a.dim() else result.view(*a.shape[:-1], b.shape[0])
 
     @staticmethod
@@ -146,13 +150,12 @@ class _EightBackward(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, options: KernelOptions
     ) -> Tensor:
-        codes = _FORMATS[precision].codes
+        codes, ctx.gradient_codes = (form.dtype for form in PRECISIONS[precision])
         a = quantize_operand(flattened(x), codes, options.activation_granularity, options, ctx.needs_input_grad[1])
         b = weight_operand(weight, codes, options, ctx.needs_input_grad[0])
         ctx.save_for_backward(a.transposed, a.transposed_scale, b.transposed, b.transposed_scale)
-        ctx.options, ctx.gradient_codes = options, _FORMATS[precision].gradient_codes
+        ctx.options, ctx.shape = options, x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.shape = x.shape
         result = scaled_mm_unchecked(a.codes, b.codes, a.scale, b.scale, bias, options.half_dtype)
         return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
 
@@ -192,8 +195,7 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of the gradient of a result over all dimensions but that of the bias: columns, or channels (dimension 1)."""
-    dims = 0 if grad.dim() == 2 else [0, *range(2, grad.dim())]
-    return converted(grad.sum(dims, dtype=torch.float32), dtype)
+    return converted(grad.sum([0, *range(2, grad.dim())], dtype=torch.float32), dtype)
 
 
 class Operand(NamedTuple):
@@ -219,7 +221,7 @@ def quantized_weight(
     weight: Tensor, dims: Dims, options: KernelOptions, precision: str = "INT8", is_linear: bool = False
 ) -> Quantized:
     """Codes of a weight with one scale per slice that ``dims`` span, computed once per step if the options say so."""
-    quantize = _FORMATS[precision].quantize
+    quantize, _ = _FORMATS[precision]
     facts = (precision, dims, is_linear)
     return once_per_step(weight, facts, options, lambda plain: quantize(plain, dims, options, _WEIGHT))
 
@@ -233,17 +235,11 @@ def quantize_operand(
     streams: tuple[int, int] = (_INPUT, _INPUT_COLUMNS),
 ) -> Operand:
     """Codes of ``x`` (N, K) with scales per ``"tensor"`` or ``"row"``; if wanted, codes of its transposition (K, N)."""
-
-    def quantize(granularity: str, stream: int, transposed: bool) -> QuantizedMatrix:
-        key = stream_key(options.seed, options.offset, stream)
-        return quantize_unchecked(
-            x, codes, granularity, options.rounding, key, options.step, transposed, options.backend
-        )
-
     if granularity == "tensor" or not transposed:
-        rows = quantize(granularity, streams[0], transposed)
+        rows = quantize_unchecked(x, codes, granularity, transposed=transposed, **drawing(options, streams[0]))
         return Operand(*rows, rows.scale if transposed else None)
-    rows, columns = quantize("row", streams[0], False), quantize("channel", streams[1], True)
+    rows = quantize_unchecked(x, codes, "row", **drawing(options, streams[0]))
+    columns = quantize_unchecked(x, codes, "channel", transposed=True, **drawing(options, streams[1]))
     return Operand(rows.codes, rows.scale, columns.transposed, columns.scale)
 
 
@@ -269,12 +265,9 @@ def quantize_gradient(
     grad: Tensor, codes: torch.dtype, options: KernelOptions, stream: int, transposed: bool
 ) -> QuantizedMatrix:
     """Codes of a gradient (N, M) with one scale, rounded stochastically whatever the options say."""
-    key = stream_key(options.seed, options.offset, stream)
-    return quantize_unchecked(grad, codes, "tensor", "stochastic", key, options.step, transposed, options.backend)
-
-
-def _runs_compiled(x: Tensor, backend: str) -> bool:
-    return x.is_cuda and backend != "reference" and activate()
+    return quantize_unchecked(
+        grad, codes, "tensor", transposed=transposed, **drawing(options, stream, rounding="stochastic")
+    )
 
 
 def runs_onednn(x: Quantized, dtype: torch.dtype, backend: str) -> bool:
@@ -291,16 +284,8 @@ def rescaled(sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtyp
     return result.to(dtype)
 
 
-def _compiled_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The fused CUDA kernels; codes that are not contiguous along K are copied once."""
-    a_codes, b_codes = (codes if codes.stride(-1) == 1 else codes.contiguous() for codes in (a.codes, b.codes.mT))
-    return scaled_mm(a_codes, b_codes, a.scale, b.scale, bias, out_dtype=dtype)
-
-
 def _int8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
     """``(a @ b) + bias`` of INT8 operands: (N, K) (K, M) or (B, N, K) (B, K, M), in ``dtype``."""
-    if _runs_compiled(a.codes, backend):
-        return _compiled_product(a, b, bias, dtype)
     if a.codes.dim() == 3:
         return rescaled(int8_bmm(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
     if runs_onednn(a, dtype, backend) and b.codes.numel() > 0 and integer.has_onednn_linear():
@@ -310,8 +295,6 @@ def _int8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.
 
 def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
     """``(a @ b) + bias`` of E4M3 operands (N, K), (K, M) with one scale each, in ``dtype``."""
-    if _runs_compiled(a.codes, backend):
-        return _compiled_product(a, b, bias, dtype)
     (n, k), m = a.codes.shape, b.codes.shape[1]
     if min(n, k, m) == 0:
         result = torch.zeros((n, m), dtype=dtype, device=a.codes.device)
@@ -330,18 +313,10 @@ def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.d
     return result if bias is None else result + bias.to(dtype)
 
 
-class _Format(NamedTuple):
-    """A precision of products: element types of codes, the quantizer, and the product of codes."""
-
-    codes: torch.dtype
-    gradient_codes: torch.dtype
-    quantize: Callable[[Tensor, Dims, KernelOptions, int], Quantized]
-    multiply: Callable[[Quantized, Quantized, Tensor | None, torch.dtype, str], Tensor]
-
-
-_FORMATS = {
-    "INT8": _Format(INT8.dtype, INT8.dtype, quantize_int8, _int8_product),
-    "FP8": _Format(E4M3.dtype, E5M2.dtype, quantize_fp8, _fp8_product),
+# By precision, the quantizer of operands, and the product of codes without the fused CUDA kernels.
+_FORMATS: dict[str, tuple[Callable[..., Quantized], Callable[..., Tensor]]] = {
+    "INT8": (quantize_int8, _int8_product),
+    "FP8": (quantize_fp8, _fp8_product),
 }
 
 

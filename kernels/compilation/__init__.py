@@ -11,14 +11,7 @@ if TYPE_CHECKING:
     from qsync_opt.kernels.compilation import builder, library
     from qsync_opt.kernels.compilation.builder import UNITS
     from qsync_opt.kernels.compilation.compiler import find_toolchain
-    from qsync_opt.kernels.compilation.library import define_opaque
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = [
-    "UNITS",
-    "builder",
-    "define_opaque",
-    "find_toolchain",
-    "library",
-]
+__all__ = ["UNITS", "builder", "find_toolchain", "library"]

@@ -2,28 +2,26 @@
 
 A unit is the sources ``csrc/cuda/<unit>*.cu`` and ``.cpp``. A source whose name ends in ``_sm75``, ``_sm80``, ``_sm89``
 or ``_sm90`` (or has it followed by another word: ``matmul_sm90_int8.cu``) is compiled only for the targets of that code
-path. A library's name holds a digest of everything it depends on; it is written to a temporary name and renamed, under
-a lock, so that processes that build at the same time neither disturb each other nor build twice.
+path. A library's name holds a digest of everything it depends on; processes that build at the same time build once.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import hashlib
+import itertools
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
 from qsync_opt.io import default_cache_folder
 from qsync_opt.kernels.compilation import compiler
-from qsync_opt.kernels.compilation.compiler import find_toolchain
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 CACHE_VARIABLE = "QSYNC_KERNEL_CACHE"
@@ -36,8 +34,6 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "89": ("sm_89",),
     "90": ("sm_90a",),
 }
-
-
 # Stems of the sources' names: kernels that are compiled and loaded together.
 UNITS = ("quantize", "matmul", "convolution")
 
@@ -57,11 +53,10 @@ def target_of(capability: tuple[int, int]) -> str:
         return forced
     if capability[0] == 9:
         return "sm_90a"  # code for 9.0a runs nowhere else, not even on later cards
-    numbers = {target: divmod(int(target[3:]), 10) for target in TARGETS if not target.endswith("a")}
-    fitting = [target for target, number in numbers.items() if number <= capability]
+    fitting = [target for target in TARGETS[:-1] if divmod(int(target[3:]), 10) <= capability]
     if not fitting:
         raise UnsupportedError(
-            f"a card of compute capability {capability[0]}.{capability[1]}: kernels need 7.5 or later"
+            f"a card of compute capability {'.'.join(map(str, capability))}: kernels need 7.5 or later"
         )
     return fitting[-1]
 
@@ -90,24 +85,19 @@ def _headers(unit: str) -> list[Path]:
     return [path for path in headers if not path.name.startswith(others)]
 
 
-def _digest(unit: str, targets: Sequence[str]) -> str:
-    tools = find_toolchain()
-    digest = hashlib.sha256()
+def library_path(unit: str, targets: Sequence[str]) -> Path:
+    """File of the unit's library for some targets, whether it is built yet or not."""
+    tools = compiler.find_toolchain()
     facts = [unit, *targets, tools.nvcc_version, tools.torch_version]
-    digest.update("\0".join(facts).encode())
+    digest = hashlib.sha256("\0".join(facts).encode())
     for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__), Path(compiler.__file__)]):
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:20]
-
-
-def library_path(unit: str, targets: Sequence[str]) -> Path:
-    """File of the unit's library for some targets, whether it is built yet or not."""
-    return cache_folder() / f"{unit}-{'-'.join(targets)}-{_digest(unit, targets)}.so"
+    return cache_folder() / f"{unit}-{'-'.join(targets)}-{digest.hexdigest()[:20]}.so"
 
 
 def _compile(unit: str, targets: Sequence[str], output: Path, jobs: int) -> None:
-    tools = find_toolchain()
+    tools = compiler.find_toolchain()
     flags = compiler.flags(targets, CSRC)
     paths = sources(unit, targets)
     if not paths:
@@ -115,40 +105,16 @@ def _compile(unit: str, targets: Sequence[str], output: Path, jobs: int) -> None
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{unit}-") as folder:
         objects = {path: Path(folder) / f"{path.name}.o" for path in paths}
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            runs = [
-                pool.submit(
-                    compiler.run,
-                    [tools.nvcc, "-c", path, "-o", objects[path], *flags, *map(compiler.code, fitting)],
-                    f"{path.name} for {', '.join(fitting)}",
-                )
-                for path, fitting in paths.items()
-            ]
-            for run in runs:
-                run.result()
-        libraries = tools.torch_folder / "lib"
-        names = [
+            list(pool.map(compiler.compile_source, paths, paths.values(), objects.values(), itertools.repeat(flags)))
+        linked, libraries = Path(folder) / output.name, tools.torch_folder / "lib"
+        names = (
             name for name in ("torch", "torch_cpu", "torch_cuda", "c10") if (libraries / f"lib{name}.so").is_file()
-        ]
-        linked = Path(folder) / output.name
+        )
         # Only libraries that the result names are searched when it is loaded, used or not at link time.
-        options = [
-            "-Xlinker=--no-as-needed",
-            f"-L{libraries}",
-            *(f"-l{name}" for name in names),
-            *map(compiler.code, targets),
-        ]
+        options = ["-Xlinker=--no-as-needed", f"-L{libraries}", *(f"-l{name}" for name in names)]
+        options += map(compiler.code, targets)
         compiler.run([tools.nvcc, "-shared", *objects.values(), "-o", linked, *options], f"unit {unit}")
         linked.replace(output)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``; a second process waits here until the first has built."""
-    import fcntl
-
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def build(unit: str, targets: Sequence[str], jobs: int | None = None) -> Path:
@@ -174,9 +140,12 @@ def build(unit: str, targets: Sequence[str], jobs: int | None = None) -> Path:
     output = library_path(unit, targets)
     if output.is_file():
         return output
+    import fcntl  # only where there is a compiler: Windows has none of it
+
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(output.with_suffix(".lock")):
+        with output.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here until the first has built
             if not output.is_file():
                 _compile(unit, targets, output, compiler.jobs(jobs))
     except OSError as error:

@@ -1,14 +1,15 @@
 """A check that every CUDA source compiles and links for every target, as quickly as the compiler can; nothing is kept.
 
-A source is compiled once for all of its targets, so that its host part is compiled once; only sources whose host part
-depends on the targets (they name ``QSYNC_HAS_``) are compiled for each target separately, as in a builder. Expensive
-optimizations are off where the compiler has an option for that: speed and size of the code are not those of a builder.
+A source is compiled once for all of its targets; only those whose host part depends on the targets (they name
+``QSYNC_HAS_``) are compiled for each target separately, as in a build. Expensive optimizations are off where the
+compiler has an option for that: speed and size of the code are not those of a build.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -18,36 +19,12 @@ from pathlib import Path
 
 from qsync_opt.errors import QSyncError
 from qsync_opt.kernels.compilation import builder, compiler
-from qsync_opt.kernels.compilation.compiler import find_toolchain
-
-
-def _quick_options() -> list[str]:
-    """Options that make this compiler quick; ``--Ofast-compile`` is younger than the oldest compiler that builds."""
-    text = subprocess.run([find_toolchain().nvcc, "--help"], capture_output=True, text=True, check=False).stdout
-    return ["--Ofast-compile=max"] if "--Ofast-compile" in text else []
-
-
-def _compile(path: Path, targets: Sequence[str], output: Path, options: Sequence[str]) -> None:
-    flags = [flag for flag in compiler.flags(targets, builder.CSRC) if flag != "-O3"]
-    code = map(compiler.code, targets)
-    compiler.run(
-        [find_toolchain().nvcc, "-c", path, "-o", output, *flags, *options, *code],
-        f"{path.name} for {', '.join(targets)}",
-    )
-
-
-def _link(unit: str, target: str, objects: Sequence[Path], output: Path) -> None:
-    what = f"unit {unit} for {target}"
-    compiler.run([find_toolchain().nvcc, "-shared", *objects, "-o", output, compiler.code(target)], what)
 
 
 def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
-    """Compile all sources of some units for all of their targets, and link each unit for each target.
+    """Compile all sources of some units for all of their targets into a folder, and link each unit for each target.
 
-    Args:
-        units: The units.
-        folder: Where objects and libraries go.
-        jobs: Compilers to run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
+    ``jobs`` compilers run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
 
     Returns:
         How many pairs of a source and a target were compiled.
@@ -56,30 +33,31 @@ def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
         NotInstalledError: nvcc or torch's headers are missing.
         NotReadyError: A source does not compile or a unit does not link; the text holds the compiler's first error.
     """
-    options = _quick_options()
+    nvcc = compiler.find_toolchain().nvcc
+    # The option is younger than the oldest compiler that builds.
+    usage = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=False).stdout
+    quick = ["--Ofast-compile=max"] if "--Ofast-compile" in usage else []
     compiles: dict[Path, tuple[Path, tuple[str, ...]]] = {}  # by object: source and targets
     for unit in units:
         for path, targets in builder.sources(unit, builder.TARGETS).items():
             alone = "QSYNC_HAS_" in path.read_text(encoding="utf-8")
             for group in [(target,) for target in targets] if alone else [targets]:
                 compiles[folder / f"{path.name}-{'-'.join(group)}.o"] = (path, group)
-    # Those for most targets first: they take longest, and all processors are busy to the end.
-    order = sorted(compiles, key=lambda output: -len(compiles[output][1]))
+
+    def compile_part(output: Path) -> None:
+        path, group = compiles[output]
+        options = [*(flag for flag in compiler.flags(group, builder.CSRC) if flag != "-O3"), *quick]
+        compiler.compile_source(path, group, output, options)
+
+    def link(unit: str, target: str) -> None:
+        paths, linked = builder.sources(unit, (target,)), folder / f"{unit}-{target}.so"
+        parts = [output for output, (path, group) in compiles.items() if path in paths and target in group]
+        compiler.run([nvcc, "-shared", *parts, "-o", linked, compiler.code(target)], f"unit {unit} for {target}")
+
     with concurrent.futures.ThreadPoolExecutor(compiler.jobs(jobs)) as pool:
-        runs = [pool.submit(_compile, *compiles[output], output, options) for output in order]
-        try:
-            for run in runs:
-                run.result()
-            for unit in units:
-                for target in builder.TARGETS:
-                    paths = builder.sources(unit, (target,))
-                    parts = [output for output, (path, group) in compiles.items() if path in paths and target in group]
-                    runs.append(pool.submit(_link, unit, target, parts, folder / f"{unit}-{target}.so"))
-            for run in runs:
-                run.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        # Those for most targets first: they take longest, and all processors are busy to the end.
+        list(pool.map(compile_part, sorted(compiles, key=lambda output: -len(compiles[output][1]))))
+        list(pool.map(link, *zip(*itertools.product(units, builder.TARGETS), strict=True)))
     return sum(len(group) for _, group in compiles.values())
 
 

@@ -21,14 +21,7 @@ OLDEST_TORCH = (2, 11)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
-    """The compiler and the folders it needs.
-
-    Attributes:
-        nvcc: Path of the compiler.
-        nvcc_version: Release and build, as ``nvcc --version`` names them.
-        torch_version: Version of the installed torch.
-        torch_folder: Folder of the package torch, with ``include`` and ``lib`` in it.
-    """
+    """The compiler, its release and build as ``nvcc --version`` names them, and the installed torch and its folder."""
 
     nvcc: Path
     nvcc_version: str
@@ -37,23 +30,9 @@ class Toolchain:
 
 
 def _find_nvcc() -> Path | None:
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        root = os.environ.get(variable)
-        if root and (Path(root) / "bin" / "nvcc").is_file():
-            return Path(root) / "bin" / "nvcc"
-    on_path = shutil.which("nvcc")
-    if on_path:
-        return Path(on_path)
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    return usual if usual.is_file() else None
-
-
-def _nvcc_version(nvcc: Path) -> str:
-    process = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    match = re.search(r"release (\S+), (V\S+)", process.stdout)
-    if process.returncode != 0 or match is None:
-        raise NotInstalledError(f"{nvcc} --version answers {process.returncode}: install a working CUDA toolkit")
-    return f"{match[1]} {match[2]}"
+    folders = [folder for name in ("CUDA_HOME", "CUDA_PATH") if (folder := os.environ.get(name))]
+    paths = [*(f"{folder}/bin/nvcc" for folder in folders), shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
+    return next((Path(path) for path in paths if Path(path).is_file()), None)
 
 
 @functools.cache
@@ -78,9 +57,12 @@ def find_toolchain() -> Toolchain:
         raise NotInstalledError(
             f"torch {version} lacks the stable C++ interface of {needed}: pip install 'torch>={needed}'"
         )
-    return Toolchain(
-        nvcc=nvcc, nvcc_version=_nvcc_version(nvcc), torch_version=version, torch_folder=Path(spec.origin).parent
-    )
+    process = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"release (\S+), (V\S+)", process.stdout)
+    if process.returncode != 0 or match is None:
+        raise NotInstalledError(f"{nvcc} --version answers {process.returncode}: install a working CUDA toolkit")
+    release, folder = f"{match[1]} {match[2]}", Path(spec.origin).parent
+    return Toolchain(nvcc=nvcc, nvcc_version=release, torch_version=version, torch_folder=folder)
 
 
 JOBS_VARIABLE = "QSYNC_KERNEL_JOBS"
@@ -101,18 +83,13 @@ def flags(targets: Sequence[str], sources: Path) -> list[str]:
         targets: Which code paths its host part may call.
         sources: Folder that headers are included from.
     """
-    tools = find_toolchain()
-    include = tools.torch_folder / "include"
-    options = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"]
-    options += [
-        "-DUSE_CUDA",
-        "-DTORCH_TARGET_VERSION=0x020b000000000000",
-        "-DNDEBUG",
-        "-diag-suppress=20012,20013,20015",
+    include = find_toolchain().torch_folder / "include"
+    return [
+        *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"),
+        *("-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-DNDEBUG", "-diag-suppress=20012,20013,20015"),
+        *(f"-DQSYNC_HAS_{target.upper().replace('_', '')}=1" for target in targets),
+        *(f"-isystem={include}", f"-isystem={include / 'torch' / 'csrc' / 'api' / 'include'}", f"-I{sources}"),
     ]
-    options += [f"-DQSYNC_HAS_{target.upper().replace('_', '')}=1" for target in targets]
-    options += [f"-isystem={include}", f"-isystem={include / 'torch' / 'csrc' / 'api' / 'include'}"]
-    return [*options, f"-I{sources}"]
 
 
 def run(command: Sequence[str | os.PathLike[str]], what: str) -> None:
@@ -127,6 +104,12 @@ def run(command: Sequence[str | os.PathLike[str]], what: str) -> None:
         first = next((line for line in output if re.search(r"\berror\b|undefined reference|fatal", line)), None)
         reason = first or next(iter(output), f"nvcc ended with {process.returncode}")
         raise NotReadyError(f"{what} does not compile: {reason.strip()}")
+
+
+def compile_source(path: Path, targets: Sequence[str], output: Path, options: Sequence[str]) -> None:
+    """Compile a source to an object that holds code for some targets."""
+    what = f"{path.name} for {', '.join(targets)}"
+    run([find_toolchain().nvcc, "-c", path, "-o", output, *options, *map(code, targets)], what)
 
 
 def jobs(requested: int | None) -> int:

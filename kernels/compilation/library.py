@@ -8,7 +8,6 @@ its place, and :func:`reason` says why.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +18,18 @@ from qsync_opt.kernels.compilation import builder
 
 NAMESPACE = "qsync_opt"
 _FRAGMENT: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_PLAIN: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+_PLAIN: dict[str, dict[str, Callable[..., Any]]] = {}
 # Per unit, "" if its CUDA code is loaded, else why it is not.
 _STATE: dict[str, str] = {}
 
 
-def define(schema: str, *, unit: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(schema: str, *, unit: str | None, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Declare an operator.
 
     Args:
         schema: Name and signature: ``"double(Tensor x) -> Tensor"``.
-        unit: Unit whose library registers the CUDA implementation, under the same name.
+        unit: Unit whose library registers the CUDA implementation, under the same name; None: ``plain`` runs on every
+            device, and no compiler looks into it.
         plain: The operator in plain PyTorch: the specification, and the implementation on CPU.
         fake: Shapes, strides and types of the results without computing them.
 
@@ -37,25 +37,26 @@ def define(schema: str, *, unit: str, plain: Callable[..., Any], fake: Callable[
         The operator, an ``OpOverload``.
     """
     name = schema.partition("(")[0]
-    _PLAIN.setdefault(unit, []).append((name, plain))
-    return _register(name, schema, plain, fake, ("CPU",))
-
-
-def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Declare an operator that is the same Python on every device and that no compiler looks into.
-
-    Arguments and result are those of `define`.
-    """
-    return _register(schema.partition("(")[0], schema, plain, fake, ("CPU", "CUDA"))
-
-
-def _register(
-    name: str, schema: str, plain: Callable[..., Any], fake: Callable[..., Any], keys: tuple[str, ...]
-) -> Any:
     _FRAGMENT.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in keys:
-        _FRAGMENT.impl(name, plain, key)
+    _FRAGMENT.impl(name, plain, "CPU")
+    if unit is None:
+        _FRAGMENT.impl(name, plain, "CUDA")
+    else:
+        _PLAIN.setdefault(unit, {})[name] = plain
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
+    return getattr(torch.ops.qsync_opt, name).default
+
+
+def operator(unit: str, name: str, device: torch.device, backend: str) -> Any:
+    """An operator of a unit, ready on the device; its plain implementation for ``backend="reference"``.
+
+    Raises:
+        UnsupportedError: ``backend="compiled"``, and the unit's CUDA code cannot run.
+    """
+    if backend == "reference":
+        return _PLAIN[unit][name]
+    if device.type == "cuda" and not activate(unit) and backend == "compiled":
+        raise UnsupportedError(f"backend 'compiled': {name} runs in plain PyTorch here: {reason(unit)}")
     return getattr(torch.ops.qsync_opt, name).default
 
 
@@ -80,18 +81,16 @@ def _load(unit: str) -> str:
 def activate(unit: str) -> bool:
     """Make the unit's operators callable on CUDA tensors, building its library on first use.
 
-    Returns:
-        True if the compiled code runs there, False if the plain implementation does.
+    Returns whether the compiled code runs there; else the plain implementation does.
     """
     if unit not in _STATE:
         _STATE[unit] = _load(unit)
         if _STATE[unit] and torch.cuda.is_available():
-            for name, plain in _PLAIN.get(unit, ()):
+            for name, plain in _PLAIN.get(unit, {}).items():
                 _FRAGMENT.impl(name, plain, "CUDA")
     return not _STATE[unit]
 
 
-@functools.cache
 def reason(unit: str) -> str:
     """Why a unit's compiled code does not run here, with what to install; empty if it does."""
     activate(unit)

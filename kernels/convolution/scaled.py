@@ -28,38 +28,21 @@ OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TERMS = ((1 << 31) - 1) // (127 * 127)
 
 
-def _output_sizes(
-    x_NHWC: Tensor, weight_KRSC: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> tuple[int, int]:
-    """Rows and columns of the result."""
-    rows, columns = (
-        (x_NHWC.shape[1 + i] + 2 * padding[i] - dilation[i] * (weight_KRSC.shape[1 + i] - 1) - 1) // stride[i] + 1
-        for i in range(2)
-    )
-    return rows, columns
+def _output_sizes(sizes_HW: Sequence[int], taps_RS: Sequence[int], *geometry: Sequence[int]) -> list[int]:
+    """Rows and columns of the result, from those of the input and the kernel, and stride, padding and dilation."""
+    per_dim = zip(sizes_HW, taps_RS, *geometry, strict=True)
+    return [(size + 2 * p - d * (taps - 1) - 1) // s + 1 for size, taps, s, p, d in per_dim]
 
 
-def _plain(
-    x_NHWC: Tensor,
-    weight_KRSC: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str,
-    out_dtype: torch.dtype,
-    *_: int,
-) -> Tensor:
+def _plain(x_NHWC: Tensor, weight_KRSC: Tensor, x_scale: Tensor, weight_scale: Tensor, *others: Any) -> Tensor:
     """The operator in plain PyTorch: the specification."""
+    bias, stride, padding, dilation, groups, activation, out_dtype = others[:7]
     if x_NHWC.numel() == 0:
-        return _fake(x_NHWC, weight_KRSC, x_scale, weight_scale, bias, stride, padding, dilation, 0, "", out_dtype)
+        return _fake(x_NHWC, weight_KRSC, x_scale, weight_scale, *others)
     geometry = (tuple(stride), tuple(padding), tuple(dilation), False, (0, 0), groups)
     x_NCHW, weight_KCRS = x_NHWC.permute(0, 3, 1, 2), weight_KRSC.permute(0, 3, 1, 2)
     sums_NPQK = exact_convolution(x_NCHW, weight_KCRS, geometry, "reference").permute(0, 2, 3, 1)
-    result = sums_NPQK.to(torch.float32).mul_(x_scale.reshape(-1, 1, 1, 1) * weight_scale.reshape(-1))
+    result: Tensor = sums_NPQK.to(torch.float32).mul_(x_scale.reshape(-1, 1, 1, 1) * weight_scale.reshape(-1))
     if bias is not None:
         result.add_(bias)
     if activation == "relu":
@@ -68,7 +51,7 @@ def _plain(
 
 
 def _fake(x_NHWC: Tensor, weight_KRSC: Tensor, *others: Any) -> Tensor:
-    p, q = _output_sizes(x_NHWC, weight_KRSC, *others[3:6])
+    p, q = _output_sizes(x_NHWC.shape[1:3], weight_KRSC.shape[1:3], *others[3:6])
     return x_NHWC.new_empty((x_NHWC.shape[0], p, q, weight_KRSC.shape[0]), dtype=others[8])
 
 
@@ -120,7 +103,7 @@ def _check_geometry(
     for name, pair, minimum in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if len(pair) != 2 or min(pair) < minimum:
             raise UnsupportedError(f"scaled_conv2d: {name} {tuple(pair)}; needed are two integers from {minimum}")
-    p, q = _output_sizes(x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1), stride, padding, dilation)
+    p, q = _output_sizes(x.shape[2:], weight.shape[2:], stride, padding, dilation)
     if min(p, q) < 1:
         raise UnsupportedError(
             f"scaled_conv2d: a kernel of {tuple(weight.shape[2:])} does not fit an input of {tuple(x.shape[2:])} with "

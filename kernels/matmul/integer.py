@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
@@ -22,26 +23,22 @@ def _per_channel(scale: Tensor, channels: int) -> Tensor:
     return scale.reshape(-1).expand(channels).contiguous()
 
 
+def _ending(channels: int, bias: Tensor | None, dtype: torch.dtype) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of oneDNN: zero points of the weight, bias; scale and zero point of the result, type, no activation."""
+    zero_points = torch.zeros(channels, dtype=torch.int32)
+    return (zero_points, None if bias is None else bias.to(torch.float32)), (1.0, 0, dtype, "none", [], "")
+
+
 def linear(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``(a.codes @ b.codes) * a.scale * b.scale + bias`` in ``dtype`` (BF16 or FP32); INT32 sums are scaled in FP32.
 
     ``a`` is (N, K) with one scale, ``b`` (K, M) in any layout with one scale or (1, M).
     """
     columns = b.codes.shape[1]
+    shift, ending = _ending(columns, bias, dtype)
+    weight = b.codes.to_mkldnn(), _per_channel(b.scale, columns)
     result: Tensor = torch.ops.onednn.qlinear_pointwise(
-        a.codes.contiguous(),
-        a.scale.item(),
-        0,
-        b.codes.to_mkldnn(),
-        _per_channel(b.scale, columns),
-        torch.zeros(columns, dtype=torch.int32),
-        None if bias is None else bias.to(torch.float32),
-        1.0,
-        0,
-        dtype,
-        "none",
-        [],
-        "",
+        a.codes.contiguous(), a.scale.item(), 0, *weight, *shift, *ending
     )
     return result
 
@@ -53,43 +50,18 @@ def convolution(
 
     ``x`` has one scale, ``weight`` one or one per output channel; ``geometry`` is not transposed.
     """
-    stride, padding, dilation, _, _, groups = geometry
+    sizes = (*map(list, geometry[:3]), geometry[5])
     channels = weight.codes.shape[0]
     scales = _per_channel(weight.scale, channels)
-    spatial = x.codes.dim() - 2
     # The operator takes unsigned activations; shifting by the zero point is flipping the top bit.
     unsigned = x.codes.contiguous().view(torch.uint8) ^ _ZERO_POINT
-    if spatial == 2:
+    if unsigned.dim() == 4:
         unsigned = unsigned.contiguous(memory_format=torch.channels_last)
-    packed = torch.ops.onednn.qconv_prepack(
-        weight.codes.contiguous(),
-        scales,
-        1.0,
-        _ZERO_POINT,
-        list(stride),
-        list(padding),
-        list(dilation),
-        groups,
-        list(unsigned.shape),
-    )
+    codes = weight.codes.contiguous()
+    packed = torch.ops.onednn.qconv_prepack(codes, scales, 1.0, _ZERO_POINT, *sizes, list(unsigned.shape))
+    shift, ending = _ending(channels, bias, dtype)
     result: Tensor = torch.ops.onednn.qconv_pointwise(
-        unsigned,
-        x.scale.item(),
-        _ZERO_POINT,
-        packed,
-        scales,
-        torch.zeros(channels, dtype=torch.int32),
-        None if bias is None else bias.to(torch.float32),
-        list(stride),
-        list(padding),
-        list(dilation),
-        groups,
-        1.0,
-        0,
-        dtype,
-        "none",
-        [],
-        "",
+        unsigned, x.scale.item(), _ZERO_POINT, packed, scales, *shift, *sizes, *ending
     )
     return result
 
@@ -121,7 +93,7 @@ def has_onednn_convolution() -> bool:
     x = Quantized(_extreme_codes(2, 8, 5, 5), torch.ones(1, 1, 1, 1))
     weight = Quantized(_extreme_codes(4, 8, 3, 3), torch.ones(4, 1, 1, 1))
     geometry = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    expected = torch.nn.functional.conv2d(x.codes.float(), weight.codes.float(), padding=1)
+    expected = F.conv2d(x.codes.float(), weight.codes.float(), padding=1)
     return _is_exact(lambda: convolution(x, weight, None, geometry, torch.float32), expected)
 
 
@@ -130,16 +102,12 @@ _FP32_EXACT_TERMS = (1 << 24) // (INT8_MAX * INT8_MAX)
 
 
 @functools.cache
-def native_product_works(device_type: str, index: int | None) -> bool:
-    """Whether ``torch._int_mm`` is exact on a device for products that saturate 16-bit sums.
-
-    Instructions that add two 8-bit products in 16 bits (x86 before VNNI) do so.
-    """
-    device = torch.device(device_type) if index is None else torch.device(device_type, index)
+def _has_native_product(device: torch.device) -> bool:
     if device.type not in ("cpu", "cuda"):
         return False
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
         return False
+    # Instructions that add two 8-bit products in 16 bits (x86 before VNNI) would saturate.
     a_NK = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)
     b_KM = torch.full((64, 32), INT8_MAX, dtype=torch.int8, device=device)
     b_KM[:, 1::2] = -INT8_MAX
@@ -150,7 +118,7 @@ def native_product_works(device_type: str, index: int | None) -> bool:
 @torch.compiler.assume_constant_result
 def has_native_product(device: torch.device) -> bool:
     """Whether the device has an exact product of INT8 matrices in INT32."""
-    return native_product_works(device.type, device.index)
+    return _has_native_product(device)
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:
@@ -158,23 +126,19 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a.to(dtype), b.to(dtype)).to(torch.int32)
 
 
-def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    if (rows, columns) == tuple(x.shape):
-        return x
-    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _cuda_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
     # cuBLASLt wants more than 16 rows, K and M in multiples of 8, and b column-major; zeros change nothing.
     (n, k), m = a_NK.shape, b_KM.shape[1]
-    k_padded, m_padded = _up(k, 8), _up(m, 8)
-    a = _padded(a_NK, max(n, 17), k_padded).contiguous()
-    b = _padded(b_KM.t(), m_padded, k_padded).contiguous().t()
-    return torch._int_mm(a, b)[:n, :m]
+    rows, depth, columns = max(17 - n, 0), -k % 8, -m % 8
+    a = F.pad(a_NK, (0, depth, 0, rows)) if depth or rows else a_NK
+    b = F.pad(b_KM.t(), (0, depth, 0, columns)) if depth or columns else b_KM.t()
+    return torch._int_mm(a.contiguous(), b.contiguous().t())[:n, :m]
+
+
+def _cpu_product(a_NK: Tensor, b_KM: Tensor, out: Tensor | None = None) -> Tensor:
+    # torch._int_mm writes nothing where a row or column of codes has both strides 1, as a transposed view can have.
+    a, b = (codes.view(-1).view(codes.shape) if codes.is_contiguous() else codes for codes in (a_NK, b_KM))
+    return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
 
 
 def int8_mm(a_NK: Tensor, b_KM: Tensor, backend: str = "auto") -> Tensor:
@@ -201,7 +165,7 @@ def int8_mm(a_NK: Tensor, b_KM: Tensor, backend: str = "auto") -> Tensor:
         )
     if not native:
         return _float_product(a_NK, b_KM)
-    return _cuda_product(a_NK, b_KM) if a_NK.device.type == "cuda" else torch._int_mm(a_NK, b_KM)
+    return (_cuda_product if a_NK.device.type == "cuda" else _cpu_product)(a_NK, b_KM)
 
 
 def int8_bmm(a_BNK: Tensor, b_BKM: Tensor, backend: str = "auto") -> Tensor:
@@ -221,7 +185,7 @@ def int8_bmm(a_BNK: Tensor, b_BKM: Tensor, backend: str = "auto") -> Tensor:
     if a_BNK.device.type == "cpu" and has_native_product(a_BNK.device):
         sums = torch.empty((batch, rows, columns), dtype=torch.int32)
         for a_NK, b_KM, out_NM in zip(a_BNK, b_BKM, sums, strict=True):
-            torch._int_mm(a_NK, b_KM, out=out_NM)
+            _cpu_product(a_NK, b_KM, out_NM)
         return sums
     return torch.stack([int8_mm(a_NK, b_KM, backend) for a_NK, b_KM in zip(a_BNK, b_BKM, strict=True)])
 
@@ -229,22 +193,10 @@ def int8_bmm(a_BNK: Tensor, b_BKM: Tensor, backend: str = "auto") -> Tensor:
 def _windows(x: Tensor, kernel: tuple[int, ...], geometry: tuple[Any, ...]) -> Tensor:
     """Patches of a padded input as a view: (N, spatial output..., C, kernel...)."""
     stride, padding, dilation = geometry[:3]
-    edges = [edge for p in reversed(padding) for edge in (p, p)]
-    padded = torch.nn.functional.pad(x, edges) if any(edges) else x.contiguous()
-    out = [
-        (size - d * (k - 1) - 1) // s + 1
-        for size, d, k, s in zip(padded.shape[2:], dilation, kernel, stride, strict=True)
-    ]
-    steps = padded.stride()
-    return padded.as_strided(
-        (x.shape[0], *out, x.shape[1], *kernel),
-        (
-            steps[0],
-            *(step * s for step, s in zip(steps[2:], stride, strict=True)),
-            steps[1],
-            *(step * d for step, d in zip(steps[2:], dilation, strict=True)),
-        ),
-    )
+    windows = F.pad(x, [edge for p in reversed(padding) for edge in (p, p)]) if any(padding) else x
+    for dim, (taps, step, distance) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        windows = windows.unfold(dim, distance * (taps - 1) + 1, step)[..., ::distance]
+    return windows.movedim(1, x.dim() - 1)
 
 
 def _patch_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str) -> Tensor:

@@ -14,8 +14,6 @@ Axis letters: B batch, N rows, K contraction, M columns, S blocks of 128 along K
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.matmul.integer import int8_bmm
 from qsync_opt.kernels.matmul.tiles import activate
+from qsync_opt.kernels.quantize import amax
 
 SCALE_BLOCK = 128
 EPILOGUES = ("none", "relu", "gelu")
@@ -34,17 +33,6 @@ _INT32_TERMS = (1 << 31) // (128 * 128) - 1
 
 def _blocks(depth: int) -> int:
     return -(-depth // SCALE_BLOCK)
-
-
-def _check_scale(scale: Tensor, codes: Tensor, name: str) -> None:
-    rows, depth = codes.shape[-2:]
-    batch = codes.shape[0] if codes.dim() == 3 else 1
-    allowed = (1, batch, batch * rows, batch * rows * _blocks(depth))
-    if scale.dtype is not torch.float32 or scale.numel() not in allowed:
-        raise UnsupportedError(
-            f"scaled_mm: {name} has {scale.numel()} elements of {scale.dtype}; allowed are float32 and {allowed[0]}, "
-            f"{allowed[1]} (per matrix), {allowed[2]} (per row) or {allowed[3]} (per row and block of {SCALE_BLOCK})"
-        )
 
 
 def _check(
@@ -69,8 +57,15 @@ def _check(
         raise UnsupportedError(
             f"scaled_mm: shapes {tuple(a.shape)} and {tuple(b.shape)}; needed are (.., N, K) and (.., M, K)"
         )
-    _check_scale(a_scale, a, "a_scale")
-    _check_scale(b_scale, b, "b_scale")
+    for name, codes, scale in (("a_scale", a, a_scale), ("b_scale", b, b_scale)):
+        batch = codes.shape[0] if codes.dim() == 3 else 1
+        rows = batch * codes.shape[-2]
+        allowed = (1, batch, rows, rows * _blocks(codes.shape[-1]))
+        if scale.dtype is not torch.float32 or scale.numel() not in allowed:
+            raise UnsupportedError(
+                f"scaled_mm: {name} has {scale.numel()} elements of {scale.dtype}; allowed are float32 and 1, {batch} "
+                f"(per matrix), {rows} (per row) or {allowed[3]} (per row and block of {SCALE_BLOCK})"
+            )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[-2] or bias.dtype not in _RESULTS):
         raise UnsupportedError(
             f"scaled_mm: bias is {tuple(bias.shape)} of {bias.dtype}; "
@@ -82,27 +77,12 @@ def _check(
         raise UnsupportedError(f"scaled_mm: out_dtype {out_dtype}; allowed are bfloat16, float16 and float32")
 
 
-def _per_block(scale: Tensor, codes: Tensor) -> Tensor:
-    """A scale seen as (B, rows, S)."""
-    batch, rows, depth = codes.shape
-    if _is_blocked(scale, codes):
-        return scale.reshape(batch, rows, _blocks(depth))
-    return _per_row(scale, codes).expand(batch, rows, _blocks(depth))
-
-
-def _per_row(scale: Tensor, codes: Tensor) -> Tensor:
-    """A scale seen as (B, rows, 1)."""
+def _by_row(scale: Tensor, codes: Tensor) -> Tensor:
+    """A scale seen as (B, rows, 1), or (B, rows, S) where it has blocks."""
     batch, rows = codes.shape[:2]
-    if scale.numel() == 1:
-        return scale.reshape(1, 1, 1).expand(batch, rows, 1)
-    if scale.numel() == batch * rows:
-        return scale.reshape(batch, rows, 1)
-    return scale.reshape(batch, 1, 1).expand(batch, rows, 1)
-
-
-def _is_blocked(scale: Tensor, codes: Tensor) -> bool:
-    batch, rows = codes.shape[:2]
-    return scale.numel() not in (1, batch, batch * rows)
+    if scale.numel() in (1, batch):
+        return scale.reshape(scale.numel(), 1, 1).expand(batch, rows, 1)
+    return scale.reshape(batch, rows, 1 if scale.numel() == batch * rows else _blocks(codes.shape[2]))
 
 
 def _sums(a_BNK: Tensor, b_BMK: Tensor) -> Tensor:
@@ -116,19 +96,14 @@ def _sums(a_BNK: Tensor, b_BMK: Tensor) -> Tensor:
 
 def _blocked_sums(a_BNK: Tensor, b_BMK: Tensor, a_scale_BNS: Tensor, b_scale_BMS: Tensor) -> Tensor:
     """Sums of blocks of 128 terms, each times its own two scales: FP32, shape (B, N, M)."""
+    blocks = _blocks(a_BNK.shape[-1])
+    a_scale_BNS, b_scale_BMS = a_scale_BNS.expand(-1, -1, blocks), b_scale_BMS.expand(-1, -1, blocks)
     total = a_scale_BNS.new_zeros((a_BNK.shape[0], a_BNK.shape[1], b_BMK.shape[1]))
-    for block in range(_blocks(a_BNK.shape[-1])):
+    for block in range(blocks):
         terms = slice(block * SCALE_BLOCK, (block + 1) * SCALE_BLOCK)
         scale = a_scale_BNS[:, :, block, None] * b_scale_BMS[:, None, :, block]
         total += _sums(a_BNK[..., terms], b_BMK[..., terms]).to(torch.float32) * scale
     return total
-
-
-def _activated(x: Tensor, epilogue: str) -> Tensor:
-    if epilogue == "relu":
-        return torch.relu(x)
-    # A clone, because results of an operator may not share memory.
-    return torch.nn.functional.gelu(x) if epilogue == "gelu" else x.clone()
 
 
 def product(
@@ -148,28 +123,24 @@ def product(
     del accurate
     _check(a, b, a_scale, b_scale, bias, epilogue, out_dtype)
     a_BNK, b_BMK = (a, b) if a.dim() == 3 else (a[None], b[None])
-    if _is_blocked(a_scale, a_BNK) or _is_blocked(b_scale, b_BMK):
-        result = _blocked_sums(a_BNK, b_BMK, _per_block(a_scale, a_BNK), _per_block(b_scale, b_BMK))
+    a_scale, b_scale = _by_row(a_scale, a_BNK), _by_row(b_scale, b_BMK)
+    if a_scale.shape[2] == b_scale.shape[2] == 1:
+        result = _sums(a_BNK, b_BMK).to(torch.float32) * (a_scale * b_scale.mT)
     else:
-        scale = _per_row(a_scale, a_BNK) * _per_row(b_scale, b_BMK).mT
-        result = _sums(a_BNK, b_BMK).to(torch.float32) * scale
+        result = _blocked_sums(a_BNK, b_BMK, a_scale, b_scale)
     if bias is not None:
         result = result + bias.to(torch.float32)
+    # A clone, because results of an operator may not share memory.
+    activate_by = {"none": torch.clone, "relu": torch.relu, "gelu": torch.nn.functional.gelu}[epilogue]
     shape = (*a.shape[:-1], b.shape[-2])
-    return _activated(result, epilogue).to(out_dtype).reshape(shape), result.to(out_dtype).reshape(shape)
-
-
-def _plain_product(*arguments: Any) -> Tensor:
-    return product(*arguments)[0]
+    return activate_by(result).to(out_dtype).reshape(shape), result.to(out_dtype).reshape(shape)
 
 
 def _plain_amax(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    result = product(a, b, a_scale, b_scale, bias, "none", out_dtype)[0]
-    if result.numel() == 0:
-        return result, result.new_zeros(1, dtype=torch.float32)
-    return result, result.abs().amax().to(torch.float32).reshape(1)
+    result, _ = product(a, b, a_scale, b_scale, bias, "none", out_dtype)
+    return result, amax(result, None).reshape(1)
 
 
 def _empty(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -183,7 +154,7 @@ _ARGUMENTS = (
 _scaled_mm = library.define(
     f"scaled_mm{_ARGUMENTS} -> Tensor",
     unit="matmul",
-    plain=_plain_product,
+    plain=lambda *arguments: product(*arguments)[0],
     fake=lambda a, b, *others: _empty(a, b, others[4]),
 )
 _scaled_mm_aux = library.define(

@@ -11,20 +11,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import Fields, read_json, write_json
+from qsync_opt.io import Fields, Json, check_fields, decode, read_json, write_json
 from qsync_opt.kernels.compilation import builder, library
 
 CHOICES_FORMAT = "qsync-matmul-choices/1"
 TABLES = Path(__file__).resolve().parents[1] / "tables"
-CODES: dict[torch.dtype, int] = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-_CODE_NAMES = ("INT8", "E4M3", "E5M2")
-_KIND_NUMBERS = ("result_bytes", "batch", "rows", "columns", "depth", "multiprocessors")
+# In the order of the compiled code's numbers.
+CODES: dict[torch.dtype, str] = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
+_CODE_NAMES = tuple(CODES.values())
+_Count = Annotated[int, Json(minimum=1)]
 _CHOICE_NUMBERS = ("variant", "splits", "group")
 
 _FRAGMENT: Any = torch.library.Library(library.NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -36,41 +37,30 @@ _FRAGMENT.define("stream_multiprocessors(Tensor like) -> int")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductKind:
-    """Products that are cut alike.
+    """Products that are cut alike: ``batch`` matrices of ``rows`` x ``columns`` results, sums of ``depth`` terms.
 
-    Attributes:
-        a: Codes of the first operand: ``"INT8"``, ``"E4M3"`` or ``"E5M2"``.
-        b: Codes of the second.
-        result_bytes: Of an element of the result, 2 or 4.
-        promoting: Whether blocks of 128 terms are summed separately (block scales, accurate FP8).
-        batch: Matrices.
-        rows: Of the result.
-        columns: Of the result.
-        depth: Length of the contraction.
-        multiprocessors: That the stream may use: of the card, or of a partition of it.
+    ``a`` and ``b`` are the operands' codes, ``"INT8"``, ``"E4M3"`` or ``"E5M2"``; an element of the result has 2 or 4
+    ``result_bytes``. ``promoting`` sums blocks of 128 terms separately (block scales, accurate FP8). The stream may use
+    so many ``multiprocessors``: those of the card, or of a partition of it.
     """
 
     a: str
     b: str
     result_bytes: int
     promoting: bool
-    batch: int
-    rows: int
-    columns: int
-    depth: int
-    multiprocessors: int
+    batch: _Count
+    rows: _Count
+    columns: _Count
+    depth: _Count
+    multiprocessors: _Count
 
     def __post_init__(self) -> None:
-        for name in ("a", "b"):
-            if getattr(self, name) not in _CODE_NAMES:
+        for name, allowed in (("a", _CODE_NAMES), ("b", _CODE_NAMES), ("result_bytes", (2, 4))):
+            if getattr(self, name) not in allowed:
                 raise UnsupportedError(
-                    f"product kind: {name}={getattr(self, name)!r}; allowed are {', '.join(_CODE_NAMES)}"
+                    f"product kind: {name}={getattr(self, name)!r}; allowed are {', '.join(map(str, allowed))}"
                 )
-        if self.result_bytes not in (2, 4):
-            raise UnsupportedError(f"product kind: result_bytes={self.result_bytes}; allowed are 2 and 4")
-        for name in ("batch", "rows", "columns", "depth", "multiprocessors"):
-            if getattr(self, name) < 1:
-                raise UnsupportedError(f"product kind: {name}={getattr(self, name)}; a number from 1 is needed")
+        check_fields(self, "product kind", error=UnsupportedError)
 
     def key(self) -> list[int]:
         """The numbers that the compiled code looks choices up by."""
@@ -89,23 +79,21 @@ class Choice:
     """
 
     variant: int
-    splits: int = 1
-    group: int = 8
+    splits: _Count = 1
+    group: _Count = 8
 
     def __post_init__(self) -> None:
-        if self.variant < 0 or self.splits < 1 or self.group < 1:
-            raise UnsupportedError(f"{self}: variant is from 0, splits and group are from 1")
+        check_fields(self, "choice of a tile", error=UnsupportedError)
 
 
 def kind_of(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, promoting: bool = False) -> ProductKind:
     """The kind of a product of CUDA codes (.., N, K) and (.., M, K) on the current stream."""
-    names = {dtype: _CODE_NAMES[number] for dtype, number in CODES.items()}
-    if a.dtype not in names or b.dtype not in names:
-        raise UnsupportedError(f"a product of {a.dtype} and {b.dtype}; allowed are {', '.join(map(str, names))}")
+    if a.dtype not in CODES or b.dtype not in CODES:
+        raise UnsupportedError(f"a product of {a.dtype} and {b.dtype}; allowed are {', '.join(map(str, CODES))}")
     activate()
     return ProductKind(
-        a=names[a.dtype],
-        b=names[b.dtype],
+        a=CODES[a.dtype],
+        b=CODES[b.dtype],
         result_bytes=out_dtype.itemsize,
         promoting=promoting,
         batch=a.shape[0] if a.dim() == 3 else 1,
@@ -137,21 +125,12 @@ def read_choices(path: Path) -> dict[ProductKind, Choice]:
     choices: dict[ProductKind, Choice] = {}
     for number, entry in enumerate(data.sequence("choices")):
         row = Fields(entry, f"{path}: choices[{number}]")
-        promoting = row.take("promoting")
-        if not isinstance(promoting, bool):
-            row.fail(f"promoting is {promoting!r}, but it must be true or false")
+        numbers = {name: row.take(name) for name in _CHOICE_NUMBERS}
+        others = {name: row.take(name) for name in row if name not in numbers}
         try:
-            kind = ProductKind(
-                a=row.text("a"),
-                b=row.text("b"),
-                promoting=promoting,
-                **{name: row.integer(name) for name in _KIND_NUMBERS},
-            )
-            choice = Choice(**{name: row.integer(name) for name in _CHOICE_NUMBERS})
+            choices[decode(ProductKind, others, row.where)] = decode(Choice, numbers, row.where)
         except UnsupportedError as error:
             raise ProblemError(f"{row.where}: {error}") from error
-        row.finish()
-        choices[kind] = choice
     data.finish()
     return choices
 
@@ -163,14 +142,10 @@ def write_choices(path: Path, choices: Mapping[ProductKind, Choice]) -> None:
     write_json(path, {"format": CHOICES_FORMAT, "choices": entries})
 
 
-def remember(kind: ProductKind, choice: Choice) -> None:
-    """Use a choice for products of a kind from now on, in this process."""
-    torch.ops.qsync_opt.scaled_mm_remember(kind.key(), choice.variant, choice.splits, choice.group)
-
-
-def forget(kind: ProductKind) -> None:
-    """Use the estimate for products of a kind from now on, in this process."""
-    torch.ops.qsync_opt.scaled_mm_remember(kind.key(), -1, 1, 1)
+def remember(kind: ProductKind, choice: Choice | None) -> None:
+    """Use a choice, or the estimate, for products of a kind from now on, in this process."""
+    numbers = (-1, 1, 1) if choice is None else (choice.variant, choice.splits, choice.group)
+    torch.ops.qsync_opt.scaled_mm_remember(kind.key(), *numbers)
 
 
 def choice_of(kind: ProductKind) -> Choice | None:
@@ -192,11 +167,7 @@ _LOADED: list[bool] = []
 
 @torch.compiler.assume_constant_result
 def activate() -> bool:
-    """Load the compiled products and, the first time, the tables for this machine's card.
-
-    Returns:
-        Whether the compiled products run (else the plain ones do).
-    """
+    """Whether the compiled products run (else the plain ones do), loaded with the tables for this machine's card."""
     if not _LOADED:
         compiled = library.activate("matmul")
         if compiled:

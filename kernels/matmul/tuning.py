@@ -15,7 +15,6 @@ from qsync_opt.errors import NotReadyError
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.matmul.scaled import SCALE_BLOCK, scaled_mm
 from qsync_opt.kernels.matmul.tiles import (
-    CODES,
     Choice,
     ProductKind,
     activate,
@@ -71,7 +70,7 @@ def tune(
     if not activate():
         raise NotReadyError(f"cannot tune products: {library.reason('matmul')}")
     sets = operand_sets((batch, rows, columns, depth), codes, codes if b_codes is None else b_codes)
-    kind = kind_of(sets[0][0], sets[0][1], out_dtype, promoting=accurate and codes in CODES and codes is not torch.int8)
+    kind = kind_of(sets[0][0], sets[0][1], out_dtype, promoting=accurate and codes is not torch.int8)
     launches = [functools.partial(scaled_mm, *operands, out_dtype=out_dtype, accurate=accurate) for operands in sets]
     first = rank(kind, launches, _candidates(kind), replays=3)
     groups = [replace(choice, group=group) for _, choice in first[:_SHORTLIST] for group in _GROUPS]

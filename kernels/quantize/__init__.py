@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.quantize.formats import E4M3, E5M2, FORMATS, INT8, amax, format_of, scale_from
+    from qsync_opt.kernels.quantize.formats import E4M3, E5M2, FORMATS, INT8, PRECISIONS, amax, format_of, scale_from
     from qsync_opt.kernels.quantize.operators import (
         BLOCK,
         GRANULARITIES,
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         UNIT,
         QuantizedMatrix,
         dequantize_matrix,
+        drawing,
         plain_by_amax,
         quantize_by_amax,
         quantize_matrix,
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
         quantize_int8,
     )
     from qsync_opt.kernels.quantize.random_bits import signed, stepped_key, stream_key
-    from qsync_opt.kernels.quantize.weight_cache import cached_bytes, clear_weights, once_per_step, once_per_version
+    from qsync_opt.kernels.quantize.weight_cache import cached_bytes, clear_weights, once_per_step
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "BLOCK", "E4M3", "E5M2", "FORMATS", "GRANULARITIES", "INT8", "INT8_MAX", "ROUNDINGS", "UNIT", "Quantized",
-    "QuantizedMatrix", "amax", "cached_bytes", "clear_weights", "dequantize", "dequantize_matrix", "format_of",
-    "once_per_step", "once_per_version", "plain_by_amax", "quantize_by_amax", "quantize_fp8", "quantize_int8",
+    "BLOCK", "E4M3", "E5M2", "FORMATS", "GRANULARITIES", "INT8", "INT8_MAX", "PRECISIONS", "ROUNDINGS", "UNIT",
+    "Quantized", "QuantizedMatrix", "amax", "cached_bytes", "clear_weights", "dequantize", "dequantize_matrix",
+    "drawing", "format_of", "once_per_step", "plain_by_amax", "quantize_by_amax", "quantize_fp8", "quantize_int8",
     "quantize_matrix", "quantize_unchecked", "recast_matrix", "scale_from", "signed", "spread", "stepped_key",
     "stream_key",
 ]  # fmt: skip

@@ -8,21 +8,17 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.quantize.random_bits import centred_noise
+from qsync_opt.kernels.quantize.random_bits import centred_noise, stepped_key
 
 SMALLEST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EightBits:
-    """One 8-bit format.
+    """One 8-bit format: its name in precisions, the type of its codes, and the value of the ``largest`` code.
 
-    Attributes:
-        name: As precisions name it, with the variant of FP8.
-        dtype: Element type of its codes.
-        largest: Value of the largest code; ``scale = amax / largest``.
-        mantissa_bits: Stored bits of the significand; 0 for INT8.
-        min_exponent: Exponent of the smallest normal number; 0 for INT8.
+    ``mantissa_bits`` are stored, ``min_exponent`` is that of the smallest normal number; both are 0 for INT8.
+    Scales are ``amax / largest``.
     """
 
     name: str
@@ -36,6 +32,8 @@ INT8 = EightBits(name="INT8", dtype=torch.int8, largest=127.0)
 E4M3 = EightBits(name="FP8 E4M3", dtype=torch.float8_e4m3fn, largest=448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = EightBits(name="FP8 E5M2", dtype=torch.float8_e5m2, largest=57344.0, mantissa_bits=2, min_exponent=-14)
 FORMATS: dict[torch.dtype, EightBits] = {form.dtype: form for form in (INT8, E4M3, E5M2)}
+# By precision, the format of operands and that of gradients, which need the range.
+PRECISIONS: dict[str, tuple[EightBits, EightBits]] = {"INT8": (INT8, INT8), "FP8": (E4M3, E5M2)}
 
 
 def format_of(dtype: torch.dtype) -> EightBits:
@@ -85,42 +83,46 @@ def factor_of(scale: Tensor, form: EightBits, rounding: str) -> Tensor:
     return (inverse.view(torch.int32) - 1).view(torch.float32)
 
 
-def int8_codes(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int | Tensor | None) -> None:
-    """Write the codes of ``values * inverse`` to ``codes``, piece by piece on CPU.
+def codes_of(
+    dense: Tensor, factor: Tensor | None, form: EightBits, rounding: str, key: int, step: Tensor | None
+) -> Tensor:
+    """Codes of ``dense * factor``; element ``i`` in memory draws noise number ``i`` of the stream ``key``.
 
     Args:
-        codes: int8, flat.
-        values: Dense, any shape; overwritten if ``inverse`` is None.
-        inverse: FP32, from :func:`factor_of`, broadcasts against ``values``; None where they are scaled already.
-        key: Of the random stream; None rounds to nearest.
+        dense: Contiguous, any shape; without a factor it is FP32 and overwritten.
+        factor: FP32, from :func:`factor_of`, broadcasts against ``dense``; None where that is scaled already.
+        form: Of the codes.
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"``.
+        key: Of the random stream.
+        step: Mixed into the key, see :func:`~qsync_opt.kernels.quantize.random_bits.stepped_key`.
     """
-    count = codes.numel()
-    if count == 0:
-        return
-    per_slice = inverse is not None and inverse.numel() > 1
+    stream = stepped_key(key, step) if rounding == "stochastic" else None
+    if form is INT8:
+        return _int8_codes(dense, factor, stream)
+    return _fp8_codes(dense if factor is None else dense.to(torch.float32) * factor, form, stream)
+
+
+def _int8_codes(values: Tensor, factor: Tensor | None, key: int | Tensor | None) -> Tensor:
+    """INT8 codes, piece by piece on CPU; None as key rounds to nearest."""
+    if factor is not None and factor.numel() != 1:
+        values, factor = values * factor, None
+    codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    flat, flat_codes, count = values.view(-1), codes.view(-1), values.numel()
     # A graph that is compiled for any size cannot say how many pieces there are.
-    whole = per_slice or values.device.type != "cpu" or torch.compiler.is_compiling()
-    factor = inverse if per_slice or inverse is None else inverse.reshape(1)
-    flat = values if per_slice else values.view(-1)
+    whole = values.device.type != "cpu" or torch.compiler.is_compiling()
     for start in (0,) if whole else range(0, count, CHUNK):
         piece = flat if whole else flat[start : start + CHUNK]
-        # Without a factor the values are a temporary of the caller, free to be overwritten.
-        scaled = (piece if factor is None else piece.to(torch.float32) * factor).view(-1)
+        scaled = piece if factor is None else piece.to(torch.float32) * factor.reshape(1)
         if key is not None:
             noise = centred_noise(key, start, scaled.numel(), codes.device)
             # Written out: compiled with dynamic=True, a number that has a name elsewhere is a variable.
             scaled.add_(noise.to(torch.float32), alpha=2.0**-16)
-        codes[start : start + scaled.numel()].copy_(scaled.round_())
+        flat_codes[start : start + scaled.numel()].copy_(scaled.round_())
+    return codes
 
 
-def fp8_codes(scaled: Tensor, form: EightBits, key: int | Tensor | None) -> Tensor:
-    """FP8 codes of values in units of their scale.
-
-    Args:
-        scaled: FP32, dense, any shape.
-        form: E4M3 or E5M2.
-        key: Of the random stream; None rounds to nearest even.
-    """
+def _fp8_codes(scaled: Tensor, form: EightBits, key: int | Tensor | None) -> Tensor:
+    """FP8 codes of FP32 values in units of their scale; None as key rounds to nearest even."""
     if key is None:
         return scaled.clamp(-form.largest, form.largest).to(form.dtype)
     noise = centred_noise(key, 0, scaled.numel(), scaled.device).to(torch.int32).view(scaled.shape)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.quantize.formats import amax, factor_of, format_of, fp8_codes, int8_codes, scale_from
-from qsync_opt.kernels.quantize.random_bits import signed, stepped_key
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize.formats import amax, codes_of, factor_of, format_of, scale_from
+from qsync_opt.kernels.quantize.random_bits import signed, stream_key
 
 BLOCK = 128
 UNIT = "quantize"
@@ -37,10 +38,6 @@ class QuantizedMatrix(NamedTuple):
     transposed: Tensor | None
 
 
-def _block_count(columns: int) -> int:
-    return -(-columns // BLOCK)
-
-
 def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
     """Scales of any granularity so that they broadcast against (rows, columns): blocks are repeated."""
     if scale.shape[1] in (1, columns):
@@ -49,26 +46,14 @@ def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _block_amax(x: Tensor) -> Tensor:
-    rows, columns = x.shape
-    blocks = _block_count(columns)
-    if x.numel() == 0:
-        return x.new_zeros((rows, blocks), dtype=torch.float32)
-    padded = torch.nn.functional.pad(x, (0, blocks * BLOCK - columns))
-    return amax(padded.view(rows, blocks, BLOCK), (2,)).squeeze(2)
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK))
+    return amax(padded.view(x.shape[0], -(-x.shape[1] // BLOCK), BLOCK), (2,)).squeeze(2)
 
 
-def _quantize(
-    x: Tensor,
-    format: torch.dtype,
-    granularity: str,
-    rounding: str,
-    key: int,
-    step: Tensor | None,
-    transposed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(x: Tensor, format: torch.dtype, granularity: str, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch: ``codes = round(x * factor_of(scale))``; element (n, k) draws noise number n K + k."""
     largest = _block_amax(x) if granularity == "block" else amax(x, _DIMS[granularity])
-    return _codes(x, scale_from(largest, format_of(format)), format, rounding, key, step, transposed)
+    return _codes(x, scale_from(largest, format_of(format)), format, *others)
 
 
 def _codes(
@@ -76,37 +61,21 @@ def _codes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     form = format_of(format)
     factor = spread(factor_of(scale, form, rounding), *x.shape)
-    stream = stepped_key(key, step) if rounding == "stochastic" else None
-    dense = x.contiguous()
-    if format is torch.int8:
-        codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-        int8_codes(codes.view(-1), dense, factor, stream)
-    else:
-        codes = fp8_codes(dense.to(torch.float32) * factor, form, stream)
+    codes = codes_of(x.contiguous(), factor, form, rounding, key, step)
     copy = codes.view(torch.uint8).t().contiguous().view(format) if transposed else codes.new_empty(0)
     return codes, scale, copy
 
 
-def plain_by_amax(
-    x: Tensor,
-    amax: Tensor,
-    format: torch.dtype,
-    rounding: str,
-    key: int,
-    step: Tensor | None,
-    transposed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def plain_by_amax(x: Tensor, amax: Tensor, format: torch.dtype, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch: ``quantize`` per tensor with a known largest magnitude."""
-    return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, rounding, key, step, transposed)
+    return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, *others)
 
 
-def _fake_quantize(
-    x: Tensor, format: torch.dtype, granularity: str, rounding: str, key: int, step: Tensor | None, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize(x: Tensor, format: torch.dtype, granularity: str, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
     high = rows if granularity in ("row", "block") else 1
     wide = {"channel": columns, "block": (columns + BLOCK - 1) // BLOCK}.get(granularity, 1)
-    copy = x.new_empty((columns, rows) if transposed else (0,), dtype=format)
+    copy = x.new_empty((columns, rows) if others[-1] else (0,), dtype=format)
     return x.new_empty((rows, columns), dtype=format), x.new_empty((high, wide), dtype=torch.float32), copy
 
 
@@ -117,56 +86,36 @@ def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _recast(codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key: int, step: Tensor | None) -> Tensor:
     """Plain PyTorch: codes of ``format`` for ``ratio`` times ``codes``."""
-    form = format_of(format)
-    stream = stepped_key(key, step) if rounding == "stochastic" else None
     values = codes.contiguous().to(torch.float32)
     values = values.mul_(torch.tensor(ratio, dtype=torch.float32, device=codes.device))
-    if format is not torch.int8:
-        return fp8_codes(values, form, stream)
-    result = torch.empty(codes.shape, dtype=torch.int8, device=codes.device)
-    int8_codes(result.view(-1), values, None, stream)
-    return result
+    return codes_of(values, None, format_of(format), rounding, key, step)
 
 
-# By name, the operator and its plain implementation.
-_OPERATORS: dict[str, tuple[Any, Any]] = {
-    schema.partition("(")[0]: (library.define(schema, unit=UNIT, plain=plain, fake=fake), plain)
-    for schema, plain, fake in (
-        (
-            "quantize(Tensor x, ScalarType format, str granularity, str rounding, int key, Tensor? step, "
-            "bool transposed) -> (Tensor, Tensor, Tensor)",
-            _quantize,
-            _fake_quantize,
-        ),
-        (
-            "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step, "
-            "bool transposed) -> (Tensor, Tensor, Tensor)",
-            plain_by_amax,
-            lambda x, amax, format, *others: _fake_quantize(x, format, "tensor", *others),
-        ),
-        (
-            "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
-            _dequantize,
-            lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype),
-        ),
-        (
-            "recast(Tensor codes, ScalarType format, float ratio, str rounding, int key, Tensor? step) -> Tensor",
-            _recast,
-            lambda codes, format, *others: torch.empty(codes.shape, dtype=format, device=codes.device),
-        ),
-    )
-}
-
-
-def _operator(name: str, device: torch.device, backend: str) -> Any:
-    """The operator, ready on the device; its plain implementation for ``backend="reference"``."""
-    if device.type == "cuda" and backend != "reference":
-        compiled = library.activate(UNIT)
-        if backend == "compiled" and not compiled:
-            raise UnsupportedError(f"backend 'compiled': {name} runs in plain PyTorch here: {library.reason(UNIT)}")
-    elif backend == "reference":
-        return _OPERATORS[name][1]
-    return _OPERATORS[name][0]
+for _schema, _plain, _fake in (
+    (
+        "quantize(Tensor x, ScalarType format, str granularity, str rounding, int key, Tensor? step, "
+        "bool transposed) -> (Tensor, Tensor, Tensor)",
+        _quantize,
+        _fake_quantize,
+    ),
+    (
+        "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step, "
+        "bool transposed) -> (Tensor, Tensor, Tensor)",
+        plain_by_amax,
+        lambda x, amax, format, *others: _fake_quantize(x, format, "tensor", *others),
+    ),
+    (
+        "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+        _dequantize,
+        lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype),
+    ),
+    (
+        "recast(Tensor codes, ScalarType format, float ratio, str rounding, int key, Tensor? step) -> Tensor",
+        _recast,
+        lambda codes, format, *others: torch.empty(codes.shape, dtype=format, device=codes.device),
+    ),
+):
+    library.define(_schema, unit=UNIT, plain=_plain, fake=_fake)
 
 
 def _check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -221,21 +170,31 @@ def quantize_matrix(
     _check_choice("rounding", rounding, ROUNDINGS)
     if transposed and granularity == "block":
         raise UnsupportedError("quantize: blocks have no transposed copy: quantize the transposed matrix by itself")
-    return quantize_unchecked(x, format, granularity, rounding, key, step, transposed, backend)
+    return quantize_unchecked(
+        x, format, granularity, rounding=rounding, key=key, step=step, backend=backend, transposed=transposed
+    )
+
+
+def drawing(options: KernelOptions, stream: int, rounding: str | None = None) -> dict[str, Any]:
+    """Keyword arguments of the quantizers of matrices for one random stream of a call; ``rounding`` overrides."""
+    key = stream_key(options.seed, options.offset, stream)
+    rounding = options.rounding if rounding is None else rounding
+    return {"rounding": rounding, "key": key, "step": options.step, "backend": options.backend}
 
 
 def quantize_unchecked(
     x: Tensor,
     format: torch.dtype,
     granularity: str,
+    *,
     rounding: str,
     key: int,
     step: Tensor | None,
-    transposed: bool,
     backend: str,
+    transposed: bool = False,
 ) -> QuantizedMatrix:
     """`quantize_matrix` without its checks of arguments."""
-    operator = _operator("quantize", x.device, backend)
+    operator = library.operator(UNIT, "quantize", x.device, backend)
     codes, scale, copy = operator(x, format, granularity, rounding, signed(key), step, transposed)
     return QuantizedMatrix(codes, scale, copy if transposed else None)
 
@@ -262,7 +221,7 @@ def quantize_by_amax(
         )
     format_of(format)
     _check_choice("rounding", rounding, ROUNDINGS)
-    operator = _operator("quantize_by_amax", x.device, backend)
+    operator = library.operator(UNIT, "quantize_by_amax", x.device, backend)
     codes, scale, copy = operator(x, largest, format, rounding, signed(key), step, transposed)
     return QuantizedMatrix(codes, scale, copy if transposed else None)
 
@@ -279,12 +238,12 @@ def dequantize_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, backe
             f"dequantize: {codes.dim()}-dimensional codes to {dtype}; a matrix to float32, bfloat16, float16"
         )
     rows, columns = codes.shape
-    allowed = ((1, 1), (rows, 1), (1, columns), (rows, _block_count(columns)))
+    allowed = ((1, 1), (rows, 1), (1, columns), (rows, -(-columns // BLOCK)))
     if tuple(scale.shape) not in allowed:
         raise UnsupportedError(
             f"dequantize: scales {tuple(scale.shape)} of codes {rows, columns}: allowed are {allowed}"
         )
-    result: Tensor = _operator("dequantize", codes.device, backend)(codes, scale, dtype)
+    result: Tensor = library.operator(UNIT, "dequantize", codes.device, backend)(codes, scale, dtype)
     return result
 
 
@@ -308,5 +267,5 @@ def recast_matrix(
     source, target = format_of(codes.dtype), format_of(format)
     _check_choice("rounding", rounding, ROUNDINGS)
     ratio = target.largest / source.largest
-    result = _operator("recast", codes.device, backend)(codes, format, ratio, rounding, signed(key), step)
+    result = library.operator(UNIT, "recast", codes.device, backend)(codes, format, ratio, rounding, signed(key), step)
     return QuantizedMatrix(result, scale * (source.largest / target.largest), None)

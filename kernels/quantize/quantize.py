@@ -3,11 +3,8 @@
 INT8: symmetric, zero point 0, codes in [-127, 127], ``scale = amax / 127`` of the slice that shares it.
 FP8 (E4M3): codes are ``float8_e4m3fn``, ``scale = amax / 448``.
 
-Special values: a slice of zeros gets the smallest normal scale and codes 0. A slice that holds NaN or an infinity gets
-the scale NaN, so that everything computed from it is NaN and a gradient scaler notices; its codes mean nothing.
-A slice so small that ``amax / 127`` is below the smallest normal number uses that number as its scale.
-
-Axis letters: N rows, K contraction, M columns or output channels.
+No scale is below the smallest normal number, which slices of zeros have. A slice that holds NaN or an infinity gets the
+scale NaN, so that everything computed from it is NaN and a gradient scaler notices; its codes mean nothing.
 """
 
 from __future__ import annotations
@@ -20,19 +17,9 @@ from torch import Tensor
 
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import (
-    CHUNK,
-    E4M3,
-    INT8,
-    EightBits,
-    amax,
-    factor_of,
-    fp8_codes,
-    int8_codes,
-    scale_from,
-)
-from qsync_opt.kernels.quantize.operators import UNIT, dequantize_matrix, quantize_matrix, quantize_unchecked
-from qsync_opt.kernels.quantize.random_bits import stepped_key, stream_key
+from qsync_opt.kernels.quantize.formats import E4M3, INT8, EightBits, amax, codes_of, factor_of, scale_from
+from qsync_opt.kernels.quantize.operators import UNIT, dequantize_matrix, drawing, quantize_matrix, quantize_unchecked
+from qsync_opt.kernels.quantize.random_bits import stream_key
 
 INT8_MAX = 127
 
@@ -61,31 +48,26 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def _on_card(
-    x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions, key: int
+    x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions, stream: int
 ) -> Quantized | None:
     """Result of the quantizer of matrices, where memory order makes ``dims`` the rows or columns of one; else None."""
     if x.dim() == 2 and x.is_contiguous() and not torch.compiler.is_compiling():
         granularity = "tensor" if dims is None or len(dims) == 2 else "row" if dims == (1,) else "channel"
-        matrix_codes = quantize_unchecked(
-            x, form.dtype, granularity, options.rounding, key, options.step, False, options.backend
-        )
-        return Quantized(matrix_codes.codes, matrix_codes.scale)
+        return Quantized(*quantize_unchecked(x, form.dtype, granularity, **drawing(options, stream))[:2])
     order = _dense_order(x)
     dense = x.permute(order).contiguous()
     shared = [dims is None or dim in dims for dim in order]
-    split = sum(1 for keep in shared if not keep)
+    count = sum(shared)
     if all(shared):
-        granularity, matrix = "tensor", dense.reshape(1, -1)
-    elif not any(shared[:split]):
-        granularity, matrix = "row", dense.reshape(math.prod(dense.shape[:split]), math.prod(dense.shape[split:]))
-    elif not any(shared[len(shared) - split :]):
-        lead = len(shared) - split
-        granularity, matrix = "channel", dense.reshape(math.prod(dense.shape[:lead]), math.prod(dense.shape[lead:]))
+        granularity, lead = "tensor", 0
+    elif all(shared[-count:]) or count == 0:
+        granularity, lead = "row", len(shared) - count
+    elif all(shared[:count]):
+        granularity, lead = "channel", count
     else:
         return None
-    result = quantize_matrix(
-        matrix, form.dtype, granularity=granularity, rounding=options.rounding, key=key, step=options.step
-    )
+    matrix = dense.reshape(math.prod(dense.shape[:lead]), math.prod(dense.shape[lead:]))
+    result = quantize_matrix(matrix, form.dtype, granularity=granularity, **drawing(options, stream))
     sizes = [1 if together else size for together, size in zip(shared, dense.shape, strict=True)]
     back = _inverse(order)
     return Quantized(result.codes.view(dense.shape).permute(back), result.scale.view(sizes).permute(back))
@@ -95,24 +77,15 @@ def _quantize(
     x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions | None, stream: int
 ) -> Quantized:
     options = options or KernelOptions()
-    key = stream_key(options.seed, options.offset, stream)
     if x.device.type == "cuda" and options.backend != "reference" and library.activate(UNIT):
-        quantized = _on_card(x, dims, form, options, key)
+        quantized = _on_card(x, dims, form, options, stream)
         if quantized is not None:
             return quantized
     order = _dense_order(x)
-    dense = x.permute(order).contiguous()
     scale = scale_from(amax(x, dims), form)
-    inverse = factor_of(scale, form, options.rounding).permute(order)
-    noise = stepped_key(key, options.step) if options.rounding == "stochastic" else None
-    if form is INT8:
-        codes = torch.empty(dense.shape, dtype=torch.int8, device=x.device)
-        if inverse.numel() == 1 or dense.device.type != "cpu" or dense.numel() <= CHUNK:
-            int8_codes(codes.view(-1), dense, inverse, noise)
-        else:
-            int8_codes(codes.view(-1), dense * inverse, None, noise)
-    else:
-        codes = fp8_codes(dense.to(torch.float32) * inverse, form, noise)
+    factor = factor_of(scale, form, options.rounding).permute(order)
+    key = stream_key(options.seed, options.offset, stream)
+    codes = codes_of(x.permute(order).contiguous(), factor, form, options.rounding, key, options.step)
     return Quantized(codes.permute(_inverse(order)), scale)
 
 

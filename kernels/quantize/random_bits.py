@@ -1,10 +1,8 @@
 """Random bits by counter: the same bits for the same key on every device and with any number of threads.
 
 Word ``i`` of a stream is ``mix(key + i * GOLDEN)`` in 64 bits, where ``mix`` is three times ``w ^= w >> 32`` with a
-multiplication by an odd constant between them. There is no state, so a word depends on its index and on the key alone:
-not on how a loop was split over threads, nor on how many draws came before, nor on the device. A key is itself a mix of
-seed, offset and stream number, so that streams of different operators and steps start at unrelated points of the 2**64
-cycle.
+multiplication by an odd constant between them. It depends on index and key alone. A key is itself a mix of seed, offset
+and stream number, so that streams of different operators and steps start at unrelated points of the 2**64 cycle.
 
 ``torch.Generator`` was not used: its bits differ between CPU and CUDA, on CUDA also with the launch grid, and its
 state would have to be saved for a recomputation of the forward pass to round the same way.
@@ -60,23 +58,17 @@ def _call_key(seed: int, offset: int) -> int:
 _cached_call_key = functools.lru_cache(maxsize=4096)(_call_key)
 
 
-def _mixed(value: Tensor) -> Tensor:
-    """:func:`_mix` of int64 tensors, whose shifts copy the sign."""
-    value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * signed(_MULTIPLIER_1)
-    value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * signed(_MULTIPLIER_2)
-    return value ^ ((value >> 31) & _LOW_33_BITS)
-
-
 def stepped_key(key: int, step: Tensor | None) -> int | Tensor:
     """The key of one step: ``key`` mixed with a counter that lives on the device, so that graphs replay with new noise.
 
-    Args:
-        key: Of a stream.
-        step: One int64, which the caller raises between steps; None leaves the key as it is.
+    ``step`` is one int64, which the caller raises between steps; None leaves the key of a stream as it is.
     """
     if step is None:
         return key
-    return _mixed(step.reshape(1) + signed(key + _GOLDEN))
+    value = step.reshape(1) + signed(key + _GOLDEN)  # mixed as by `_mix`; shifts of int64 copy the sign
+    value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * signed(_MULTIPLIER_1)
+    value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * signed(_MULTIPLIER_2)
+    return value ^ ((value >> 31) & _LOW_33_BITS)
 
 
 # CPU callers draw in pieces of up to this many words; the multiples of GOLDEN for one piece are kept.

@@ -22,21 +22,6 @@ def once_per_step(
 ) -> _Codes:
     """``quantize(weight)``, computed in every call or only when the weight has changed, as ``options.weights`` says.
 
-    Args:
-        weight: A parameter, or a view of one.
-        facts: What the result depends on, besides the weight and the options.
-        options: Rounding, seed and backend, on which the result depends too, and ``weights``.
-        quantize: Computes the result.
-    """
-    if options.weights == "call":
-        return quantize(weight)
-    plain = weight.detach()
-    return once_per_version(weight, (facts, options.rounding, options.seed, options.backend), lambda: quantize(plain))
-
-
-def once_per_version(weight: Tensor, facts: Hashable, compute: Callable[[], _Codes]) -> _Codes:
-    """Result of ``compute`` for a weight, computed anew only when the weight was written to.
-
     A write is seen by the version counter that torch keeps per tensor (every in-place operation raises it, those of
     optimizers too) and by the address of the data. Writes through ``weight.data`` of unchanged address are not seen.
     While a graph is traced or captured nothing is kept or looked up: it must hold the computation itself, because the
@@ -44,23 +29,25 @@ def once_per_version(weight: Tensor, facts: Hashable, compute: Callable[[], _Cod
 
     Args:
         weight: A parameter, or a view of one.
-        facts: All else that the result depends on, besides the geometry of the view.
-        compute: Computes the result, which must not hold a reference to the weight.
+        facts: What the result depends on, besides the weight, the geometry of the view and the options.
+        options: Rounding, seed and backend, on which the result depends too, and ``weights``.
+        quantize: Computes the result, which must not hold a reference to the weight.
     """
-    if torch.compiler.is_compiling() or (weight.is_cuda and is_capturing()):
-        return compute()
+    if options.weights == "call" or torch.compiler.is_compiling() or (weight.is_cuda and is_capturing()):
+        return quantize(weight)
     base = weight._base if weight._base is not None else weight
     if base.is_inference():
-        return compute()
+        return quantize(weight)
     version = (base._version, base.data_ptr())
     identity = id(base)
     entry = _ENTRIES.get(identity)
     if entry is None or entry[0]() is not base or entry[1] != version:
         entry = (weakref.ref(base, lambda _: _ENTRIES.pop(identity, None)), version, {})
         _ENTRIES[identity] = entry
-    place = (facts, weight.shape, weight.stride(), weight.storage_offset())
+    own = (facts, options.rounding, options.seed, options.backend)
+    place = (own, weight.shape, weight.stride(), weight.storage_offset())
     if place not in entry[2]:
-        entry[2][place] = compute()
+        entry[2][place] = quantize(weight.detach())
     result: _Codes = entry[2][place]
     return result
 

@@ -131,7 +131,7 @@ def test_every_tile_and_split(codes):
                 assert matmul_choices.choice_of(kind) == choice
                 found = matmul.scaled_mm(a, b, *scales, epilogue="gelu", out_dtype=torch.float32)
                 again = matmul.scaled_mm(a, b, *scales, epilogue="gelu", out_dtype=torch.float32)
-                matmul_choices.forget(kind)
+                matmul_choices.remember(kind, None)
                 expected, _ = _expected(a, b, *scales, None, "gelu")
                 assert _error(found, expected) < _bound(codes, torch.float32, promoting), (variant, splits)
                 assert torch.equal(found, again)
@@ -172,7 +172,7 @@ def test_the_largest_magnitude_is_that_of_the_results(codes, out_dtype):
             found, largest = matmul.scaled_mm_amax(a, b, *scales, bias, out_dtype=out_dtype)
             same = matmul.scaled_mm(a, b, *scales, bias, out_dtype=out_dtype)
             if choice is not None:
-                matmul_choices.forget(kind)
+                matmul_choices.remember(kind, None)
             assert torch.equal(found, same), choice
             assert largest.item() == found.abs().max().item(), choice
     spoilt = torch.full((1,), torch.nan, device="cuda")
@@ -239,7 +239,7 @@ def test_replayed_from_a_graph(splits):
     graph.replay()
     expected = _expected(a, b, *scales, None, "none")[0]
     if _hopper():
-        matmul_choices.forget(kind)
+        matmul_choices.remember(kind, None)
     assert _error(found, expected) < BOUNDS[torch.bfloat16]
 
 
@@ -299,7 +299,7 @@ def test_tuning_keeps_the_fastest(tmp_path, monkeypatch):
     kind, choice = next(iter(table.items()))
     assert (kind.rows, kind.columns, kind.depth) == (640, 768, 512)
     assert choice == ranked[0][1] == matmul_choices.choice_of(kind)
-    matmul_choices.forget(kind)
+    matmul_choices.remember(kind, None)
 
 
 def test_fp8_is_refused_by_name_where_the_card_has_none():

@@ -264,7 +264,7 @@ def test_fp32_mode_is_restored_even_after_an_error(family):
 
 def test_float_modes_have_the_gradients_of_the_plain_operators():
     a, b = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 5, 2, requires_grad=True)
-    mine = torch.autograd.grad(float_modes.product(a, b, "tf32").sum(), (a, b))
+    mine = torch.autograd.grad(float_modes.product(a, b, None, "tf32").sum(), (a, b))
     theirs = torch.autograd.grad((a @ b).sum(), (a, b))
     assert all(torch.allclose(m, t) for m, t in zip(mine, theirs, strict=True))
     x, w, c = (

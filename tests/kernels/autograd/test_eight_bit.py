@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.autograd import product
-from qsync_opt.kernels.quantize import cached_bytes, clear_weights, once_per_version
+from qsync_opt.kernels.quantize import cached_bytes, clear_weights, once_per_step
 
 PRECISIONS = ("INT8", "FP8")
 
@@ -161,26 +161,29 @@ def test_weights_are_quantized_once_per_step(backward, precision):
 def test_the_cache_computes_once_per_version():
     calls = []
 
-    def make():
-        calls.append(1)
-        return (torch.ones(3),)
+    def codes(weight, facts):
+        def quantize(plain):
+            calls.append(1)
+            return (torch.ones(3),)
+
+        once_per_step(weight, facts, KernelOptions(weights="step"), quantize)
 
     w = torch.randn(4, 4, requires_grad=True)
     for _ in range(3):
-        once_per_version(w, "a", make)
-        once_per_version(w.t(), "a", make)
+        codes(w, "a")
+        codes(w.t(), "a")
     assert len(calls) == 2
     torch.optim.SGD([w], lr=0.1).zero_grad()
     w.grad = torch.ones_like(w)
     torch.optim.SGD([w], lr=0.1).step()
-    once_per_version(w, "a", make)
+    codes(w, "a")
     assert len(calls) == 3
-    once_per_version(w, "b", make)
+    codes(w, "b")
     w.data = torch.zeros(4, 4)
-    once_per_version(w, "a", make)
+    codes(w, "a")
     assert len(calls) == 5
     with torch.inference_mode():
         frozen = torch.ones(2)
-        once_per_version(frozen, "a", make)
-        once_per_version(frozen, "a", make)
+        codes(frozen, "a")
+        codes(frozen, "a")
     assert len(calls) == 7

@@ -10,6 +10,10 @@ def _codes(*shape):
     return torch.randint(-127, 128, shape, dtype=torch.int8)
 
 
+def _transposed_in_memory(codes):
+    return torch.empty(codes.t().shape, dtype=codes.dtype).copy_(codes.t()).t()
+
+
 @pytest.mark.parametrize("how", ["auto", "reference"])
 @pytest.mark.parametrize(("n", "k", "m"), [(1, 1, 1), (3, 5, 1), (17, 33, 65), (2, 2000, 3), (0, 4, 3), (3, 0, 4)])
 def test_products_are_exact(how, n, k, m):
@@ -20,6 +24,16 @@ def test_products_are_exact(how, n, k, m):
     batch_a, batch_b = _codes(3, n, k), _codes(3, k, m)
     expected = (batch_a.double() @ batch_b.double()).to(torch.int32)
     assert torch.equal(int8_bmm(batch_a, batch_b, how), expected)
+
+
+@pytest.mark.parametrize(("n", "k", "m"), [(5, 1, 6), (1, 4, 6), (1, 1, 4), (4, 6, 1)])
+def test_products_of_single_rows_and_columns_are_exact_in_every_layout(n, k, m):
+    a, b = _codes(n, k), _codes(k, m)
+    expected = a.int() @ b.int()
+    for left in (a, _transposed_in_memory(a)):
+        for right in (b, _transposed_in_memory(b)):
+            assert torch.equal(int8_mm(left, right), expected)
+            assert torch.equal(int8_bmm(left[None], right[None])[0], expected)
 
 
 @pytest.mark.parametrize("how", ["auto", "reference"])

@@ -138,9 +138,9 @@ def test_tables_come_back_as_written(tmp_path):
     [
         ({"variant": -1}, "variant"),
         ({"a": "INT4"}, "INT4"),
-        ({"promoting": 1}, "true or false"),
+        ({"promoting": 1}, "promoting is 1"),
         ({"speed": 1}, "unknown key 'speed'"),
-        ({"rows": 0}, "rows=0"),
+        ({"rows": 0}, "rows is 0"),
     ],
 )
 def test_bad_tables_are_refused(tmp_path, change, text):

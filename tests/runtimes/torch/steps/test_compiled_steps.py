@@ -71,7 +71,7 @@ def _linear(x, w, c):
 
 
 def _product(a, b):
-    return float_modes.product(a, b, "ieee").square().sum()
+    return float_modes.product(a, b, None, "ieee").square().sum()
 
 
 def _convolution(x, w, c):
