@@ -75,8 +75,10 @@ class Workers:
                 connection.send(work)
         results: dict[int, Any] = {}
         while len(results) < len(self._connections):
-            for connection in wait(self._connections):
-                rank = self._connections.index(connection)
+            ready = wait(self._connections)
+            for rank, connection in enumerate(self._connections):
+                if connection not in ready:
+                    continue
                 try:
                     kind, value = connection.recv()
                 except (EOFError, ConnectionResetError):
