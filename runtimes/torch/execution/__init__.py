@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         DevicePlans,
         applied_plan,
         apply,
+        under_plan,
         undo,
     )
 else:
@@ -30,5 +31,5 @@ else:
 __all__ = [
     "AUTOCAST_TYPES", "AppliedPlan", "ApplyOptions", "ApplySettings", "AuditResult", "CapturedPasses",
     "DevicePlans", "FirstPass", "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed",
-    "is_sharded", "operator_kind", "operator_precisions", "run_fixed", "undo",
+    "is_sharded", "operator_kind", "operator_precisions", "run_fixed", "under_plan", "undo",
 ]  # fmt: skip

@@ -36,7 +36,7 @@ from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job.passes import carried_out
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job.steps import own_optimizer, parameters_put_back
-from qsync_opt.runtimes.torch.support import TrainingExample, cpu_clock, model_unchanged
+from qsync_opt.runtimes.torch.support import TrainingExample, cpu_clock, model_unchanged, synchronize
 
 _LOGGER = logging.getLogger(__name__)
 _COMMON_ROUNDS, _MOST_ROUNDS, _CAPTURED_BLOCKS = 4, 17, 3
@@ -272,7 +272,7 @@ class StepBenchmark:
             if first:  # by itself: what does not fit or cannot be done shows here, while nobody waits
                 with self._alone():
                     self._step()
-            self._wait()
+            synchronize(self._device)
         except (torch.cuda.OutOfMemoryError, UnsupportedError) as error:
             fits = False
             _LOGGER.warning("a candidate takes no step: %s", first_line(error))
@@ -329,11 +329,11 @@ class StepBenchmark:
 
     def _steps_ns(self, steps: int) -> float:
         """Nanoseconds of a step on this worker."""
-        self._wait()
+        synchronize(self._device)
         began = self._clock()
         for _ in range(steps):
             self._step()
-        self._wait()
+        synchronize(self._device)
         return (self._clock() - began) / steps
 
     def _step(self) -> None:
@@ -347,10 +347,6 @@ class StepBenchmark:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.step(self._optimizer)
         self._scaler.update()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def batch_size(example: TrainingExample) -> int | None:

@@ -23,7 +23,7 @@ from qsync_opt.io import MeasurementCache, encode
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.execution import under_plan
 from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.profiling import option_values, selected_formats
 from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, record_steps
@@ -34,6 +34,7 @@ from qsync_opt.runtimes.torch.support import (
     optimizer_name,
     rebuild_optimizer,
     state_bytes,
+    synchronize,
 )
 from qsync_opt.steps import StepCosts, StepFlow, StepPredictor, profile_from_steps, scaled_operators
 
@@ -115,19 +116,16 @@ def precisions_that_run(
                 operator.name: precision if ops.supports(operator.op_type, precision, example.device) else "FP32"
                 for operator in graph.by_role(Role.ADJUSTABLE)
             }
-            apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=kernels))
-            try:
-                example.forward().backward()  # type: ignore[no-untyped-call]
-                if example.device.type == "cuda":
-                    torch.cuda.synchronize(example.device)
-                running.append(precision)
-            except torch.cuda.OutOfMemoryError:
-                running.append(precision)
-            except RuntimeError as failure:
-                _LOGGER.warning("%s does not run: %s", precision, first_line(failure))
-            finally:
-                undo(example.model)
-                example.model.zero_grad()
+            with under_plan(example.model, plan, graph, kernels):
+                try:
+                    example.run()
+                    synchronize(example.device)
+                    running.append(precision)
+                except torch.cuda.OutOfMemoryError:
+                    running.append(precision)
+                except RuntimeError as failure:
+                    _LOGGER.warning("%s does not run: %s", precision, first_line(failure))
+            example.model.zero_grad()
     return tuple(running)
 
 

@@ -22,7 +22,7 @@ from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.runtimes.timing import cast_pairs, edge_sizes
 from qsync_opt.runtimes.torch.capture import CapturedModel, RecordedCall
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
+from qsync_opt.runtimes.torch.execution import device_formats, under_plan
 from qsync_opt.runtimes.torch.profiling.operators import OperatorBench, measure_optimizer, time_cast, time_gradient_sum
 from qsync_opt.runtimes.torch.support import (
     Stopwatch,
@@ -197,11 +197,8 @@ def measure_uniform(
                 continue
             choices = uniform_choices(graph, profile, precision)
             plan = {operator.name: choices[operator.name] for operator in graph.by_role(Role.ADJUSTABLE)}
-            apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=options))
-            try:
+            with under_plan(example.model, plan, graph, options):
                 measured[precision] = MeasuredPasses(**time_passes(example, repeats))
-            finally:
-                undo(example.model)
     return measured
 
 

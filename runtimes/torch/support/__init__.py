@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         cpu_clock,
         intervals_ns,
         make_stopwatch,
+        synchronize,
         time_mark,
     )
 else:
@@ -56,6 +57,6 @@ __all__ = [
     "capture_stream", "capturing", "check_steps", "cpu_clock", "default_loss", "device_identity", "full_precision",
     "hidden_capture", "intervals_ns", "is_capturing", "make_stopwatch", "measure_iteration", "memory_budget",
     "model_loss", "model_unchanged", "optimizer_name", "plain_name", "rebuild_optimizer", "recorded_waits",
-    "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of", "tensors_in", "time_mark",
-    "time_passes", "without_cudnn_attention",
+    "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of", "synchronize", "tensors_in",
+    "time_mark", "time_passes", "without_cudnn_attention",
 ]  # fmt: skip
