@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.errors import UnsupportedError, first_line
+from qsync_opt.io import decode, encode
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution import LossScaler, is_sharded
@@ -30,8 +31,7 @@ from qsync_opt.runtimes.torch.job.candidates import (
     shortlist,
     total_sensitivity,
 )
-from qsync_opt.runtimes.torch.job.choosing import modes_now, step_tolerance
-from qsync_opt.runtimes.torch.job.comparison import paired_times, undecided
+from qsync_opt.runtimes.torch.job.choosing import modes_now, paired_times, step_tolerance, undecided
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job.passes import carried_out
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
@@ -82,11 +82,9 @@ def measure_steps(job: Job, measured: JobModel | None, plan: JobPlan, types: Dev
         return proposed if any(not mode.is_plain for candidate in proposed for mode in candidate.values()) else []
 
     proposed = together(propose)
-    sent = broadcast_json([{name: mode.to_json() for name, mode in candidate.items()} for candidate in proposed])
-    candidates = [
-        {name: ExecutionMode.from_json(mode, "an execution mode") for name, mode in candidate.items()}
-        for candidate in sent
-    ]
+    sent = broadcast_json([{name: encode(mode) for name, mode in candidate.items()} for candidate in proposed])
+    where = "an execution mode"
+    candidates = [{name: decode(ExecutionMode, mode, where) for name, mode in entry.items()} for entry in sent]
     if not candidates or any(gather_json(is_sharded(job.model))):
         return measured
     sizing = None

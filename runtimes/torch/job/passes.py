@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.errors import UnsupportedError, first_line
+from qsync_opt.io import decode, encode
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
@@ -63,11 +64,11 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
     # What is timed runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
     buckets = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad) if size > 1 else 0
     states = {} if measured is None else {name: measured.profiles[name].optimizer.state_bytes for name in untimed}
-    sent = broadcast_json({name: [states[name], [mode.to_json() for mode in own]] for name, own in untimed.items()})
+    sent = broadcast_json({name: [states[name], [encode(mode) for mode in own]] for name, own in untimed.items()})
     if not any(entries for _, entries in sent.values()):
         return measured
     state_bytes, entries = sent[types.mine]
-    modes = [ExecutionMode.from_json(entry, "an execution mode") for entry in entries]
+    modes = [decode(ExecutionMode, entry, "an execution mode") for entry in entries]
     timed = together(
         lambda: time_modes(
             job.example,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import qsync_opt
 from qsync_opt.costs import FP32_SHARE_OPTION
 from qsync_opt.errors import ModelError, ProblemError, SolverError
+from qsync_opt.io import decode, encode
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
@@ -295,7 +296,8 @@ def shared_plan(
         return _job_plan(measured, solved.problem, solved.solution, device_type, options, present)
 
     local = together(work)
-    received = JobPlan.from_shared(broadcast_json(None if local is None else local.shared()), device_type)
+    sent = broadcast_json(None if local is None else encode(local))
+    received = decode(JobPlan, sent, "the plan of rank 0", device_type=device_type)
     if _digest(received.plan, received.autocast, received.captured) != received.digest:
         raise SolverError("the plan that arrived is not the one that was sent: its digest differs")
     require_agreement("the plan", received.digest, "report this: it is a fault of this package")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import hashlib
-import json
 import logging
 import statistics
 import warnings
@@ -31,7 +29,7 @@ from qsync_opt.runtimes.torch.support import (
     TrainingExample,
     device_identity,
     model_unchanged,
-    optimizer_name,
+    optimizer_key,
     rebuild_optimizer,
     state_bytes,
     synchronize,
@@ -81,7 +79,8 @@ def profile_job_steps(
     }
     cache = MeasurementCache(cache_folder(options.cache_dir), environment)
     prefix = "compiled " * options.compiled
-    key = f"{prefix}steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
+    settings = "AdamW" if optimizer is None else optimizer_key(optimizer)
+    key = f"{prefix}steps {graph.fingerprint()} in {','.join(formats)} with {settings}"
     known = cache.get(key)
     if known is None:
         try:
@@ -145,16 +144,6 @@ def _of_this_batch(graph: OpGraph, costs: StepCosts, recorded: list[str]) -> Ste
         for signature in sorted(now.get(case.signature, {case.signature}))
     }
     return dataclasses.replace(costs, cases=cases)
-
-
-def _settings(optimizer: torch.optim.Optimizer | None) -> str:
-    if optimizer is None:
-        return "AdamW"
-    groups = [
-        [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
-        for group in optimizer.param_groups
-    ]
-    return f"{optimizer_name(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
 def _recorded(

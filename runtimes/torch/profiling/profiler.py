@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +28,7 @@ from qsync_opt.runtimes.torch.support import (
     device_identity,
     make_stopwatch,
     model_unchanged,
-    optimizer_name,
+    optimizer_key,
     time_passes,
 )
 from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_choices
@@ -105,12 +103,7 @@ class ProfileRun:
         if optimizer is None:
             parameters = [nn.Parameter(torch.zeros(p.spec.shape)) for p in self.graph.parameters]
             optimizer = torch.optim.AdamW(parameters or [nn.Parameter(torch.zeros(1))])
-        groups = [
-            [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
-            for group in optimizer.param_groups
-        ]
-        digest = hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]
-        key = f"optimizer {optimizer_name(optimizer)} {digest}"
+        key = f"optimizer {optimizer_key(optimizer)}"
         if (known := self.cache.get(key)) is None:
             known = encode(measure_optimizer(optimizer, self.device, self.stopwatch, self.repeats))
             self.cache.put(key, known)
