@@ -16,6 +16,7 @@ from runtime_throughput import BATCHES, SMALL_BATCH, maker, rows, shares, timed
 from runtime_training import Run, Worker
 
 import qsync_opt
+from qsync_opt.io import encode
 from qsync_opt.runtimes.torch.job import JobModel, JobPlan, PlanningOptions, plan_job, uniform_times
 
 NEAR = 1.5
@@ -56,7 +57,7 @@ class Cluster:
                 planning_s=time.perf_counter() - began,
                 taken=plan.taken.get(kind),
                 measured=dict(plan.measured),
-                ways=[{**mode.to_json(), "precisions": None} for mode in plan.model.modes[kind]],
+                ways=[{**encode(mode), "precisions": None} for mode in plan.model.modes[kind]],
             )
 
     def job(self) -> JobModel:

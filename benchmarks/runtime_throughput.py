@@ -18,6 +18,7 @@ from runtime_training import Batch, Run, Worker, everywhere, fused_adamw, kinds
 from torch import nn
 
 import qsync_opt
+from qsync_opt.io import encode
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 from qsync_opt.runtimes.torch.job import ExecutionMode, JobPlan, paired_times
@@ -263,7 +264,7 @@ class Measuring:
             measured=dict(plan.measured),
             reason=plan.reason,
             stages_s={stage: round(spent, 2) for stage, spent in plan.stages_s.items()},
-            steps=[] if plan.model is None else [step.to_json() for step in plan.model.steps],
+            steps=[] if plan.model is None else [encode(step) for step in plan.model.steps],
             ways=[] if plan.model is None else measured_modes(plan),
         )
         return plan
@@ -321,7 +322,7 @@ def throughput(worker: Worker, name: str) -> None:
             "reason": sized.reason,
             "predicted_ms": (sized.expected_ns or sized.iteration_ns) / 1e6,
             "stages_s": {stage: round(spent, 2) for stage, spent in sized.stages_s.items()},
-            "steps": [] if sized.model is None else [s.to_json() for s in sized.model.steps if s.batches],
+            "steps": [] if sized.model is None else [encode(s) for s in sized.model.steps if s.batches],
         }
         counts = shares(gather_json(sized.shares[sized.device_type]), measuring.total)
         sized_ways.append(Subject(f"{BY_SPEED}plan", {"plan": sized}, counts, facts))

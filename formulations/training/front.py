@@ -24,7 +24,7 @@ from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import graph_tables, peers_ns
 from qsync_opt.io import Json
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, plan_from_json, relative_gap
+from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, plan_from_json
 
 _NO_LIMIT_KIB = 2**50
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)

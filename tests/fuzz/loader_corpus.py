@@ -143,12 +143,6 @@ def _choices(path: Path) -> object:
     return read_choices(path)
 
 
-def _spec(path: Path) -> object:
-    from qsync_opt.runtimes.torch.demo import load_spec
-
-    return load_spec(path)
-
-
 def _runnable(path: Path) -> object:
     from qsync_opt.runtimes.onnxruntime import prepare
 
@@ -283,20 +277,8 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         importlib.import_module("qsync_opt.runtimes.torch.job.file")
         table = json.loads(next((ROOT / "kernels" / "tables").glob("*.json")).read_text())
         table["choices"] = table["choices"][:3]
-        spec = {
-            "format": "qsync-demo-worker/2",
-            "phase": "train",
-            "folder": "out",
-            "label": "a",
-            "plan": None,
-        }
-        from dataclasses import asdict
-
-        from qsync_opt.runtimes.torch.demo import SPEC_FORMAT, DemoOptions
-
         found.append(Loader("job", "json", [_job_seed(profile, sensitivities)], _job))
         found.append(Loader("matmul choices", "json", [table], _choices))
-        found.append(Loader("demo worker", "json", [{**spec, "format": SPEC_FORMAT, **asdict(DemoOptions())}], _spec))
     return found
 
 

@@ -1,146 +1,104 @@
-"""Starts the demo's workers as separate processes, hands them their work, and passes on what they report.
-
-A worker reads the paths of spec files from standard input, a line each, and ends when there are no more; so it also
-ends when whoever started it is gone. It talks in lines of JSON on standard output: ``{"event": "progress", ...}`` while
-it works and one ``{"event": "result", ...}`` for each spec. Nothing is pickled.
-"""
+"""The demo's workers: processes that are handed work through pipes, and report their progress and results."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
+import multiprocessing
 import os
-import queue
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from qsync_opt.errors import QSyncError
 
-Event = Mapping[str, Any]
+RESULT = "result"
+"""Kind of the message that ends a piece of work; all others report progress."""
 
 
 class WorkerError(QSyncError):
     """A worker process ended without a result; the text holds the end of what it printed."""
 
 
-def emit(event: str, **fields: Any) -> None:
-    """Report one event from inside a worker."""
-    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
-    sys.stdout.flush()
-
-
 class Workers:
-    """Processes ``python -m module arguments... rank``, side by side, for the time of a ``with`` block.
+    """Processes that call ``module.serve(rank, connection, *arguments)``, for the time of a ``with`` block.
+
+    A worker receives pieces of work until it receives None, and sends pairs: progress as often as it likes, and one
+    `RESULT` for each piece. It fails as soon as whoever started it is gone.
 
     Args:
-        module: Module whose ``__main__`` is the worker.
-        arguments: Of every worker, before its rank.
-        threads: Compute threads of each worker; as many workers as there are entries.
-        log_folder: Where each worker's standard error goes (``worker-<rank>.log``).
+        module: Name of the module, which this process does not load.
+        arguments: Of every worker.
+        count: Number of workers; each computes with one thread.
+        log_folder: Where the output of each goes (``worker-<rank>.log``).
     """
 
-    def __init__(self, module: str, *arguments: str, threads: Sequence[int], log_folder: Path) -> None:
-        self._command = [sys.executable, "-m", module, *arguments]
-        self._threads = tuple(threads)
-        self._logs = [log_folder / f"worker-{rank}.log" for rank in range(len(self._threads))]
-        self._events: queue.Queue[tuple[int, Event | None]] = queue.Queue()
-        self._processes: list[subprocess.Popen[str]] = []
-        self._readers: list[threading.Thread] = []
+    def __init__(self, module: str, *arguments: Any, count: int, log_folder: Path) -> None:
+        self._logs = [log_folder / f"worker-{rank}.log" for rank in range(count)]
+        self._connections: list[Any] = []
+        self._processes = []
+        context = multiprocessing.get_context("spawn")
+        for rank, log in enumerate(self._logs):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(log, module, rank, there, *arguments), daemon=True)
+            process.start()
+            there.close()
+            self._connections.append(here)
+            self._processes.append(process)
 
     def __enter__(self) -> Self:
-        try:
-            for rank, threads in enumerate(self._threads):
-                self._start(rank, threads)
-        except BaseException:
-            self._stop()
-            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            for process in self._processes:
-                assert process.stdin is not None
-                process.stdin.close()
-            for process in self._processes:
-                process.wait()
-        self._stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            if kind is not None:
+                process.terminate()
+            else:
+                connection.send(None)
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join()
+            connection.close()
 
-    def run(self, spec: Path, on_progress: Callable[[int, Event], None]) -> list[Event]:
-        """Let every worker do what a spec file says, and return their results in rank order.
+    def run(self, work: Any, on_progress: Callable[[int, Any], None]) -> list[Any]:
+        """Let every worker do a piece of work, and return their results in rank order.
 
         Args:
-            spec: JSON file that every worker reads.
-            on_progress: Called with the rank and each progress event, from this thread.
+            work: Anything but None that can be pickled.
+            on_progress: Called with the rank and each report of progress.
 
         Raises:
             WorkerError: A worker failed.
         """
-        for process in self._processes:
-            assert process.stdin is not None
-            # A worker that has ended cannot be written to; its end is among the events below.
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(f"{spec}\n")
-                process.stdin.flush()
-        results: dict[int, Event] = {}
-        while len(results) < len(self._processes):
-            rank, event = self._events.get()
-            if event is None:
-                raise WorkerError(_failure(rank, self._processes[rank].wait(), self._logs[rank]))
-            if event["event"] == "result":
-                results[rank] = event
-            else:
-                on_progress(rank, event)
-        return [results[rank] for rank in range(len(self._processes))]
+        for connection in self._connections:
+            with contextlib.suppress(BrokenPipeError):  # the end of a worker that has ended is received below
+                connection.send(work)
+        results: dict[int, Any] = {}
+        while len(results) < len(self._connections):
+            ready = wait(self._connections)
+            for rank, connection in enumerate(self._connections):
+                if connection not in ready:
+                    continue
+                try:
+                    kind, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise WorkerError(self._failure(rank)) from None
+                if kind == RESULT:
+                    results[rank] = value
+                else:
+                    on_progress(rank, value)
+        return [results[rank] for rank in range(len(self._connections))]
 
-    def _start(self, rank: int, threads: int) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-            "PYTHONSAFEPATH": "1",
-        }
-        with self._logs[rank].open("w") as log:
-            process = subprocess.Popen(
-                [*self._command, str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
-        self._processes.append(process)
-        assert process.stdout is not None
-        reader = threading.Thread(target=self._read, args=(rank, process.stdout), daemon=True)
-        reader.start()
-        self._readers.append(reader)
-
-    def _read(self, rank: int, stream: IO[str]) -> None:
-        with stream:
-            for line in stream:
-                self._events.put((rank, json.loads(line)))
-        self._events.put((rank, None))
-
-    def _stop(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in self._processes:
-            process.wait()
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # what it was too late to read
-                process.stdin.close()
-        for reader in self._readers:
-            reader.join()
+    def _failure(self, rank: int) -> str:
+        self._processes[rank].join()
+        lines = self._logs[rank].read_text().strip().splitlines()
+        status, last = self._processes[rank].exitcode, lines[-1] if lines else "it printed nothing"
+        return f"worker {rank} ended with status {status}: {last} (all of it: {self._logs[rank]})"
 
 
-def _failure(rank: int, status: int, log: Path) -> str:
-    lines = log.read_text().strip().splitlines()
-    last = lines[-1] if lines else "it printed nothing"
-    return f"worker {rank} ended with status {status}: {last} (all of it: {log})"
+def _serve(log: Path, module: str, rank: int, connection: Connection, *arguments: Any) -> None:
+    with log.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    importlib.import_module(module).serve(rank, connection, *arguments)

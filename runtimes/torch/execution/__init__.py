@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ApplySettings,
         applied_plan,
         apply,
+        under_plan,
         undo,
     )
 else:
@@ -28,5 +29,5 @@ else:
 __all__ = [
     "AUTOCAST_TYPES", "AppliedPlan", "ApplyOptions", "ApplySettings", "CapturedPasses",
     "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed",
-    "is_sharded", "operator_kind", "operator_precisions", "run_fixed", "undo",
+    "is_sharded", "operator_kind", "operator_precisions", "run_fixed", "under_plan", "undo",
 ]  # fmt: skip

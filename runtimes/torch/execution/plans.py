@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -432,3 +432,19 @@ def undo(model: nn.Module) -> nn.Module:
     if applied.audit is not None:
         applied.audit.stop()
     return model
+
+
+@contextlib.contextmanager
+def under_plan(
+    model: nn.Module,
+    plan: Mapping[str, str] | DevicePlans,
+    graph: OpGraph | None = None,
+    kernels: KernelOptions | None = None,
+    **options: Any,
+) -> Iterator[None]:
+    """Run a model under a plan within the block; ``options`` are those of `ApplyOptions` beside the kernels'."""
+    apply(model, plan, graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions(), **options))
+    try:
+        yield
+    finally:
+        undo(model)

@@ -10,8 +10,13 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.job.adapting import PlanAdapter, PlanRefresher
     from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime, fastest_plans, shortlist, uniform_times
-    from qsync_opt.runtimes.torch.job.choosing import choose_by_passes, choose_by_steps
-    from qsync_opt.runtimes.torch.job.comparison import least_sensitive, paired_times, undecided
+    from qsync_opt.runtimes.torch.job.choosing import (
+        choose_by_passes,
+        choose_by_steps,
+        least_sensitive,
+        paired_times,
+        undecided,
+    )
     from qsync_opt.runtimes.torch.job.file import load_job, save_job, with_speed, with_workers
     from qsync_opt.runtimes.torch.job.measuring import (
         Job,

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.errors import UnsupportedError, first_line
+from qsync_opt.io import decode, encode
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution import LossScaler, is_sharded
@@ -30,13 +31,12 @@ from qsync_opt.runtimes.torch.job.candidates import (
     shortlist,
     total_sensitivity,
 )
-from qsync_opt.runtimes.torch.job.choosing import modes_now, step_tolerance
-from qsync_opt.runtimes.torch.job.comparison import paired_times, undecided
+from qsync_opt.runtimes.torch.job.choosing import modes_now, paired_times, step_tolerance, undecided
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job.passes import carried_out
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job.steps import own_optimizer, parameters_put_back
-from qsync_opt.runtimes.torch.support import TrainingExample, cpu_clock, model_unchanged
+from qsync_opt.runtimes.torch.support import TrainingExample, cpu_clock, model_unchanged, synchronize
 
 _LOGGER = logging.getLogger(__name__)
 _COMMON_ROUNDS, _MOST_ROUNDS, _CAPTURED_BLOCKS = 4, 17, 3
@@ -82,11 +82,9 @@ def measure_steps(job: Job, measured: JobModel | None, plan: JobPlan, types: Dev
         return proposed if any(not mode.is_plain for candidate in proposed for mode in candidate.values()) else []
 
     proposed = together(propose)
-    sent = broadcast_json([{name: mode.to_json() for name, mode in candidate.items()} for candidate in proposed])
-    candidates = [
-        {name: ExecutionMode.from_json(mode, "an execution mode") for name, mode in candidate.items()}
-        for candidate in sent
-    ]
+    sent = broadcast_json([{name: encode(mode) for name, mode in candidate.items()} for candidate in proposed])
+    where = "an execution mode"
+    candidates = [{name: decode(ExecutionMode, mode, where) for name, mode in entry.items()} for entry in sent]
     if not candidates or any(gather_json(is_sharded(job.model))):
         return measured
     sizing = None
@@ -272,7 +270,7 @@ class StepBenchmark:
             if first:  # by itself: what does not fit or cannot be done shows here, while nobody waits
                 with self._alone():
                     self._step()
-            self._wait()
+            synchronize(self._device)
         except (torch.cuda.OutOfMemoryError, UnsupportedError) as error:
             fits = False
             _LOGGER.warning("a candidate takes no step: %s", first_line(error))
@@ -329,11 +327,11 @@ class StepBenchmark:
 
     def _steps_ns(self, steps: int) -> float:
         """Nanoseconds of a step on this worker."""
-        self._wait()
+        synchronize(self._device)
         began = self._clock()
         for _ in range(steps):
             self._step()
-        self._wait()
+        synchronize(self._device)
         return (self._clock() - began) / steps
 
     def _step(self) -> None:
@@ -347,10 +345,6 @@ class StepBenchmark:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.step(self._optimizer)
         self._scaler.update()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def batch_size(example: TrainingExample) -> int | None:

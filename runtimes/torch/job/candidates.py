@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from qsync_opt.errors import ProblemError, SolverError
-from qsync_opt.io import Json, decode, encode, freeze
+from qsync_opt.io import Json, freeze
 from qsync_opt.model import Role
 from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES
@@ -60,6 +60,11 @@ class ExecutionMode:
 
     def __post_init__(self) -> None:
         freeze(self, "precisions")
+        for precision in set(self.precisions.values()):
+            number_format(precision)
+        if self.autocast not in (None, *AUTOCAST_TYPES):
+            allowed = ", ".join(AUTOCAST_TYPES)
+            raise ProblemError(f"{self.name}: autocast is {self.autocast!r}, but allowed are {allowed} and null")
 
     @property
     def label(self) -> str:
@@ -89,25 +94,6 @@ class ExecutionMode:
         """The same mode on a device that takes ``factor`` times as long."""
         return replace(self, pass_ns=round(factor * self.pass_ns))
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return encode(self)
-
-    @classmethod
-    def from_json(cls, data: object, where: str) -> ExecutionMode:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ProblemError: It is something else.
-            UnsupportedError: No such precision.
-        """
-        mode = decode(cls, data, where)
-        for precision in mode.precisions.values():
-            number_format(precision)
-        if mode.autocast not in (None, "BF16", "FP16"):
-            raise ProblemError(f"{where}: autocast is {mode.autocast!r}, but allowed are BF16, FP16 and null")
-        return mode
-
 
 Modes = Mapping[str, Sequence[ExecutionMode]]
 """Execution modes of every device type."""
@@ -133,22 +119,8 @@ class StepTime:
 
     def __post_init__(self) -> None:
         freeze(self, "taken", "batches")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return encode(self)
-
-    @classmethod
-    def from_json(cls, data: object, where: str) -> StepTime:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ProblemError: It is something else.
-        """
-        step = decode(cls, data, where)
-        if step.batches and step.batches.keys() != step.taken.keys():
-            raise ProblemError(f"{where}: batches and taken are of different device types")
-        return step
+        if self.batches and self.batches.keys() != self.taken.keys():
+            raise ProblemError("a step: batches and taken are of different device types")
 
 
 def possible_modes(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> dict[str, list[ExecutionMode]]:

@@ -34,6 +34,10 @@ _WORTH_MOVING, _LESS_SENSITIVE = 0.03, 0.1
 """Relative gain of time, or of sensitivity, for which a running job moves to another plan."""
 TimedCandidate = tuple[Candidate, float]
 """With the nanoseconds of its whole step."""
+Rounds = Sequence[Mapping[int, float]]
+"""By round: candidate to time."""
+_AGREEING = 0.85
+"""Share of rounds that must fall on the same side of the tolerance for a comparison to be decided: 4 of 4, 6 of 7."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ def decide(
         best = choose_by_steps([*timed, (chosen, step_ns(chosen))], slack=options.slack, sized=workers is not None)
     else:
         best = choose_by_steps(timed, slack=options.slack, sized=workers is not None)
-    stays = None if present is None else _present(modes, limits, present)
+    stays = None if present is None else _pick(modes, limits, present.taken, present.plan.devices)
     if stays is not None and not _is_clearly_better(best, stays, step_ns):
         best = stays
     full = _full_everywhere(modes, limits)
@@ -167,17 +171,30 @@ def timed_candidates(
     """The candidates whose whole steps were timed and whose modes are there and fit now."""
     timed: list[TimedCandidate] = []
     for step in steps:
-        if step.taken.keys() != modes.keys() or bool(step.batches) is not sized:
-            continue
-        candidate = {
-            name: mode
-            for name, own in modes.items()
-            for mode in own
-            if mode.label == step.taken[name] and mode.pass_ns and mode.fits(limits_bytes[name])
-        }
-        if len(candidate) == len(modes):
-            timed.append((candidate, float(step.step_ns)))
+        if step.taken.keys() == modes.keys() and bool(step.batches) is sized:
+            candidate = _pick(modes, limits_bytes, step.taken)
+            if candidate is not None:
+                timed.append((candidate, float(step.step_ns)))
     return timed
+
+
+def _pick(
+    modes: Modes,
+    limits_bytes: Mapping[str, int],
+    taken: Mapping[str, str],
+    devices: Mapping[str, Mapping[str, str]] | None = None,
+) -> dict[str, ExecutionMode] | None:
+    """The modes with these labels, and in these precisions; None if one is not there, was not timed or does not fit."""
+    candidate = {
+        name: mode
+        for name, own in modes.items()
+        for mode in own
+        if mode.label == taken.get(name)
+        and (devices is None or mode.precisions.items() <= devices.get(name, {}).items())
+        and mode.fits(limits_bytes[name])
+        and mode.pass_ns
+    }
+    return candidate if len(candidate) == len(modes) else None
 
 
 def expected_step_ns(
@@ -287,20 +304,6 @@ def _full_everywhere(modes: Modes, limits_bytes: Mapping[str, int]) -> dict[str,
     return full if len(full) == len(modes) else None
 
 
-def _present(modes: Modes, limits: Mapping[str, int], present: JobPlan) -> dict[str, ExecutionMode] | None:
-    """The candidate that the job runs now, None if one of its modes is not there any more or no longer fits."""
-    candidate = {
-        name: mode
-        for name, own in modes.items()
-        for mode in own
-        if mode.label == present.taken.get(name)
-        and mode.precisions.items() <= present.plan.devices.get(name, {}).items()
-        and mode.fits(limits[name])
-        and mode.pass_ns
-    }
-    return candidate if len(candidate) == len(modes) else None
-
-
 def _is_clearly_better(candidate: Candidate, present: Candidate, step_ns: Callable[[Candidate], float]) -> bool:
     is_finer = total_sensitivity(candidate) < (1 - _LESS_SENSITIVE) * total_sensitivity(present)
     return is_finer or step_ns(candidate) < (1 - _WORTH_MOVING) * step_ns(present)
@@ -328,3 +331,63 @@ def _step_words(timed: Sequence[TimedCandidate]) -> str:
         label = next(iter(names.values())) if same else " and ".join(f"{mode} on {n}" for n, mode in names.items())
         texts.append(f"{label} {time / 1e6:.2f} ms")
     return f"; whole steps: {', '.join(texts)}" if texts else ""
+
+
+def paired_times(rounds: Rounds) -> dict[int, float]:
+    """Time of each candidate from rounds in which candidates take turns; what slows a whole round cancels out.
+
+    The reference is the fastest of the candidates with the most turns, by its median. Others take as many times as
+    long as the median of their ratios to it within common rounds. A candidate that took only the first turn is compared
+    with the fastest of that round, so that one that was dropped for being slow stays as much slower.
+
+    Args:
+        rounds: All candidates take part in the first.
+    """
+    turns = {i: [times[i] for times in rounds if i in times] for times in rounds for i in times}
+    if not turns:
+        return {}
+    most = max(map(len, turns.values()))
+    median = {i: statistics.median(times) for i, times in turns.items() if len(times) == most}
+    reference = min(median, key=median.__getitem__)
+    paired = {
+        i: median[reference] * statistics.median(_ratios(rounds, i, reference))
+        for i, times in turns.items()
+        if len(times) > 1 or i == reference
+    }
+    first = rounds[0]
+    quickest = min(paired.keys() & first.keys(), key=first.__getitem__)
+    return {i: paired[i] if i in paired else paired[quickest] * first[i] / first[quickest] for i in turns}
+
+
+def least_sensitive(times: Mapping[int, float], sensitivities: Mapping[int, float], tolerance: float) -> int:
+    """The least sensitive candidate of those that take at most ``tolerance`` times as long as the fastest."""
+    limit = tolerance * min(times.values())
+    return min((i for i, time in times.items() if time <= limit), key=lambda i: (sensitivities[i], times[i]))
+
+
+def undecided(rounds: Rounds, sensitivities: Mapping[int, float], tolerance: float) -> list[int]:
+    """Candidates to time again because noise leaves the choice of `least_sensitive` open; none if it is decided.
+
+    The chosen candidate and every less sensitive one are compared with their fastest rival. Where rounds disagree on
+    whether the tolerance is kept, both take another turn.
+    """
+    times = paired_times(rounds)
+    if len(times) < 2:
+        return []
+    order = {i: (sensitivities[i], time) for i, time in times.items()}
+    chosen = least_sensitive(times, sensitivities, tolerance)
+    again: set[int] = set()
+    for index in times:
+        if order[index] > order[chosen]:
+            continue
+        rival = min((other for other in times if other != index), key=times.__getitem__)
+        ratios = _ratios(rounds, index, rival)
+        slower = sum(ratio > tolerance for ratio in ratios) / len(ratios)
+        if max(slower, 1 - slower) < _AGREEING:
+            again |= {index, rival}
+    return sorted(again)
+
+
+def _ratios(rounds: Rounds, index: int, other: int) -> list[float]:
+    """Time of one candidate over that of another, by common round."""
+    return [times[index] / times[other] for times in rounds if index in times and other in times]

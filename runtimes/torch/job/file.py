@@ -54,8 +54,6 @@ def _read_graph(data: Any, where: str) -> OpGraph:
 
 _Profile = Annotated[DeviceProfile, Json(read=DeviceProfile.from_json, write=DeviceProfile.to_json)]
 _Values = Annotated[SensitivityValues, Json(read=SensitivityValues.from_json, write=SensitivityValues.to_json)]
-_Mode = Annotated[ExecutionMode, Json(read=ExecutionMode.from_json, write=ExecutionMode.to_json)]
-_Step = Annotated[StepTime, Json(read=StepTime.from_json, write=StepTime.to_json)]
 _Device = Annotated[DeviceType, Json(read=_read_device, write=_write_device)]
 
 
@@ -67,8 +65,8 @@ class _JobFile:
     graph: Annotated[OpGraph, Json(read=_read_graph, write=graph_to_json)]
     profiles: Mapping[str, _Profile]
     sensitivities: Mapping[str, _Values]
-    ways: Annotated[Mapping[str, tuple[_Mode, ...]], Json(optional=True)] = field(default_factory=dict)
-    steps: Annotated[tuple[_Step, ...], Json(optional=True)] = ()
+    ways: Annotated[Mapping[str, tuple[ExecutionMode, ...]], Json(optional=True)] = field(default_factory=dict)
+    steps: Annotated[tuple[StepTime, ...], Json(optional=True)] = ()
     network: Network
     devices: tuple[_Device, ...]
 
@@ -110,7 +108,8 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
         for name in job.workers:
             memory.integer(name, minimum=1)
     except QSyncError as failure:
-        raise type(failure)(f"{failure}; {_ANEW}") from failure
+        place = "" if where in str(failure) else f"{where}: "
+        raise type(failure)(f"{place}{failure}; {_ANEW}") from failure
     return job, dict(content.facts)
 
 

@@ -7,24 +7,32 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.errors import UnsupportedError, first_line
+from qsync_opt.io import decode, encode
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.execution import under_plan
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, Modes, fastest_modes, possible_modes
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.steps import compiled_inside
-from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, cpu_clock, model_unchanged, resident_bytes
+from qsync_opt.runtimes.torch.support import (
+    TrainingExample,
+    allocation_of,
+    cpu_clock,
+    model_unchanged,
+    resident_bytes,
+    synchronize,
+)
 
 _LOGGER = logging.getLogger(__name__)
 _ROUNDS, _CAPTURED_ROUNDS, _HOST_PASSES = 7, 3, 3
@@ -57,14 +65,13 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
     # What is timed runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
     buckets = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad) if size > 1 else 0
     states = {} if measured is None else {name: measured.profiles[name].optimizer.state_bytes for name in untimed}
-    sent = broadcast_json({name: [states[name], [mode.to_json() for mode in own]] for name, own in untimed.items()})
+    sent = broadcast_json({name: [states[name], [encode(mode) for mode in own]] for name, own in untimed.items()})
     if not any(entries for _, entries in sent.values()):
         return measured
     state_bytes, entries = sent[types.mine]
-    modes = [ExecutionMode.from_json(entry, "an execution mode") for entry in entries]
+    modes = [decode(ExecutionMode, entry, "an execution mode") for entry in entries]
     timed = together(
         lambda: time_modes(
-            job.model,
             job.example,
             modes,
             None if measured is None else measured.graph,
@@ -111,7 +118,6 @@ def _slowest(mode: ExecutionMode, results: Sequence[Sequence[int | None]]) -> Ex
 
 
 def time_modes(
-    model: nn.Module,
     example: TrainingExample,
     modes: Sequence[ExecutionMode],
     graph: OpGraph | None,
@@ -127,8 +133,7 @@ def time_modes(
     back.
 
     Args:
-        model: Without a plan.
-        example: A batch for it.
+        example: A model without a plan, with a batch.
         modes: To be timed.
         graph: The captured graph, if it is known here.
         kernels: Rounding and granularity.
@@ -140,109 +145,130 @@ def time_modes(
         precisions, or passes could not be captured or compiled, or were too slow to try; on a CPU, which keeps no
         account of memory, it stays what it was.
     """
-    with model_unchanged(model):
+    timing = _Timing(example, graph, kernels, kept_bytes, compiled)
+    with model_unchanged(example.model):
         if compiled:
-            return [_timed_once_prepared(example, mode, graph, kernels, kept_bytes, compiled=True) for mode in modes]
-        results = _timed_in_turn(example, modes, graph, kernels, kept_bytes)
+            return [timing.once_prepared(mode) for mode in modes]
+        results = timing.in_turn(modes)
         times_ns = {mode.name: mode.pass_ns for mode in results if not mode.captured and mode.pass_ns}
         far_ns = _FAR_SLOWER * min(times_ns.values(), default=0)
         for index, mode in enumerate(modes):
             if mode.captured and far_ns and times_ns.get(mode.name, far_ns) >= far_ns:
                 results[index] = replace(mode, pass_ns=0, needed_bytes=None)  # the host is not what it waits for
             elif mode.captured:
-                results[index] = _timed_once_prepared(example, mode, graph, kernels, kept_bytes)
+                results[index] = timing.once_prepared(mode)
         return results
 
 
-def _timed_in_turn(
-    example: TrainingExample,
-    modes: Sequence[ExecutionMode],
-    graph: OpGraph | None,
-    kernels: KernelOptions,
-    kept_bytes: int,
-) -> list[ExecutionMode]:
-    """The launched modes timed in rounds; captured ones are left as they are."""
-    times: list[list[float]] = [[] for _ in modes]
-    spent_ns = [0.0 for _ in modes]
-    needs = [mode.needed_bytes for mode in modes]
-    for turn in range(_ROUNDS):
-        for index, mode in enumerate(modes):
-            if mode.captured or needs[index] is None or spent_ns[index] > _MODE_NS:
-                continue
-            began = time.perf_counter()
-            with carried_out(example.model, mode, graph, kernels):
-                try:
-                    if not turn and example.device.type == "cuda":
-                        needs[index] = _peak_bytes(example) + kept_bytes
-                    times[index].append(_pass_ns(example))
-                except RuntimeError as failure:
-                    needs[index] = None
-                    example.model.zero_grad()
-                    if isinstance(failure, torch.cuda.OutOfMemoryError):
-                        torch.cuda.empty_cache()
-                    elif mode.is_plain:
-                        raise
-                    else:
-                        _LOGGER.warning("%s does not run and is left out: %s", mode.name, first_line(failure))
-            spent_ns[index] += 1e9 * (time.perf_counter() - began)
-    return [
-        replace(mode, pass_ns=round(statistics.median(own)) if own else 0, needed_bytes=needed)
-        for mode, own, needed in zip(modes, times, needs, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """What all modes are timed with; the arguments of `time_modes`."""
+
+    example: TrainingExample
+    graph: OpGraph | None
+    kernels: KernelOptions
+    kept_bytes: int
+    compiled: bool
+
+    def in_turn(self, modes: Sequence[ExecutionMode]) -> list[ExecutionMode]:
+        """The launched modes timed in rounds; captured ones are left as they are."""
+        model = self.example.model
+        times_ns: list[list[float]] = [[] for _ in modes]
+        spent_ns = [0.0 for _ in modes]
+        needs = [mode.needed_bytes for mode in modes]
+        for turn in range(_ROUNDS):
+            for index, mode in enumerate(modes):
+                if mode.captured or needs[index] is None or spent_ns[index] > _MODE_NS:
+                    continue
+                began = time.perf_counter()
+                with carried_out(model, mode, self.graph, self.kernels):
+                    try:
+                        if not turn and self.example.device.type == "cuda":
+                            needs[index] = self._peak_bytes()
+                        times_ns[index].append(self._pass_ns())
+                    except RuntimeError as failure:
+                        needs[index] = None
+                        model.zero_grad()
+                        if isinstance(failure, torch.cuda.OutOfMemoryError):
+                            torch.cuda.empty_cache()
+                        elif mode.is_plain:
+                            raise
+                        else:
+                            _LOGGER.warning("%s does not run and is left out: %s", mode.name, first_line(failure))
+                spent_ns[index] += 1e9 * (time.perf_counter() - began)
+        return [
+            replace(mode, pass_ns=round(statistics.median(own)) if own else 0, needed_bytes=needed)
+            for mode, own, needed in zip(modes, times_ns, needs, strict=True)
+        ]
+
+    def once_prepared(self, mode: ExecutionMode) -> ExecutionMode:
+        """A mode timed with compiled passes, or captured ones: prepared once, which takes far longer than a pass."""
+        model, device, needed = self.example.model, self.example.device, mode.needed_bytes
+        on_card = device.type == "cuda"
+        times_ns: list[float] = []
+        if not (self.compiled or on_card):
+            return replace(mode, pass_ns=0, needed_bytes=None)
+        before = _reserved_bytes(device) if mode.captured else 0
+        try:
+            with (
+                carried_out(model, mode, self.graph, self.kernels),
+                compiled_inside(model) if self.compiled else contextlib.nullcontext(),
+            ):
+                self._pass()  # compiles; or captures, and replays for the first time
+                if self.compiled and on_card:
+                    needed = self._peak_bytes()
+                began = time.perf_counter()
+                while len(times_ns) < (_ROUNDS if self.compiled else _CAPTURED_ROUNDS):
+                    times_ns.append(self._pass_ns())
+                    if 1e9 * (time.perf_counter() - began) > _MODE_NS:
+                        break
+                if mode.captured:  # graphs keep their memory, which steps do not allocate
+                    reserved = torch.cuda.max_memory_reserved(device) - before
+                    needed = resident_bytes(model) + reserved + self.kept_bytes
+        except (torch.cuda.OutOfMemoryError, UnsupportedError, TorchDynamoException) as failure:
+            reason = "memory ran out" if isinstance(failure, torch.cuda.OutOfMemoryError) else first_line(failure)
+            prepared = "compiled" if self.compiled else "captured"
+            _LOGGER.warning("%s is not timed %s: %s", mode.name, prepared, reason)
+            model.zero_grad()
+            times_ns, needed = [0.0], None
+        if on_card:
+            _reserved_bytes(device)
+        return replace(mode, pass_ns=round(statistics.median(times_ns)), needed_bytes=needed)
+
+    def _pass(self) -> None:
+        self.example.run()
+        self.example.model.zero_grad()
+
+    def _peak_bytes(self) -> int:
+        _, allocation = allocation_of(self._pass, self.example.device)
+        return resident_bytes(self.example.model) + allocation.peak_bytes + self.kept_bytes
+
+    def _pass_ns(self) -> float:
+        """Nanoseconds of a pass, from as many that follow each other as `_BLOCK_NS` allows."""
+        device = self.example.device
+        clock: Callable[[], int] = time.perf_counter_ns if device.type == "cuda" else cpu_clock()
+
+        def block(passes: int) -> float:
+            began = clock()
+            for _ in range(passes):
+                self._pass()
+            synchronize(device)
+            return float(clock() - began)
+
+        first = block(1)
+        if first <= _BLOCK_NS:  # else one pass more is as good as any
+            first = block(1)
+        passes = max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, first))))
+        return block(passes) / passes
 
 
-def _timed_once_prepared(
-    example: TrainingExample,
-    mode: ExecutionMode,
-    graph: OpGraph | None,
-    kernels: KernelOptions,
-    kept_bytes: int,
-    *,
-    compiled: bool = False,
-) -> ExecutionMode:
-    """A mode timed with compiled passes, or with captured ones: prepared once, which takes far longer than a pass."""
-    device, needed = example.device, mode.needed_bytes
-    times: list[float] = []
-    if not compiled and device.type != "cuda":
-        return replace(mode, pass_ns=0, needed_bytes=None)
-    before = _reserved_bytes(device) if mode.captured else 0
-    try:
-        with (
-            carried_out(example.model, mode, graph, kernels),
-            compiled_inside(example.model) if compiled else contextlib.nullcontext(),
-        ):
-            _pass(example)  # compiles; or captures, and replays for the first time
-            if compiled and device.type == "cuda":
-                needed = _peak_bytes(example) + kept_bytes
-            began = time.perf_counter()
-            while len(times) < (_ROUNDS if compiled else _CAPTURED_ROUNDS):
-                times.append(_pass_ns(example))
-                if 1e9 * (time.perf_counter() - began) > _MODE_NS:
-                    break
-            if mode.captured:  # graphs keep their memory, which steps do not allocate
-                needed = resident_bytes(example.model) + torch.cuda.max_memory_reserved(device) - before + kept_bytes
-    except (torch.cuda.OutOfMemoryError, UnsupportedError, TorchDynamoException) as failure:
-        reason = "memory ran out" if isinstance(failure, torch.cuda.OutOfMemoryError) else first_line(failure)
-        _LOGGER.warning("%s is not timed %s: %s", mode.name, "compiled" if compiled else "captured", reason)
-        example.model.zero_grad()
-        times, needed = [0.0], None
-    if device.type == "cuda":
-        _reserved_bytes(device)
-    return replace(mode, pass_ns=round(statistics.median(times)), needed_bytes=needed)
-
-
-@contextlib.contextmanager
-def carried_out(model: nn.Module, mode: ExecutionMode, graph: OpGraph | None, kernels: KernelOptions) -> Iterator[None]:
-    """Run the model in a mode within the block."""
+def carried_out(
+    model: nn.Module, mode: ExecutionMode, graph: OpGraph | None, kernels: KernelOptions
+) -> contextlib.AbstractContextManager[None]:
+    """A block in which the model runs in a mode."""
     if mode.is_plain:
-        yield
-        return
-    options = ApplyOptions(kernels=kernels, autocast=mode.autocast, captured=mode.captured)
-    apply(model, mode.precisions, graph=graph, options=options)
-    try:
-        yield
-    finally:
-        undo(model)
+        return contextlib.nullcontext()
+    return under_plan(model, mode.precisions, graph, kernels, autocast=mode.autocast, captured=mode.captured)
 
 
 def _reserved_bytes(device: torch.device) -> int:
@@ -251,36 +277,6 @@ def _reserved_bytes(device: torch.device) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_reserved(device)
-
-
-def _pass(example: TrainingExample) -> None:
-    example.forward().backward()  # type: ignore[no-untyped-call]
-    example.model.zero_grad()
-
-
-def _peak_bytes(example: TrainingExample) -> int:
-    _, allocation = allocation_of(lambda: _pass(example), example.device)
-    return resident_bytes(example.model) + allocation.peak_bytes
-
-
-def _pass_ns(example: TrainingExample) -> float:
-    """Nanoseconds of a pass, from as many that follow each other as `_BLOCK_NS` allows."""
-    device = example.device
-    clock: Callable[[], int] = time.perf_counter_ns if device.type == "cuda" else cpu_clock()
-
-    def block(passes: int) -> float:
-        began = clock()
-        for _ in range(passes):
-            _pass(example)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return float(clock() - began)
-
-    first = block(1)
-    if first <= _BLOCK_NS:  # else one pass more is as good as any
-        first = block(1)
-    passes = max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, first))))
-    return block(passes) / passes
 
 
 def host_share(
@@ -294,19 +290,15 @@ def host_share(
     if example.device.type != "cuda":
         return None
     shares = []
-    with model_unchanged(example.model):
-        apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=kernels))
-        try:
-            for _ in range(1 + _HOST_PASSES):
-                torch.cuda.synchronize(example.device)
-                begin = time.perf_counter()
-                example.forward().backward()  # type: ignore[no-untyped-call]
-                launched = time.perf_counter()
-                torch.cuda.synchronize(example.device)
-                shares.append((launched - begin) / (time.perf_counter() - begin))
-                example.model.zero_grad()
-        finally:
-            undo(example.model)
+    with model_unchanged(example.model), under_plan(example.model, plan, graph, kernels):
+        for _ in range(1 + _HOST_PASSES):
+            synchronize(example.device)
+            begin = time.perf_counter()
+            example.run()
+            launched = time.perf_counter()
+            synchronize(example.device)
+            shares.append((launched - begin) / (time.perf_counter() - begin))
+            example.model.zero_grad()
     return statistics.median(shares[1:])
 
 

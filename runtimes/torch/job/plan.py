@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import freeze
+from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
@@ -112,8 +111,12 @@ def alternatives(problem: Problem, *, fp32_share: float = 1.0) -> tuple[Alternat
     return tuple(plans)
 
 
-_LOCAL: Mapping[str, bool] = {"local": True}
-"""Metadata of the fields of a `JobPlan` that are this rank's own; all others are the same on every rank."""
+_LOCAL = Json(stored=False)
+"""Of the fields of a `JobPlan` that are this rank's own; all others are the same on every rank, and sent as JSON."""
+
+
+def _read_plan(data: Any, _: str) -> Plan:
+    return plan_from_json(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +134,12 @@ class JobPlan:
     (`OpGraph.lifted_kinds`).
     """
 
-    plan: Plan
-    device_type: str = field(metadata=_LOCAL)
+    plan: Annotated[Plan, Json(read=_read_plan, write=Plan.to_json)]
+    device_type: Annotated[str, _LOCAL]
     iteration_ns: int
     memory_bytes: Mapping[str, int]
     sensitivity: float
-    bound: float | None
+    bound: Annotated[float | None, Json(read=lambda value, _: value)]
     worthwhile: bool
     reason: str
     alternatives: tuple[Alternative, ...]
@@ -147,14 +150,14 @@ class JobPlan:
     captured: tuple[str, ...] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
-    problem: Problem | None = field(default=None, metadata=_LOCAL)
-    solution: Solution | None = field(default=None, metadata=_LOCAL)
-    model: JobModel | None = field(default=None, metadata=_LOCAL)
+    problem: Annotated[Problem | None, _LOCAL] = None
+    solution: Annotated[Solution | None, _LOCAL] = None
+    model: Annotated[JobModel | None, _LOCAL] = None
     host_shares: Mapping[str, float] = field(default_factory=dict)
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
     sensitivity_unit: str = "squared gradient"
     lifted_kinds: tuple[str, ...] = ()
-    stages_s: Mapping[str, float] = field(default_factory=dict, metadata=_LOCAL)
+    stages_s: Annotated[Mapping[str, float], _LOCAL] = field(default_factory=dict)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
     def __post_init__(self) -> None:
@@ -162,23 +165,7 @@ class JobPlan:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
-        object.__setattr__(self, "captured", tuple(self.captured))
-        object.__setattr__(self, "lifted_kinds", tuple(self.lifted_kinds))
         freeze(self, "memory_bytes", "taken", "autocast", "shares", "measured", "host_shares", "stages_s")
-
-    def shared(self) -> dict[str, Any]:
-        """What all ranks have in common, as plain JSON data: every field but this rank's own."""
-        names = [entry.name for entry in dataclasses.fields(self) if not entry.metadata]
-        values = {name: dict(v) if isinstance(v := getattr(self, name), Mapping) else v for name in names}
-        others = [dataclasses.asdict(other) for other in self.alternatives]
-        return {**values, "plan": self.plan.to_json(), "alternatives": others}
-
-    @classmethod
-    def from_shared(cls, data: Mapping[str, Any], device_type: str) -> JobPlan:
-        """The plan of another rank, which sent `shared`, on a worker of this device type."""
-        others = tuple(Alternative(**entry) for entry in data["alternatives"])
-        plan = plan_from_json(data["plan"])
-        return cls(**{**data, "plan": plan, "alternatives": others, "device_type": device_type})
 
     @property
     def devices(self) -> Mapping[str, Mapping[str, str]]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import qsync_opt
 from qsync_opt.costs import FP32_SHARE_OPTION
 from qsync_opt.errors import ModelError, ProblemError, SolverError
+from qsync_opt.io import decode, encode
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
@@ -40,7 +41,7 @@ from qsync_opt.runtimes.torch.job.measuring import (
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.passes import has_captured, measure_passes, with_host_shares
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan, alternatives, how_measured
-from qsync_opt.runtimes.torch.profiling import Trial, try_plan
+from qsync_opt.runtimes.torch.profiling import try_plan
 from qsync_opt.runtimes.torch.steps import compiled_inside
 from qsync_opt.runtimes.torch.support import Loss, bare_model, default_loss, model_loss, model_unchanged, single
 from qsync_opt.training import Plan, Problem, Solution, evaluate, solve
@@ -231,21 +232,22 @@ def _plan_with_trials(job: Job, measured: JobModel, types: DeviceTypes, stages: 
 def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: JobPlan) -> list[str]:
     """Device types on which one iteration under the plan needs more than their limit, all ranks having tried."""
 
-    def attempt() -> Trial:
+    def attempt() -> int | None:
         with compiled_inside(job.model) if job.options.compiled else contextlib.nullcontext():
-            return try_plan(job.model, job.example, plan, measured.graph, job.options.kernels)
+            return try_plan(job.example, plan, measured.graph, job.options.kernels)
 
-    trials = [Trial.from_json(data) for data in gather_json(together(attempt).to_json())]
+    peaks_bytes = gather_json(together(attempt))
     # The trial runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
     _, size = world()
     parameters = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad)
     kept = {name: profile.optimizer.state_bytes for name, profile in measured.profiles.items()}
     buckets = parameters if size > 1 else 0
-    return [
-        name
-        for name, ranks in types.ranks.items()
-        if any(trials[rank].exceeds(types.memory_bytes[name] - kept[name] - buckets) for rank in ranks)
-    ]
+    short = []
+    for name, ranks in types.ranks.items():
+        limit = types.memory_bytes[name] - kept[name] - buckets
+        if any(peaks_bytes[rank] is None or peaks_bytes[rank] > limit for rank in ranks):
+            short.append(name)
+    return short
 
 
 def _compare(job: Job, measured: JobModel | None, types: DeviceTypes, plan: JobPlan, stages: Stages) -> JobPlan:
@@ -294,7 +296,8 @@ def shared_plan(
         return _job_plan(measured, solved.problem, solved.solution, device_type, options, present)
 
     local = together(work)
-    received = JobPlan.from_shared(broadcast_json(None if local is None else local.shared()), device_type)
+    sent = broadcast_json(None if local is None else encode(local))
+    received = decode(JobPlan, sent, "the plan of rank 0", device_type=device_type)
     if _digest(received.plan, received.autocast, received.captured) != received.digest:
         raise SolverError("the plan that arrived is not the one that was sent: its digest differs")
     require_agreement("the plan", received.digest, "report this: it is a fault of this package")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import hashlib
-import json
 import logging
 import statistics
 import warnings
@@ -23,7 +21,7 @@ from qsync_opt.io import MeasurementCache, encode
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import PrecisionFormats
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.execution import under_plan
 from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.profiling import option_values, selected_formats
 from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, record_steps
@@ -31,9 +29,10 @@ from qsync_opt.runtimes.torch.support import (
     TrainingExample,
     device_identity,
     model_unchanged,
-    optimizer_name,
+    optimizer_key,
     rebuild_optimizer,
     state_bytes,
+    synchronize,
 )
 from qsync_opt.steps import StepCosts, StepFlow, StepPredictor, profile_from_steps, scaled_operators
 
@@ -80,7 +79,8 @@ def profile_job_steps(
     }
     cache = MeasurementCache(cache_folder(options.cache_dir), environment)
     prefix = "compiled " * options.compiled
-    key = f"{prefix}steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
+    settings = "AdamW" if optimizer is None else optimizer_key(optimizer)
+    key = f"{prefix}steps {graph.fingerprint()} in {','.join(formats)} with {settings}"
     known = cache.get(key)
     if known is None:
         try:
@@ -115,19 +115,16 @@ def precisions_that_run(
                 operator.name: precision if ops.supports(operator.op_type, precision, example.device) else "FP32"
                 for operator in graph.by_role(Role.ADJUSTABLE)
             }
-            apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=kernels))
-            try:
-                example.forward().backward()  # type: ignore[no-untyped-call]
-                if example.device.type == "cuda":
-                    torch.cuda.synchronize(example.device)
-                running.append(precision)
-            except torch.cuda.OutOfMemoryError:
-                running.append(precision)
-            except RuntimeError as failure:
-                _LOGGER.warning("%s does not run: %s", precision, first_line(failure))
-            finally:
-                undo(example.model)
-                example.model.zero_grad()
+            with under_plan(example.model, plan, graph, kernels):
+                try:
+                    example.run()
+                    synchronize(example.device)
+                    running.append(precision)
+                except torch.cuda.OutOfMemoryError:
+                    running.append(precision)
+                except RuntimeError as failure:
+                    _LOGGER.warning("%s does not run: %s", precision, first_line(failure))
+            example.model.zero_grad()
     return tuple(running)
 
 
@@ -147,16 +144,6 @@ def _of_this_batch(graph: OpGraph, costs: StepCosts, recorded: list[str]) -> Ste
         for signature in sorted(now.get(case.signature, {case.signature}))
     }
     return dataclasses.replace(costs, cases=cases)
-
-
-def _settings(optimizer: torch.optim.Optimizer | None) -> str:
-    if optimizer is None:
-        return "AdamW"
-    groups = [
-        [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
-        for group in optimizer.param_groups
-    ]
-    return f"{optimizer_name(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
 def _recorded(

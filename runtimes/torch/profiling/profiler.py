@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +20,7 @@ from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.runtimes.timing import cast_pairs, edge_sizes
 from qsync_opt.runtimes.torch.capture import CapturedModel, RecordedCall
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
+from qsync_opt.runtimes.torch.execution import device_formats, under_plan
 from qsync_opt.runtimes.torch.profiling.operators import OperatorBench, measure_optimizer, time_cast, time_gradient_sum
 from qsync_opt.runtimes.torch.support import (
     Stopwatch,
@@ -30,7 +28,7 @@ from qsync_opt.runtimes.torch.support import (
     device_identity,
     make_stopwatch,
     model_unchanged,
-    optimizer_name,
+    optimizer_key,
     time_passes,
 )
 from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_choices
@@ -105,12 +103,7 @@ class ProfileRun:
         if optimizer is None:
             parameters = [nn.Parameter(torch.zeros(p.spec.shape)) for p in self.graph.parameters]
             optimizer = torch.optim.AdamW(parameters or [nn.Parameter(torch.zeros(1))])
-        groups = [
-            [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
-            for group in optimizer.param_groups
-        ]
-        digest = hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]
-        key = f"optimizer {optimizer_name(optimizer)} {digest}"
+        key = f"optimizer {optimizer_key(optimizer)}"
         if (known := self.cache.get(key)) is None:
             known = encode(measure_optimizer(optimizer, self.device, self.stopwatch, self.repeats))
             self.cache.put(key, known)
@@ -197,11 +190,8 @@ def measure_uniform(
                 continue
             choices = uniform_choices(graph, profile, precision)
             plan = {operator.name: choices[operator.name] for operator in graph.by_role(Role.ADJUSTABLE)}
-            apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=options))
-            try:
+            with under_plan(example.model, plan, graph, options):
                 measured[precision] = MeasuredPasses(**time_passes(example, repeats))
-            finally:
-                undo(example.model)
     return measured
 
 

@@ -19,7 +19,7 @@ from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError, firs
 from qsync_opt.io import Report, reporting
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
+from qsync_opt.runtimes.torch.execution import device_formats, under_plan
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.profiling import DTYPES, selected_formats
 from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
@@ -377,13 +377,10 @@ def _applied(
 
     A plan of FP32 alone may rest. For its costs within other plans, the block sets ``may_rest`` to None.
     """
-    apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
-    try:
+    with under_plan(model, dict(plan), graph, kernels):
         interception = interception_of(bare_model(model))
         assert interception is not None
         yield interception
-    finally:
-        undo(model)
 
 
 def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float], float]]) -> StepSample:

@@ -27,6 +27,7 @@ from qsync_opt.runtimes.torch.support import (
     intervals_ns,
     silent_profiler,
     storage_of,
+    synchronize,
     tensors_in,
     time_mark,
 )
@@ -261,8 +262,7 @@ class Stepper:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def steady_ns(self, steps: int) -> float:
         """Mean time of a step if the host does not wait between steps."""

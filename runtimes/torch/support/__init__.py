@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.support.models import bare_model, first_device, model_unchanged, plain_name
     from qsync_opt.runtimes.torch.support.optimizers import (
         check_steps,
+        optimizer_key,
         optimizer_name,
         rebuild_optimizer,
         single,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         cpu_clock,
         intervals_ns,
         make_stopwatch,
+        synchronize,
         time_mark,
     )
 else:
@@ -55,7 +57,7 @@ __all__ = [
     "HALF", "Elapsed", "Loss", "Stopwatch", "TrainingExample", "allocation_of", "allocations_of", "bare_model",
     "capture_stream", "capturing", "check_steps", "cpu_clock", "default_loss", "device_identity", "first_device",
     "full_precision", "hidden_capture", "intervals_ns", "is_capturing", "make_stopwatch", "measure_iteration",
-    "memory_budget", "model_loss", "model_unchanged", "optimizer_name", "plain_name", "rebuild_optimizer",
-    "recorded_waits", "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of", "tensors_in",
-    "time_mark", "time_passes", "without_cudnn_attention",
+    "memory_budget", "model_loss", "model_unchanged", "optimizer_key", "optimizer_name", "plain_name",
+    "rebuild_optimizer", "recorded_waits", "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of",
+    "synchronize", "tensors_in", "time_mark", "time_passes", "without_cudnn_attention",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from qsync_opt.runtimes.torch.support.memory import allocation_of
 from qsync_opt.runtimes.torch.support.models import bare_model
 from qsync_opt.runtimes.torch.support.optimizers import state_bytes
 from qsync_opt.runtimes.torch.support.outputs import default_loss
-from qsync_opt.runtimes.torch.support.timing import cpu_clock, intervals_ns, time_mark
+from qsync_opt.runtimes.torch.support.timing import cpu_clock, intervals_ns, synchronize, time_mark
 
 Loss = Callable[[Any], Tensor]
 
@@ -70,6 +70,10 @@ class TrainingExample:
         """Run the forward pass and return the loss."""
         output = self.model(*self.args, **self.kwargs)
         return (self.loss or default_loss)(output)
+
+    def run(self) -> None:
+        """Run a forward and a backward pass; gradients are added to those that are there."""
+        self.forward().backward()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +144,9 @@ def time_passes(example: TrainingExample, repeats: int) -> dict[str, int]:
 
 def _run(example: TrainingExample, optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:
     """Times of one iteration: forward, backward, optimizer, and the whole by the wall clock."""
-    device, on_cuda = example.device, example.device.type == "cuda"
-    clock: Callable[[], Any] = (lambda: time_mark(device)) if on_cuda else cpu_clock()
-    if on_cuda:
-        torch.cuda.synchronize(device)
+    device = example.device
+    clock: Callable[[], Any] = (lambda: time_mark(device)) if device.type == "cuda" else cpu_clock()
+    synchronize(device)
     wall_ns, marks = time.perf_counter_ns(), [clock()]
     loss = example.forward()
     marks.append(clock())
@@ -151,8 +154,7 @@ def _run(example: TrainingExample, optimizer: torch.optim.Optimizer | None) -> t
     marks.append(clock())
     _finish(example, optimizer)
     marks.append(clock())
-    if on_cuda:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     whole_ns = time.perf_counter_ns() - wall_ns
     return (*intervals_ns(marks), whole_ns)
 
@@ -167,15 +169,14 @@ def _finish(example: TrainingExample, optimizer: torch.optim.Optimizer | None) -
 
 def _peak_memory(example: TrainingExample, optimizer: torch.optim.Optimizer | None) -> tuple[int, str]:
     def iterate() -> None:
-        example.forward().backward()  # type: ignore[no-untyped-call]
+        example.run()
         _finish(example, optimizer)
 
     device = example.device
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        _, allocation = allocation_of(iterate, device)
-        return before + allocation.peak_bytes, "torch.cuda.max_memory_allocated"
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     _, allocation = allocation_of(iterate, device)
+    if device.type == "cuda":
+        return before + allocation.peak_bytes, "torch.cuda.max_memory_allocated"
     resident = resident_bytes(example.model) + (0 if optimizer is None else state_bytes(optimizer))
     return resident + allocation.peak_bytes, "allocations reported by torch.profiler, and what a model keeps between"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +63,15 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     if isinstance(optimizer, SeveralOptimizers):
         return " and ".join(optimizer_name(part) for part in optimizer.parts)
     return type(optimizer).__name__
+
+
+def optimizer_key(optimizer: torch.optim.Optimizer) -> str:
+    """Name of an optimizer with a digest of its settings and of its parameters' shapes, for caches."""
+    groups = [
+        [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
+        for group in optimizer.param_groups
+    ]
+    return f"{optimizer_name(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
 def rebuild_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -38,6 +38,12 @@ class Elapsed:
     host_ns: float = 0.0
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a card has done all that it was given; a cpu is never waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def time_mark(device: torch.device) -> Any:
     """The present time of a device for `intervals_ns`: a recorded event on cuda, the wall clock elsewhere."""
     if device.type != "cuda":

@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import OpGraph
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.execution import under_plan
 from qsync_opt.runtimes.torch.steps.compiled.recording import compiled_inside
 from qsync_opt.runtimes.torch.support import TrainingExample
 from qsync_opt.steps.compiled import PassCode, Peak, step_peak
@@ -47,17 +47,14 @@ def compiled_plan_peak(
     Raises:
         UnsupportedError: The model cannot be compiled as one graph per pass; or this version of torch differs.
     """
-    apply(example.model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
-    try:
-        with compiled_inside(example.model), generated_passes() as passes:
-            try:
-                example.forward()
-            except _NotRunError:
-                pass
-            except TorchDynamoException as failure:
-                raise UnsupportedError(f"the model cannot be compiled as one graph: {first_line(failure)}") from failure
-    finally:
-        undo(example.model)
+    model = example.model
+    with under_plan(model, dict(plan), graph, kernels), compiled_inside(model), generated_passes() as passes:
+        try:
+            example.forward()
+        except _NotRunError:
+            pass
+        except TorchDynamoException as failure:
+            raise UnsupportedError(f"the model cannot be compiled as one graph: {first_line(failure)}") from failure
     if [is_backward for is_backward, _ in passes] != [False, True]:
         raise UnsupportedError(
             f"{len(passes)} graphs were compiled, but one of the forward and one of the backward pass are needed; is "

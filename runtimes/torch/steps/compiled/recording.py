@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 from qsync_opt.errors import ProblemError, UnsupportedError, first_line
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import OpGraph
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.execution import under_plan
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.steps.compiled.schedule import annotated_operators, collected_schedules, read_schedules
 from qsync_opt.runtimes.torch.steps.recording import (
@@ -68,14 +68,13 @@ def record_compiled_plan(
         ProblemError: The graphs did not run what the compiler scheduled.
     """
     model, options = stepper.example.model, options or RecordingOptions()
-    apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
     try:
-        outputs = _delivered_formats(stepper, graph)
-        with (
-            compiled_inside(model),
-            annotated_operators(model, graph),
-            collected_schedules() as schedulers,
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(under_plan(model, dict(plan), graph, kernels))
+            outputs = _delivered_formats(stepper, graph)
+            stack.enter_context(compiled_inside(model))
+            stack.enter_context(annotated_operators(model, graph))
+            schedulers = stack.enter_context(collected_schedules())
             for _ in range(options.warm_up):
                 stepper.step()
             schedules = read_schedules(schedulers)
@@ -92,8 +91,6 @@ def record_compiled_plan(
             f"the model cannot be compiled as one graph: {first_line(failure)}; "
             "torch.compile(model, fullgraph=True) says where it breaks, and steps of the model as it is can be recorded"
         ) from failure
-    finally:
-        undo(model)
     return StepSample(
         name=label,
         precisions=dict(plan),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.io import decode, encode
 from qsync_opt.model import Role
 from qsync_opt.runtimes.torch.job import (
     ExecutionMode,
@@ -29,7 +30,7 @@ LIMITS = {"whole": HUGE, "part": HUGE}
 
 
 def mode(name, ms, sensitivity, captured=False, needed_bytes=1, **more):
-    precision = "BF16" if name == "plan" else name.split()[0]
+    precision = "BF16" if "plan" in name else name.split()[0]
     return ExecutionMode(
         name=name,
         precisions=dict.fromkeys(NAMES, precision),
@@ -49,7 +50,7 @@ def labels(candidate):
 def test_a_mode_is_plain_data():
     half = mode("BF16 autocast", 1, 0.5)
     for each in (half, replace(half, captured=True), mode("FP32", 1, 0.0, needed_bytes=None)):
-        assert ExecutionMode.from_json(json.loads(json.dumps(each.to_json())), "a mode") == each
+        assert decode(ExecutionMode, json.loads(json.dumps(encode(each))), "a mode") == each
     assert mode("FP32", 1, 0.0).is_plain
     assert not mode("FP32", 1, 0.0, captured=True).is_plain
     for change, error in (
@@ -63,13 +64,13 @@ def test_a_mode_is_plain_data():
         ({"more": 1}, ProblemError),
     ):
         with pytest.raises(error):
-            ExecutionMode.from_json({**half.to_json(), **change}, "a mode")
+            decode(ExecutionMode, {**encode(half), **change}, "a mode")
 
 
 def test_a_time_of_steps_is_plain_data():
     step = StepTime(taken={"a": "BF16 autocast", "b": "plan, captured"}, step_ns=5)
     for each in (step, replace(step, batches={"a": 3, "b": 1}), replace(step, rounds_ns=(4, 0, 6))):
-        assert StepTime.from_json(json.loads(json.dumps(each.to_json())), "a step") == each
+        assert decode(StepTime, json.loads(json.dumps(encode(each))), "a step") == each
     sizes = ({"a": 1}, {"a": 1, "b": 0}, {"a": 1, "c": 2}, {"a": 1, "b": "2"}, [1, 2])
     for change in (
         *({"step_ns": 0}, {"taken": {"a": 1}}, {"taken": []}, {"more": 1}),
@@ -77,7 +78,7 @@ def test_a_time_of_steps_is_plain_data():
         *({"batches": batches} for batches in sizes),
     ):
         with pytest.raises(ProblemError):
-            StepTime.from_json({**step.to_json(), **change}, "a step")
+            decode(StepTime, {**encode(step), **change}, "a step")
 
 
 def every_plan(problem, device):

@@ -181,7 +181,7 @@ def test_a_way_that_an_operation_of_the_model_refuses_is_left_out(caplog):
         ExecutionMode(name="FP32", precisions={"first/linear": "FP32"}),
         ExecutionMode(name="BF16 autocast", precisions={"first/linear": "BF16"}, autocast="BF16"),
     ]
-    fine, autocast = time_modes(model, example, modes, None, KernelOptions())
+    fine, autocast = time_modes(example, modes, None, KernelOptions())
     assert fine.pass_ns > 0
     assert fine.needed_bytes is not None
     assert autocast.needed_bytes is None
@@ -194,7 +194,7 @@ def test_a_plan_that_an_operation_of_the_model_refuses_is_told():
     example = TrainingExample(model=model, args=(torch.randn(4, 8),), loss=mean_square)
     plan = Plan(problem="made", devices={"cpu": {"first/linear": "BF16"}})
     with pytest.raises(UnsupportedError, match=r"does not run under its plan \(.*cast the inputs"):
-        try_plan(model, example, plan, None, KernelOptions())
+        try_plan(example, plan, None, KernelOptions())
     assert applied_plan(model) is None
 
 

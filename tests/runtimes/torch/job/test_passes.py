@@ -248,7 +248,7 @@ def test_a_mode_without_memory_is_left_out_not_raised(monkeypatch):
     monkeypatch.setattr(TrainingExample, "forward", short)
     example = TrainingExample(model=model, args=(x,), loss=loss_of)
     modes = [mode("FP32"), mode("BF16", autocast="BF16")]
-    plain, half = time_modes(model, example, modes, None, ApplyOptions().kernels)
+    plain, half = time_modes(example, modes, None, ApplyOptions().kernels)
     assert plain.pass_ns > 0
     assert plain.needed_bytes == 0
     assert half.needed_bytes is None
@@ -259,7 +259,7 @@ def test_an_error_in_a_mode_leaves_the_model_alone():
     model = Net()
     example = TrainingExample(model=model, args=(torch.randn(4, 64),), loss=loss_of)
     with pytest.raises(QSyncError):
-        time_modes(model, example, [mode("FP8")], None, ApplyOptions().kernels)
+        time_modes(example, [mode("FP8")], None, ApplyOptions().kernels)
     assert applied_plan(model) is None
 
 
@@ -277,7 +277,7 @@ def test_on_a_cpu_nothing_is_captured():
     assert applied_plan(model) is None
     example = TrainingExample(model=model, args=(torch.randn(4, 8),), loss=torch.Tensor.sum)
     modes = [ExecutionMode(name="BF16", precisions={"0/linear": "BF16"}, captured=kind) for kind in (False, True)]
-    eager, captured = time_modes(model, example, modes, None, ApplyOptions().kernels)
+    eager, captured = time_modes(example, modes, None, ApplyOptions().kernels)
     assert eager.pass_ns > 0
     assert captured.needed_bytes is None
 
@@ -347,5 +347,5 @@ def test_on_a_card_memory_is_measured_and_half_precision_scaled(tmp_path):
         optimizer.zero_grad()
     assert all(torch.isfinite(p).all() for p in model.parameters())
     example = TrainingExample(model=undo(model), args=(x,), loss=loss)
-    again = time_modes(model, example, list(modes.values()), None, options.kernels, kept_bytes=1 << 20)
+    again = time_modes(example, list(modes.values()), None, options.kernels, kept_bytes=1 << 20)
     assert all(found.needed_bytes > parameters + (1 << 20) for found in again)

@@ -21,7 +21,6 @@ from qsync_opt.runtimes.torch.job import (
 )
 from qsync_opt.runtimes.torch.job import measuring as job_measuring
 from qsync_opt.runtimes.torch.job import steps as job_steps
-from qsync_opt.runtimes.torch.profiling import Trial
 from qsync_opt.runtimes.torch.steps import record_plan
 from qsync_opt.training import evaluate
 
@@ -206,9 +205,9 @@ def test_measured_once_planned_again_at_once(options):
 def test_a_trial_that_runs_out_of_memory_tightens_the_plan(options, monkeypatch, caplog):
     tried = []
 
-    def short_of_memory(model, example, plan, graph, kernels):
+    def short_of_memory(example, plan, graph, kernels):
         tried.append(plan)
-        return Trial(peak_bytes=0, out_of_memory=len(tried) < 3)
+        return None if len(tried) < 3 else 0
 
     monkeypatch.setattr(planning, "try_plan", short_of_memory)
     with caplog.at_level(logging.WARNING):
@@ -222,7 +221,7 @@ def test_a_trial_that_runs_out_of_memory_tightens_the_plan(options, monkeypatch,
 
 
 def test_a_trial_that_never_fits_ends(options, monkeypatch):
-    monkeypatch.setattr(planning, "try_plan", lambda *_: Trial(peak_bytes=1 << 60, out_of_memory=False))
+    monkeypatch.setattr(planning, "try_plan", lambda *_: 1 << 60)
     with pytest.raises(ProblemError, match="smaller batch"):
         auto_plan(Net(), torch.randn(32, 64), loss=cross_entropy, options=options(least_gain=0.0))
 

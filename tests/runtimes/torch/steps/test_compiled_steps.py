@@ -368,7 +368,7 @@ def test_modes_are_timed_compiled(block, monkeypatch):
     monkeypatch.setattr("qsync_opt.runtimes.torch.job.passes._ROUNDS", 1)
     modes = [_mode("FP32"), _mode("BF16")]
     kernels = ApplyOptions().kernels
-    timed = time_modes(block.model, block.example, modes, block.graph, kernels, compiled=True)
+    timed = time_modes(block.example, modes, block.graph, kernels, compiled=True)
     assert all(mode.pass_ns > 0 and mode.needed_bytes == 0 for mode in timed)
     assert seen == [{}, dict.fromkeys(PLAN, "BF16")]
     assert block.model._compiled_call_impl is None
@@ -379,7 +379,7 @@ def test_a_mode_that_cannot_be_compiled_is_not_taken(monkeypatch, caplog):
         "qsync_opt.runtimes.torch.job.passes.compiled_inside", functools.partial(compiled_inside, backend="aot_eager")
     )
     example = TrainingExample(model=Breaking(), args=(torch.randn(16, 32),))
-    (timed,) = time_modes(example.model, example, [_mode("FP32")], None, ApplyOptions().kernels, compiled=True)
+    (timed,) = time_modes(example, [_mode("FP32")], None, ApplyOptions().kernels, compiled=True)
     assert timed.needed_bytes is None
     assert "FP32 is not timed compiled" in caplog.text
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.errors import QSyncError
+from qsync_opt.io import encode
 from qsync_opt.runtimes.torch.ddp import process_group
 from qsync_opt.runtimes.torch.execution import apply
 from qsync_opt.runtimes.torch.job import PlanningOptions, auto_plan
@@ -89,7 +90,7 @@ def plan_and_train(rank, case, folder):
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().item(),
         "kept": kept,
         "shares": shares,
-        "steps": [] if plan.model is None else [step.to_json() for step in plan.model.steps],
+        "steps": [] if plan.model is None else [encode(step) for step in plan.model.steps],
     }
 
 
