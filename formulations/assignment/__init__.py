@@ -19,10 +19,12 @@ if TYPE_CHECKING:
         Derived,
         Floats,
         Ints,
+        Maximum,
         Wanted,
         Whole,
         assemble,
     )
+    from qsync_opt.formulations.assignment.program import labels_at, linear_program
     from qsync_opt.formulations.assignment.schedule import TooWideError
     from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome, split_count
 else:
@@ -30,7 +32,7 @@ else:
 
 __all__ = [
     "PASSES", "PROOF", "QUICK_PASSES", "SOLVER_PASSES", "AssignmentModel", "Bools", "BoundAndFix", "Derived",
-    "DualResult", "Effort", "Elimination", "Floats", "Ints", "Master", "Outcome", "Pass", "Priced",
-    "Pricer", "Relaxation", "TooWideError", "Wanted", "Whole", "assemble", "blend", "compiled_by", "maximise",
-    "prepare", "relax", "split_count",
+    "DualResult", "Effort", "Elimination", "Floats", "Ints", "Master", "Maximum", "Outcome", "Pass", "Priced",
+    "Pricer", "Relaxation", "TooWideError", "Wanted", "Whole", "assemble", "blend", "compiled_by", "labels_at",
+    "linear_program", "maximise", "prepare", "relax", "split_count",
 ]  # fmt: skip

@@ -68,7 +68,6 @@ class Elimination:
 
 
 def _total(least_R: Floats) -> float:
-    """Sum in order, as loops do."""
     return float(np.cumsum(least_R)[-1]) if len(least_R) else 0.0
 
 

@@ -3,16 +3,19 @@
 Axes: N nodes, E edges, Z table entries (those of the nodes first, then those of the edges), S loads, R limit rows,
 T stored load terms, D derived nodes.
 
-    minimise    sum_n cost(n, x_n) + sum_(a,b) cost(a, b, x_a, x_b)
+    minimise    sum_n cost(n, x_n) + sum_(a,b) cost(a, b, x_a, x_b) + sum_i weight_i * max_k(rows_i @ loads_S(x))_k
     subject to  rows_RS @ loads_S(x) <= limits_R,   loads_S(x) = the sum of the load terms of the chosen entries
                 every chosen entry is allowed
+
+Bound and fix takes models without maxima; `program.linear_program` takes all. A limit on a maximum is a row for each of
+its arguments, see `AssignmentModel.with_maximum_at_most`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,6 +75,14 @@ class Wanted:
         labels_N[self.node_H] = np.maximum.reduceat(flag_P, self.start_H)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Maximum:
+    """A term of the objective: ``weight`` (at least 0) times the largest of the rows ``rows_KS @ loads_S``."""
+
+    rows_KS: Whole
+    weight: float = 1.0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentModel:
     """An assignment problem over flat tables; build it with :func:`assemble`.
@@ -88,6 +99,7 @@ class AssignmentModel:
         limits_R: Right-hand sides.
         derived: Derived nodes, each after its parents.
         wanted: Nodes that are 1 where another one wants it, if any.
+        maxima: Maxima over rows of loads in the objective.
     """
 
     sizes_N: Ints
@@ -101,6 +113,7 @@ class AssignmentModel:
     limits_R: Ints
     derived: tuple[Derived, ...] = ()
     wanted: Wanted | None = None
+    maxima: tuple[Maximum, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -169,7 +182,9 @@ class AssignmentModel:
         entry = self.chosen(labels_N)
         if not self.allowed_Z[entry].all():
             return float("inf")
-        return float(self.objective_Z[entry].sum())
+        loads_S = self.loads(labels_N) if self.maxima else None
+        maxima = (each.weight * float((each.rows_KS @ loads_S).max()) for each in self.maxima)
+        return float(self.objective_Z[entry].sum()) + sum(maxima)
 
     def least_objective(self) -> float:
         """Objective that no labelling is below, limits and forbidden entries set aside."""
@@ -208,7 +223,6 @@ class AssignmentModel:
         return loads.reshape(num_groups, num_loads)
 
     def _terms(self, entry_X: Ints) -> tuple[Ints, Ints]:
-        """Terms of table entries, one entry after the other, and how many each has."""
         start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
         return np.arange(int(count.sum())) + np.repeat(start - (np.cumsum(count) - count), count), count
 
@@ -217,6 +231,12 @@ class AssignmentModel:
         other = copy.copy(self)
         object.__setattr__(other, "limits_R", limits_R)
         return other
+
+    def with_maximum_at_most(self, rows_KS: Whole, limit: int, rest_S: Whole | int = 0) -> AssignmentModel:
+        """The same problem with ``max_k(rows_KS @ loads_S)_k + rest_S @ loads_S <= limit``, as one limit row per k."""
+        rows_RS = np.concatenate([self.rows_RS, rows_KS + rest_S])
+        limits_R = np.append(self.limits_R, np.full(len(rows_KS), limit))
+        return replace(self, rows_RS=rows_RS, limits_R=limits_R)
 
     def complete(self, labels_N: Ints) -> Ints:
         """A copy with every derived node as its parents imply, and every wanted node at 1."""

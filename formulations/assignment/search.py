@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.assignment.core import Condensed, CoreSearch
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort
@@ -64,7 +65,16 @@ class BoundAndFix:
     """Solves one assignment problem, and keeps what it learnt for a quick solve under other limits."""
 
     def __init__(self, model: AssignmentModel, relaxation: Relaxation | None = None) -> None:
-        """Plan the elimination; ``relaxation`` is one of the model, if it is at hand."""
+        """Plan the elimination; ``relaxation`` is one of the model, if it is at hand.
+
+        Raises:
+            UnsupportedError: The model has maxima in its objective.
+        """
+        if model.maxima:
+            raise UnsupportedError(
+                f"bound and fix cannot minimise a maximum, but the model has {len(model.maxima)}; "
+                "solve its `linear_program` instead, or limit the maximum"
+            )
         self.model = model
         self.relaxation = relaxation or relax(model)
         self._known: list[Priced] = []
@@ -335,7 +345,6 @@ class BoundAndFix:
                 return
 
     def _blend(self, dual: DualResult, effort: Effort) -> None:
-        """Improve the incumbent by parts of the plans nearest to the bound at the dual's prices."""
         value_I = np.array([p.objective + float(dual.prices_R @ p.excess_R) for p in dual.plans])
         for index in np.argsort(value_I, kind="stable")[: effort.blends].tolist():
             if self.best is None or self._closed(dual.bound, effort) or time.monotonic() > self._deadline:
@@ -377,7 +386,6 @@ class BoundAndFix:
         return self._affordable_Z
 
     def _affordable(self, allowed_Z: Bools) -> Bools:
-        """Without entries that no labelling better than the incumbent has, the limits relaxed."""
         if self.best is None:
             return allowed_Z
         no_price = np.zeros(len(self.model.limits_R))

@@ -29,7 +29,6 @@ MAX_TERMS = ((1 << 31) - 1) // (127 * 127)
 
 
 def _output_sizes(sizes_HW: Sequence[int], taps_RS: Sequence[int], *geometry: Sequence[int]) -> list[int]:
-    """Rows and columns of the result, from those of the input and the kernel, and stride, padding and dilation."""
     per_dim = zip(sizes_HW, taps_RS, *geometry, strict=True)
     return [(size + 2 * p - d * (taps - 1) - 1) // s + 1 for size, taps, s, p, d in per_dim]
 

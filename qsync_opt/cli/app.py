@@ -105,7 +105,6 @@ class _Commands(TyperGroup):
 
 
 def _systems() -> dict[str, Any]:
-    """The registered systems that have commands of their own."""
     from qsync_opt.systems import systems
 
     return {name: system for name, system in systems().items() if system.commands}
@@ -174,7 +173,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage_message(failure: typer.BadParameter) -> str:
-    """What is wrong with the arguments, with the nearest option that there is."""
     option = getattr(failure, "option_name", "")
     if possibilities := getattr(failure, "possibilities", None):
         return f"no such option {option!r}{near_match(option, possibilities)}"

@@ -155,7 +155,6 @@ def used_assumptions(profile: DeviceProfile) -> Assumptions | None:
 
 
 def _stored(name: str) -> bool:
-    """Whether gradients are delivered in this format."""
     return number_format(name).bits > 8 and name != "TF32"
 
 

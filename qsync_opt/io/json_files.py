@@ -112,13 +112,11 @@ def _is_deeper(data: Any, levels: int) -> bool:
 
 
 def _digest(data: Any) -> str:
-    """Digest of parsed JSON data, independent of the layout of the file."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _check_digest(data: dict[str, Any], where: str, error: type[QSyncError], again: str) -> None:
-    """Remove the digest from parsed data and refuse data that it does not match."""
     digest = data.pop(DIGEST_KEY, None)
     if digest is not None and digest != _digest(data):
         raise error(

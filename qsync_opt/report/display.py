@@ -182,7 +182,6 @@ def traded(front: Front) -> tuple[str, Callable[[float], str]]:
 
 
 def _count(value: int) -> str:
-    """A large number, short."""
     for factor, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if value >= factor:
             return f"{value / factor:.3g} {letter}"

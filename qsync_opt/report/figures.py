@@ -93,7 +93,6 @@ def front_svg(front: Front) -> str:
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """A range that contains the values with a margin, also where they are equal."""
     margin = (high - low) * 0.03 or max(1.0, math.fabs(high) * 0.05)
     return low - margin, high + margin
 
@@ -111,7 +110,6 @@ _WIDTH = 10.0
 
 
 def _figure(rows: int, height: float) -> tuple[Any, Any]:
-    """A figure with some rows of axes."""
     if importlib.util.find_spec("matplotlib") is None:
         raise NotInstalledError("figures need matplotlib, which is not installed: pip install 'qsync-opt[figures]'")
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(_WIDTH, height), layout="constrained")

@@ -265,7 +265,6 @@ def mix_words(report: Report, device: str) -> str:
 
 
 def _mix(report: Report, device: str) -> dict[str, int]:
-    """Number of adjustable operators by precision, from the lowest up."""
     counts = Counter(e.precision for e in report.explanations[device] if e.role is Role.ADJUSTABLE)
     return {name: counts[name] for name in report.problem.formats if name in counts}
 

@@ -164,7 +164,6 @@ def _path_scale(operator: OperatorStatistics, path: str, shape: str) -> float:
 
 
 def _merge_noise(parts: Sequence[ModelStatistics]) -> GradientNoise | None:
-    """Scatter within the parts, pooled by degrees of freedom, of the parts that have it."""
     measured = [(part.gradient_noise, part.batches) for part in parts if part.gradient_noise is not None]
     if not measured:
         return None

@@ -239,7 +239,6 @@ class Propagation:
         return energy
 
     def _share(self, reader: str, position: int) -> float:
-        """Share of one reader in the energy of a tensor's gradient."""
         source = self._graph[reader].inputs[position]
         if reader not in self._statistics and not self._graph.consumers(reader):
             return 1.0  # the loss
@@ -319,14 +318,12 @@ def _incoherent_gradient(statistics: OperatorStatistics, operand: str) -> float:
 
 
 def _product_weight(statistics: OperatorStatistics) -> float:
-    """Factor of the noise-to-signal ratio of an operand in a product."""
     product = statistics.products[0].volume * statistics.first.mean_square * statistics.second.mean_square
     incoherent = statistics.calls * product * statistics.alignment.get("first>output/floating", 1.0)
     return ratio(incoherent, statistics.calls * statistics.output.square_sum)
 
 
 def _effect_on_own_weights(statistics: OperatorStatistics) -> Effect:
-    """Effect on the operator's own weight gradient, of relative noise on its input or on its output's gradient."""
     effect = Effect()
     for operand in ("first", "second"):
         has_gradient = getattr(statistics, f"{operand}_gradient") is not None

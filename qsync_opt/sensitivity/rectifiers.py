@@ -130,7 +130,6 @@ class Rectifiers:
         return self._statistics.shift * share**2
 
     def _ratios(self, output_variances: Mapping[str, float]) -> list[float]:
-        """Noise-to-signal ratio at each rectifier."""
         own = np.zeros(len(self._names))
         for place, name in enumerate(self._names):
             variance, measured = output_variances.get(name, 0.0), self._statistics.find(name)

@@ -300,13 +300,11 @@ def _path(operator: OperatorStatistics, path: str, noise: NoiseParts, signal: st
 
 
 def _rounded(operator: OperatorStatistics, tensor: str, kinds: _Kinds) -> float:
-    """Variance of rounding a whole result."""
     statistics = getattr(operator, tensor)
     return float(statistics.elements * statistics.variance(kinds.get(tensor), Rounding.NEAREST))
 
 
 def _by_origin(operator: OperatorStatistics, *, first: float = 0.0, second: float = 0.0, rest: float = 0.0) -> Noise:
-    """Noise in which the parts of operands that are parameters are shared."""
     shared = sum(
         value
         for value, parameter in ((first, operator.first_parameter), (second, operator.second_parameter))

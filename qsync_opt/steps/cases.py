@@ -290,7 +290,6 @@ def scaled_operators(graph: OpGraph, costs: StepCosts) -> dict[tuple[str, str], 
 
 
 def _by_operator(costs: StepCosts) -> dict[str, dict[str, tuple[Case, CaseCost]]]:
-    """Signature to precision to the case that was observed most often."""
     table: dict[str, dict[str, tuple[Case, CaseCost]]] = {}
     for case, cost in costs.cases.items():
         if case.precision and not cost.scaled_from:

@@ -378,7 +378,6 @@ def _mean_work(works: Sequence[Work]) -> Work:
 
 
 def _mean_outside(blocks: Sequence[Sequence[Block]], count: int) -> tuple[tuple[int, int], ...]:
-    """Mean changes of memory that belongs to no operator, by moment."""
     changes: Counter[int] = Counter()
     for moment, num_bytes in changes_of(itertools.chain(*blocks), count):
         changes[moment] += num_bytes

@@ -196,7 +196,6 @@ def _device(
 
 
 def _casts(profile: DeviceProfile, used: set[str]) -> dict[tuple[str, str], CastCost]:
-    """Fitted casts between the formats that the used precisions compute in, read and deliver."""
     formats = _names({precision: profile.formats[precision] for precision in used})
     casts = {}
     for pair, fit in profile.casts.items():
@@ -213,7 +212,6 @@ def _formats(devices: Iterable[ProblemDevice]) -> dict[str, int]:
 
 
 def _names(precisions: Mapping[str, PrecisionFormats]) -> set[str]:
-    """The formats that precisions compute in, read and deliver."""
     return {*precisions, *(name for borders in precisions.values() for name in astuple(borders))}
 
 

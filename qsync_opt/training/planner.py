@@ -157,7 +157,6 @@ def solve(
 
 
 def _formulation(method: Any) -> Any:
-    """The formulation of that name, or the instance."""
     formulation = create(Kind.FORMULATION, method)
     if isinstance(formulation, type) or not callable(getattr(formulation, "solve", None)):
         raise UnsupportedError(

@@ -145,7 +145,6 @@ def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Fl
 
 
 def _spans(names: Ints, sizes: Ints) -> Iterator[tuple[int, int, int]]:
-    """Name, start and end of tables that lie one after the other."""
     ends = np.cumsum(sizes)
     return zip(names.tolist(), (ends - sizes).tolist(), ends.tolist(), strict=True)
 

@@ -150,17 +150,14 @@ class CoreSearch:
         )
 
     def _offered(self, result: CoreResult) -> float:
-        """The bound of a result, whose labelling is offered to the incumbent."""
         if result.labels_N is not None:
             self._incumbent.offer(result.labels_N)
         return result.bound
 
     def _tolerance(self) -> float:
-        """Distance to the optimum at which a search may stop."""
         return self.effort.enough / 2 * abs(self._incumbent.upper + self.effort.offset) if self._incumbent.best else 0.0
 
     def _most(self) -> float:
-        """Priced cost at which a part of a core cannot belong to a better labelling."""
         # Where nodes are split into copies the base is no priced minimum, and then no part is too expensive by itself.
         return self._incumbent.target(0.0) if self._relaxation.entry_Y is None else np.inf
 

@@ -194,7 +194,6 @@ def _shift(assignment: Assignment) -> tuple[Assignment, float]:
 
 
 def _highest(shifted: Assignment) -> float:
-    """A positive scale where there is no plan to scale by."""
     return max((float(node.cost_S.max()) for node in shifted.nodes), default=0.0) or 1.0
 
 

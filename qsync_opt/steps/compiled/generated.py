@@ -188,7 +188,6 @@ def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]
 
 
 def _viewed(state: _Pass, value: Any) -> list[_Storage]:
-    """Storages of an expression that copies no data."""
     while isinstance(value, ast.Call) and value.args:
         value = value.args[0]
     return list(state.names.get(value.id, ())) if isinstance(value, ast.Name) else []
@@ -222,7 +221,6 @@ def _statements(body: Iterable[ast.stmt]) -> list[ast.stmt]:
 
 
 def _arguments(text: str) -> list[str]:
-    """Names of the arguments of a pass, in order."""
     for statement in _statements(_function(text, "call").body):
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
             return [name.id for name in statement.targets[0].elts]  # type: ignore[attr-defined]

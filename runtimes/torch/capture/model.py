@@ -193,7 +193,6 @@ def _owners(decomposed: Any, operators: Operators) -> dict[str, str]:
 
 
 def _called(node: Any) -> str:
-    """Name of the program's call that became an ONNX node."""
     text = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
     call = re.match(r"%(\w+)", text)
     if call is None:

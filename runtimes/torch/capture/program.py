@@ -32,7 +32,6 @@ def module_path(node: fx.Node) -> str:
 
 
 def _where(node: fx.Node) -> str:
-    """The module that a node runs in, for messages."""
     stack = node.meta.get("nn_module_stack")
     return describe_module(*list(stack.values())[-1]) if stack else "the model itself"
 

@@ -228,7 +228,6 @@ class Checkpoints:
         return resumed
 
     def _ranks(self) -> list[RankState]:
-        """How every rank computes now."""
         own = RankState.of(self._model, world()[0], self._plan)
         return [decode(RankState, state, f"rank {rank}") for rank, state in enumerate(gather_json(encode(own)))]
 

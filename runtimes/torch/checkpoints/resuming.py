@@ -297,7 +297,6 @@ class PlanState:
 
 
 def _digest(state: RankState) -> str:
-    """Of what the rank runs under."""
     return digest(state.precisions if state.autocast is None else [state.precisions, state.autocast])
 
 

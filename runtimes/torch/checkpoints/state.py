@@ -308,7 +308,6 @@ class JobState:
         ]
 
     def _outside(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Those of `_named_groups` that are not the model's."""
         own = {id(parameter) for parameter in self._model.parameters()}
         return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in own}
 

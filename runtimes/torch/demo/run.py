@@ -94,7 +94,6 @@ def run_demo(folder: Path, options: DemoOptions, console: Console) -> DemoResult
 
 
 def _processor_seconds() -> float:
-    """Of this process and of those it has waited for."""
     return sum(os.times()[:4])
 
 

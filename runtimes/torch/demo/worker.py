@@ -96,7 +96,6 @@ class Worker:
         return result
 
     def _model(self, plan: Path | None = None) -> Gpt:
-        """The same weights on every worker and in every run."""
         torch.manual_seed(self._options.seed)
         model = Gpt(self._options.model)
         if plan is not None and self._name == INFERENCE:
@@ -104,7 +103,6 @@ class Worker:
         return model
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW, as the profile assumes."""
         return torch.optim.AdamW(model.parameters(), lr=self._options.learning_rate)
 
     def _batches(self, *, seed: int, held_out: bool = False) -> Batches:

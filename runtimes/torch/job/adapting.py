@@ -291,7 +291,6 @@ class PlanAdapter:
         return bool(flag)
 
     def _solved(self, now: dict[str, Any]) -> JobPlan:
-        """A plan for the smallest memory and the slowest worker of each type."""
         ranks = gather_json({**now, "type": self.plan.device_type, "before": self._before["memory"]})
         job = self.plan.model
         kept = together(lambda: None if job is None else _with_limits(job, ranks))
@@ -312,7 +311,6 @@ class PlanAdapter:
         return self._anywhere(before != _running(fresh))
 
     def _replace(self, plan: JobPlan, applied: AppliedPlan | None) -> AppliedPlan | None:
-        """Apply the plan on this rank's model, in place of the one that is applied."""
         options, graph = self._apply_options, None
         if applied is not None:
             options, graph = applied.options, applied.graph
@@ -342,7 +340,6 @@ def _with_limits(job: JobModel, ranks: Sequence[Mapping[str, Any]]) -> JobModel:
 
 
 def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How many times longer the slowest worker of each type takes now."""
     factors: dict[str, float] = {}
     for rank in ranks:
         factors[rank["type"]] = max(rank["speed"], factors.get(rank["type"], 0.0))

@@ -262,7 +262,6 @@ def _with_present_plan(
 
 
 def _hidden_ns(problem: Problem, evaluation: Evaluation) -> int:
-    """How long the all-reduces take that passes hide."""
     durations = problem.communication.allreduce_ns
     ends = [start + time for start, time in zip(evaluation.bucket_start_ns, durations, strict=True)]
     after = max(ends, default=0) - max(device.backward_end_ns for device in evaluation.devices.values())
@@ -310,12 +309,10 @@ def _is_clearly_better(candidate: Candidate, present: Candidate, step_ns: Callab
 
 
 def _is_same(one: Candidate, other: Candidate) -> bool:
-    """Whether every device type runs the same mode in both, in the same precisions."""
     return labels(one) == labels(other) and all(mode.precisions == other[n].precisions for n, mode in one.items())
 
 
 def _pass_words(chosen: Candidate, uniform: Mapping[str, int], *, compiled: bool) -> str:
-    """Times of passes and the chosen modes, for the reason of a plan."""
     own = ", ".join(f"{mode.label} on {name}" for name, mode in chosen.items())
     compared = ", ".join(f"{name} {time / 1e6:.2f} ms" for name, time in sorted(uniform.items(), key=lambda e: e[1]))
     what = "compiled passes" if compiled else "passes"
@@ -389,5 +386,4 @@ def undecided(rounds: Rounds, sensitivities: Mapping[int, float], tolerance: flo
 
 
 def _ratios(rounds: Rounds, index: int, other: int) -> list[float]:
-    """Time of one candidate over that of another, by common round."""
     return [times[index] / times[other] for times in rounds if index in times and other in times]

@@ -193,7 +193,6 @@ def _plan_from_file(job: Job, stages: Stages) -> JobPlan | None:
 
 
 def _is_compared(job: Job, measured: JobModel) -> bool:
-    """Whether candidates were timed as the options ask for it now."""
     if not measured.modes or (job.options.capture and not has_captured(measured.modes)):
         return not job.options.compare
     # Where the earlier start trained with equal batches, on as many workers, sized ones are tried now.
@@ -202,7 +201,6 @@ def _is_compared(job: Job, measured: JobModel) -> bool:
 
 
 def _takes_steps(job: Job) -> bool:
-    """Whether whole steps are to be timed, which is done as the model stands and not as a compiled job trains."""
     return job.options.compare is True and not job.options.compiled
 
 
@@ -305,7 +303,6 @@ def shared_plan(
 
 
 def _digest(plan: Plan, autocast: Mapping[str, str], captured: Sequence[str]) -> str:
-    """Of what the workers are to do."""
     how = [*([dict(autocast)] if autocast else []), *([list(captured)] if captured else [])]
     return digest([plan.to_json(), *how] if how else plan.to_json())
 

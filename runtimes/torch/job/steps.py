@@ -189,7 +189,6 @@ def _memory_freed(device: torch.device) -> Iterator[None]:
 
 
 def _options(stepper: Stepper) -> RecordingOptions:
-    """As many steps as there is time for."""
     try:
         stepper.step()
         step_ns = stepper.steady_ns(1)

@@ -161,7 +161,6 @@ class ProfileRun:
         return [name for name in self.formats if ops.supports(operator.op_type, name, self.device)]
 
     def _sum_formats(self) -> tuple[str, ...]:
-        """Formats of results and of their gradients."""
         return tuple(dict.fromkeys(borders.output for borders in self.formats.values()))
 
 

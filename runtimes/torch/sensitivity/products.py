@@ -93,7 +93,6 @@ class ConvolutionForm:
         return self.second.shape[2:].numel() == 1 and not self._transposed and not any(self.geometry[1])
 
     def _centers(self) -> tuple[slice, ...]:
-        """Input positions that have a result in a pointwise convolution."""
         return (slice(None), slice(None), *(slice(None, None, step) for step in self.geometry[0]))
 
     def _backward(self, result: Tensor, first: Tensor, weight: Tensor, *, operand: int) -> Tensor:

@@ -192,7 +192,6 @@ class _Collector:
         return output
 
     def _parameter(self, tensor: Tensor) -> str | None:
-        """Name of the parameter that a tensor is, or is a view of."""
         base = tensor._base
         return self._names.get(id(tensor)) or (None if base is None else self._names.get(id(base)))
 

@@ -209,7 +209,6 @@ def record_steps(
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Refuse a model with a compiled module, naming the module."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise UnsupportedError(
@@ -384,7 +383,6 @@ def _applied(
 
 
 def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float], float]]) -> StepSample:
-    """A sample with the medians of all rounds as its times."""
     return dataclasses.replace(
         sample,
         host_ns={phase: statistics.median(host[phase] for host, _ in rounds) for phase in sample.host_ns},

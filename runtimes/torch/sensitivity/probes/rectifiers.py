@@ -339,7 +339,6 @@ def _per_channel(squares: Tensor) -> Tensor:
 
 
 def _gap_spread(windows: Contest, ranked: Tensor) -> Tensor:
-    """Mean square change of the gaps, over windows whose two largest elements differ."""
     counted = windows.gap.isfinite() & (windows.gap > 0)
     squares = torch.where(counted, (windows.gap_in(ranked) - windows.gap).square_(), 0.0)
     return squares.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)

@@ -95,7 +95,6 @@ class MatrixRecord(OperatorRecord):
         return dataclasses.replace(self, form=None, numbers=[], elements={}, **sums)
 
     def _results(self) -> tuple[Numbers, dict[str, int]]:
-        """The numbers, joined by type, and the elements."""
         numbers: Numbers = {}
         for dtype in dict.fromkeys(values.dtype for _, values in self.numbers):
             alike = [(names, values) for names, values in self.numbers if values.dtype is dtype]

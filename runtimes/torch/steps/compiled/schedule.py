@@ -139,7 +139,6 @@ def _together(many: Scheduled, count: int, one: Scheduled) -> Scheduled:
 
 
 def _is_call(part: Any) -> bool:
-    """Whether a part of a schedule is a library call."""
     return type(part).__name__ == "ExternKernelSchedulerNode"
 
 
@@ -215,7 +214,6 @@ def _label(node: Any) -> str:
 
 
 def _is_view(node: Any) -> bool:
-    """Whether a node moves no data."""
     target = node.target
     if target is operators.getitem:
         return True
@@ -240,14 +238,12 @@ def _kind(node: Any) -> str:
 
 
 def _source(node: Any) -> Any:
-    """The node whose data this one views."""
     while node.op == "call_function" and _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _readers(node: Any) -> Iterator[Any]:
-    """Nodes that read this one's data, through views."""
     for user in node.users:
         if user.op == "call_function" and _is_view(user):
             yield from _readers(user)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, QSyncError, UnsupportedError
+from qsync_opt.io import encode
 from qsync_opt.runtimes.torch.checkpoints import RankState, decide, resume_plan
 from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import (
@@ -205,11 +206,11 @@ def test_a_checkpoint_goes_on_in_the_same_mode():
     model = Net()
     apply(model, dict.fromkeys(NAMES, "BF16"), options=ApplyOptions(autocast="BF16"))
     state = RankState.of(model, 0, None)
-    assert state.to_json()["autocast"] == "BF16"
+    assert encode(state)["autocast"] == "BF16"
     undo(model)
     apply(model, dict.fromkeys(NAMES, "BF16"))
     present = RankState.of(model, 0, None)
-    assert "autocast" not in present.to_json()
+    assert "autocast" not in encode(present)
     resumed = decide(3, [state], [present], (), "checkpoint")
     assert not resumed.replanned
     resume_plan(model, 0, [state], resumed)
