@@ -68,7 +68,7 @@ kernels: $(STAMP) ## compile the CUDA kernels for every target
 	$(PYTHON) -m qsync_opt.kernels.compilation
 
 kernels-check: $(STAMP) ## that they compile for every target, as quickly as the compiler can; keeps nothing
-	$(PYTHON) -m qsync_opt.kernels.compilation.compile_check
+	$(PYTHON) -m qsync_opt.kernels.compilation --check
 
 sanitize: $(STAMP) ## on a CUDA card: memory checks and race checks of the CUDA kernels
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/sanitizer_cases.py

@@ -178,7 +178,6 @@ def _fastest_by(
 
 
 def _least(problem: Problem, effort: Effort, deadline: float, tied: Sequence[Sequence[str]]) -> Fastest | None:
-    """Least iteration time whatever the sensitivity, device type by device type."""
     graph = graph_tables(problem)
     reached_ns = bound_ns = peers_ns(problem)
     devices: dict[str, dict[str, str]] = {}

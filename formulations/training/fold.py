@@ -119,7 +119,6 @@ class Folding:
         return node
 
     def _add_value(self, join: int, stage: _Stage) -> int:
-        """Add a node for the value of a join alone."""
         parts = self._value_parts.get(stage)
         if parts is None:
             distinct = stage.distinct

@@ -86,7 +86,6 @@ def _between(low: float, high: float, unit: str) -> str:
 
 
 def _largest(collapsed: Collapsed, labels_N: Ints | None, *, by_memory: bool) -> str:
-    """Name the operators that take most of a limit in the plan of its least value."""
     if labels_N is None:
         return ""
     precisions = collapsed.precisions(labels_N)

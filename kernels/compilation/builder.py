@@ -156,13 +156,21 @@ def build(unit: str, targets: Sequence[str], jobs: int | None = None) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build units ahead of time, each target as a library of its own."""
+    """Build units ahead of time, each target as a library of its own; or only check that they compile."""
     parser = argparse.ArgumentParser(prog="qsync_opt.kernels.compilation", description=main.__doc__)
     parser.add_argument("--unit", action="append", choices=UNITS, help="default: every unit that has sources")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: every target")
     parser.add_argument("--jobs", type=int, help="compilers to run at once")
+    parser.add_argument("--check", action="store_true", help="compile every unit for every target and keep nothing")
     options = parser.parse_args(arguments)
     try:
+        if options.check:
+            from qsync_opt.kernels.compilation.compile_check import check
+
+            with tempfile.TemporaryDirectory(prefix="qsync-kernels-") as folder:
+                count = check(UNITS, Path(folder), options.jobs)
+            sys.stdout.write(f"{count} pairs of source and target compile; all units link for {', '.join(TARGETS)}\n")
+            return 0
         for unit in options.unit or [unit for unit in UNITS if sources(unit, TARGETS)]:
             for target in options.target or TARGETS:
                 begin = time.perf_counter()

@@ -7,17 +7,12 @@ compiler has an option for that: speed and size of the code are not those of a b
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import itertools
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from qsync_opt.errors import QSyncError
 from qsync_opt.kernels.compilation import builder, compiler
 
 
@@ -59,27 +54,3 @@ def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
         list(pool.map(compile_part, sorted(compiles, key=lambda output: -len(compiles[output][1]))))
         list(pool.map(link, *zip(*itertools.product(units, builder.TARGETS), strict=True)))
     return sum(len(group) for _, group in compiles.values())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile everything and keep nothing: ``python -P -m qsync_opt.kernels.compilation.compile_check``."""
-    parser = argparse.ArgumentParser(prog="qsync_opt.kernels.compilation.compile_check", description=main.__doc__)
-    parser.add_argument("--jobs", type=int, help="compilers to run at once")
-    options = parser.parse_args(arguments)
-    begin = time.perf_counter()
-    try:
-        with tempfile.TemporaryDirectory(prefix="qsync-kernels-") as folder:
-            count = check(builder.UNITS, Path(folder), options.jobs)
-    except QSyncError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    targets = ", ".join(builder.TARGETS)
-    sys.stdout.write(
-        f"{count} pairs of source and target compile, and {len(builder.UNITS)} units link for {targets} "
-        f"({time.perf_counter() - begin:.0f} s)\n"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

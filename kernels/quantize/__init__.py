@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         quantize_by_amax,
         quantize_matrix,
         quantize_unchecked,
-        recast_matrix,
         spread,
     )
     from qsync_opt.kernels.quantize.quantize import (
@@ -40,6 +39,6 @@ __all__ = [
     "BLOCK", "E4M3", "E5M2", "FORMATS", "GRANULARITIES", "INT8", "INT8_MAX", "PRECISIONS", "ROUNDINGS", "UNIT",
     "Quantized", "QuantizedMatrix", "amax", "cached_bytes", "clear_weights", "dequantize", "dequantize_matrix",
     "drawing", "format_of", "once_per_step", "plain_by_amax", "quantize_by_amax", "quantize_fp8", "quantize_int8",
-    "quantize_matrix", "quantize_unchecked", "recast_matrix", "scale_from", "signed", "spread", "stepped_key",
+    "quantize_matrix", "quantize_unchecked", "scale_from", "signed", "spread", "stepped_key",
     "stream_key",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The operators ``qsync_opt::quantize``, ``quantize_by_amax``, ``dequantize`` and ``recast`` on matrices.
+"""The operators ``qsync_opt::quantize``, ``quantize_by_amax`` and ``dequantize`` on matrices.
 
 The plain implementations below are the specification; CUDA gives the same scales and codes bit for bit, except that the
 codes of a slice that holds NaN or an infinity mean nothing anywhere (its scale is NaN, and so is all computed from it).
@@ -84,13 +84,6 @@ def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(torch.float32).mul_(spread(scale, *codes.shape)).to(dtype)
 
 
-def _recast(codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key: int, step: Tensor | None) -> Tensor:
-    """Plain PyTorch: codes of ``format`` for ``ratio`` times ``codes``."""
-    values = codes.contiguous().to(torch.float32)
-    values = values.mul_(torch.tensor(ratio, dtype=torch.float32, device=codes.device))
-    return codes_of(values, None, format_of(format), rounding, key, step)
-
-
 for _schema, _plain, _fake in (
     (
         "quantize(Tensor x, ScalarType format, str granularity, str rounding, int key, Tensor? step, "
@@ -108,11 +101,6 @@ for _schema, _plain, _fake in (
         "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
         _dequantize,
         lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype),
-    ),
-    (
-        "recast(Tensor codes, ScalarType format, float ratio, str rounding, int key, Tensor? step) -> Tensor",
-        _recast,
-        lambda codes, format, *others: torch.empty(codes.shape, dtype=format, device=codes.device),
     ),
 ):
     library.define(_schema, unit=UNIT, plain=_plain, fake=_fake)
@@ -245,27 +233,3 @@ def dequantize_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, backe
         )
     result: Tensor = library.operator(UNIT, "dequantize", codes.device, backend)(codes, scale, dtype)
     return result
-
-
-def recast_matrix(
-    codes: Tensor,
-    scale: Tensor,
-    format: torch.dtype,
-    *,
-    rounding: str = "nearest",
-    key: int = 0,
-    step: Tensor | None = None,
-    backend: str = "auto",
-) -> QuantizedMatrix:
-    """Codes (N, K) in another 8-bit format with the same granularity: each slice keeps its range.
-
-    The other arguments are those of `quantize_matrix`.
-
-    Returns:
-        Codes, and scales multiplied by the ratio of the formats' largest values.
-    """
-    source, target = format_of(codes.dtype), format_of(format)
-    _check_choice("rounding", rounding, ROUNDINGS)
-    ratio = target.largest / source.largest
-    result = library.operator(UNIT, "recast", codes.device, backend)(codes, format, ratio, rounding, signed(key), step)
-    return QuantizedMatrix(result, scale * (source.largest / target.largest), None)

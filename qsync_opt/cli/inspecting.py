@@ -166,7 +166,6 @@ def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
 
 
 def _changes(alternative: Alternative, *names: str) -> list[str]:
-    """What another precision would change, as texts."""
     texts = {
         "sensitivity": signed(format_sensitivity, alternative.sensitivity_change),
         "iteration": signed(format_time, alternative.iteration_change_ns),

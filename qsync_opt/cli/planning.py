@@ -202,7 +202,6 @@ def _with_exclusions(table: Any, formats: Iterable[str]) -> Any:
 
 
 def _relative(table: Any, knowledge: ModelKnowledge, cluster: Cluster) -> SensitivityValues:
-    """Sensitivities as shares of the noise that the averaged gradient has anyway."""
     from qsync_opt.sensitivity import SensitivityTable
 
     if knowledge.statistics is None or not isinstance(table, SensitivityTable):

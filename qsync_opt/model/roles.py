@@ -7,7 +7,7 @@ their type (capitals). Unknown kinds are fixed and named in a warning. ``decide_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
@@ -178,14 +178,6 @@ class RoleTable:
         for kind, role in self.by_type.items():
             if role is Role.ADJUSTABLE:
                 _check_adjustable(kind, f"operation {kind!r}")
-
-    def overridden(
-        self, *, by_type: Mapping[str, Role] | None = None, by_name: Mapping[str, Role] | None = None
-    ) -> RoleTable:
-        """A table with further changes, which win over the present ones."""
-        further = by_name or {}  # first, since the first pattern that matches wins
-        names = {**further, **self.by_name, **further}
-        return replace(self, by_type={**self.by_type, **(by_type or {})}, by_name=names)
 
     def lookup(self, name: str, op_type: str) -> Role | None:
         """The role of an operator by this table, or None if its kind is unknown.

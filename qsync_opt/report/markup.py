@@ -108,7 +108,6 @@ def _meter(value: float, limit: float) -> str:
 
 
 def _mix_bar(report: Report, device: str) -> str:
-    """A bar of the precisions of the adjustable operators, with a legend that counts them."""
     counts, formats = _mix(report, device), list(report.problem.formats)
     bars, chips, start = "", "", 0.0
     for name, count in counts.items():

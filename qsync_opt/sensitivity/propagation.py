@@ -145,7 +145,6 @@ class Propagation:
         return factors
 
     def _output_weight(self, reader: Operator, position: int) -> float:
-        """Factor of one input's noise-to-signal ratio on its way to the output."""
         source = reader.inputs[position]
         product = self._product(reader, position)
         if product is not None:
@@ -228,7 +227,6 @@ class Propagation:
                 self._edge_energy[name, position] = self._derived_gradient_energy(operator, source)
 
     def _derived_gradient_energy(self, operator: Operator, source: str) -> float:
-        """Energy of the gradient that an unmeasured operator delivers to one input."""
         energy = self._gradient_energy[operator.name]
         if not self._graph.consumers(operator.name):
             return 1.0  # the loss: only shares matter
@@ -245,7 +243,6 @@ class Propagation:
         return min(1.0, ratio(self._edge_energy[reader, position], self._gradient_energy[source]))
 
     def _effect_of_gradient_noise(self, operator: Operator) -> Effect:
-        """Effect of relative noise on the whole gradient of an operator's output."""
         measured = self._statistics.find(operator.name)
         effect = Effect() if measured is None else _effect_on_own_weights(measured)
         for position, source in enumerate(operator.inputs):

@@ -178,8 +178,6 @@ def _checked_kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelS
 
 
 class _Parts(NamedTuple):
-    """Parts of an `OperatorSensitivity`."""
-
     own: float = 0.0
     backward: float = 0.0
     forward: float = 0.0

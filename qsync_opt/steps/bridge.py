@@ -113,7 +113,6 @@ def _charge_one_operator(
 def _uniform_steps(
     graph: OpGraph, predictor: StepPredictor, formats: Mapping[str, PrecisionFormats]
 ) -> dict[str, tuple[int, bool]]:
-    """Time of a step under each uniform plan, and whether the host decides it."""
     adjustable = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
     available = {name: [p for p in formats if p in predictor.precisions(name)] for name in adjustable}
     if not all(available.values()):

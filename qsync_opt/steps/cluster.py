@@ -84,7 +84,6 @@ def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> 
 
 
 def _check_buckets(allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int | None = None) -> None:
-    """Refuse buckets whose times and segments do not match."""
     valid = all(segment >= 0 and (segments is None or segment < segments) for segment in after_segment)
     if len(allreduce_ns) != len(after_segment) or not valid:
         there = "" if segments is None else f", and there are {segments} segments"

@@ -60,7 +60,6 @@ def operator_label(name: str, sequence: int, precision: str = "") -> str:
 
 
 def _read_label(label: str) -> tuple[int, str, str]:
-    """Sequence number, precision and name of an operator's label."""
     number, bar, name = label[len(PREFIX) :].partition("|")
     sequence, _, precision = number.partition(":")
     if not (bar and sequence.isdecimal() and len(sequence) <= _MAX_DIGITS):

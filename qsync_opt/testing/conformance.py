@@ -202,7 +202,6 @@ def check_runtime(
 
 
 def _plan_from(profile: DeviceProfile, graph: OpGraph, trains: bool) -> dict[str, str]:
-    """Precisions of the adjustable operators in a plan for a measured profile."""
     expect(profile.fingerprint == graph.fingerprint(), "the profile is of another graph")
     expect(DeviceProfile.from_json(profile.to_json()) == profile, "the profile is not the same after a file")
     backward = {cost.backward_ns for table in profile.measurements.values() for cost in table.values()}
@@ -214,7 +213,6 @@ def _plan_from(profile: DeviceProfile, graph: OpGraph, trains: bool) -> dict[str
 
 
 def _plan_for(graph: OpGraph, profile: DeviceProfile, device: DeviceType, *, slack: float = 0.0) -> Plan:
-    """The plan of the problem that a profile makes for a device type alone."""
     table = FormatIndicator().sensitivities(graph, ModelKnowledge(), profile.formats)
     try:
         cluster = Cluster(name="sample", devices=(device,), network=NETWORK)

@@ -135,7 +135,6 @@ def _by_readiness(graph: OpGraph, done: Mapping[str, int]) -> list[ParameterSpec
 
 
 def _filled(order: Sequence[ParameterSpec], options: BucketOptions) -> list[list[ParameterSpec]]:
-    """Groups of parameters, each closed by the one with which it reaches its size."""
     groups: list[list[ParameterSpec]] = []
     free_bytes = 0
     for parameter in order:

@@ -132,7 +132,6 @@ def build_problem(
 
 
 def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cluster) -> dict[str, DeviceProfile]:
-    """Profile of each device type, checked against the graph."""
     for name in profiles:
         cluster.device(name)  # a profile for a type that the cluster lacks is a misspelling
     used: dict[str, DeviceProfile] = {}

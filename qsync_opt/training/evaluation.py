@@ -121,11 +121,6 @@ class Evaluation(Tabular):
         return not self.violations
 
     @property
-    def iteration_s(self) -> float:
-        """Iteration time in seconds."""
-        return self.iteration_ns / 10**9
-
-    @property
     def memory_kib(self) -> dict[str, int]:
         """Memory of each device type in KiB."""
         return {name: device.memory_kib for name, device in self.devices.items()}

@@ -282,7 +282,6 @@ class Explainer:
     def _time_changes(
         self, device: ProblemDevice, changed: Mapping[str, str], casts: Counter[CastTime]
     ) -> tuple[int, dict[int, int]]:
-        """Changes of the forward time, and of the backward time by position, in ns."""
         old = self._precisions[device.name]
         forward_ns, backward_ns = 0, {}
         for name, new in changed.items():
@@ -336,7 +335,6 @@ class Explainer:
     def _casts_of(
         self, device: ProblemDevice, producer: str, users: Sequence[str], precisions: Mapping[str, str]
     ) -> list[CastTime]:
-        """Casts on the edges from one operator to some of its users."""
         casts: list[CastTime] = []
         shared: set[str] = set()
         for user in users:

@@ -166,7 +166,6 @@ def _formulation(method: Any) -> Any:
 
 
 def _check_arguments(problem: object, start: object, tied: Sequence[object]) -> None:
-    """Refuse what is easily taken for the right kind of argument."""
     if not isinstance(problem, Problem):
         raise ProblemError(
             f"problem is a {type(problem).__name__}, but a Problem is needed: load_problem(path) reads one from a file"

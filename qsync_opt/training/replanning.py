@@ -105,7 +105,6 @@ def _verdict(
     changes: Mapping[str, Mapping[str, Change]],
     improvement: float,
 ) -> tuple[str, bool]:
-    """The reason in words, and whether the plan in use is replaced."""
     if before is None:
         return f"the plan in use does not fit the problem: {misfit}", True
     if not changes:

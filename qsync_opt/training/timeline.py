@@ -98,7 +98,6 @@ def replay(problem: Problem, plan: Plan) -> Timeline:
 
 
 def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
-    """Each operator's forward and then backward pass, after the casts that it waits for."""
     event = partial(TimelineEvent, worker=worker, stream=COMPUTE)
     passes = [("forward", o, o.forward_casts, o.forward_ns) for o in device.operators]
     passes += [("backward", o, o.backward_casts, o.backward_ns) for o in reversed(device.operators)]

@@ -195,7 +195,6 @@ class _Bench:
 
 
 def _inputs(part: Part, arrivals: Mapping[str, str], device: Device) -> dict[str, Any]:
-    """The inputs of a part, in the formats that they have in the whole model."""
     tensors = {}
     for name, value in part.inputs.items():
         arrival = arrivals.get(name, "FP32")

@@ -162,7 +162,6 @@ def kind_precisions(op_type: str, device: Device) -> tuple[str, ...]:
 
 @cache
 def _sample_precisions(kind: str, device: Device) -> tuple[str, ...]:
-    """Formats of the smallest model of a kind of node with a weight."""
     if kind not in _SAMPLE_SHAPES:
         return ("FP32",)
     x_shape, w_shape = _SAMPLE_SHAPES[kind]

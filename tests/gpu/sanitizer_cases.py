@@ -19,7 +19,7 @@ from qsync_opt.kernels.convolution import scaled_conv2d
 from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_amax, scaled_mm_aux
 from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.matmul import tuning as matmul_tuning
-from qsync_opt.kernels.quantize import FORMATS, GRANULARITIES, UNIT, dequantize_matrix, quantize_matrix, recast_matrix
+from qsync_opt.kernels.quantize import FORMATS, GRANULARITIES, UNIT, dequantize_matrix, quantize_matrix
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 CONVOLUTION_TILES = 8
@@ -36,12 +36,11 @@ def _quantizers() -> int:
             quantize_matrix(view, format, granularity=granularity, backend="compiled")
             dequantize_matrix(result.codes, result.scale, source, backend="compiled")
             count += 3
-        recast_matrix(result.codes, result.scale, torch.int8, rounding="stochastic", backend="compiled")
         torch.ops.qsync_opt.gelu_backward_amax(x, torch.ops.qsync_opt.gelu_amax(x)[0])
         for grad, rounding in itertools.product((None, x), ("nearest", "stochastic")):
             bound = x.abs().amax().float().reshape(1)
             torch.ops.qsync_opt.gelu_quantize(x, grad, bound, format, rounding, 0, None, grad is not None)
-        count += 7
+        count += 6
     return count
 
 

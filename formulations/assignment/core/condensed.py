@@ -224,7 +224,6 @@ def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float)
 
 
 def _merge(items: list[_Item], room: float, most: int) -> list[_Item]:
-    """Merge independent items of few labels, in order of how expensive their moves are."""
     order = sorted(range(len(items)), key=lambda i: (-float(np.ptp(items[i].objective_A)), int(items[i].positions[0])))
     merged: list[_Item] = []
     for number in order:

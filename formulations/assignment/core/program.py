@@ -126,7 +126,6 @@ def _add_edge(
     unit: float,
     scale_R: np.ndarray,
 ) -> None:
-    """Columns and rows of one edge."""
     allowed_AB = np.isfinite(edge.objective_AB)
     firsts = [{column: -1.0} for column in ends[0]]
     seconds = [{column: -1.0} for column in ends[1]]

@@ -270,7 +270,6 @@ class _Builder:
         return _Carrier(node, tuple(follow_inputs(self.problem, steps, int(rank)) for rank in rank_S))
 
     def _product(self, name: str, left: int, left_rank_S: Ints, right: int, right_rank_S: Ints) -> tuple[int, Ints]:
-        """Add a node that knows the higher of two ranks, and return it with that rank by state."""
         left_ranks, left_class_S = np.unique(left_rank_S, return_inverse=True)
         right_ranks, right_class_S = np.unique(right_rank_S, return_inverse=True)
         rank_S = np.maximum.outer(left_ranks, right_ranks).ravel()
@@ -320,7 +319,6 @@ class _Builder:
         return result_R
 
     def _add_pair(self, left: _Carrier, right: _Carrier, load_R: Callable[[str, str], Ints]) -> None:
-        """Add a load that depends on two operators' precisions where those are decided."""
         if left.node is not None and left.node == right.node:
             both = zip(left.precisions, right.precisions, strict=True)
             self._add_loads(left.node, np.array([load_R(a, b) for a, b in both]))

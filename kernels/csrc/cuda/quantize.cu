@@ -1,4 +1,4 @@
-// The operators quantize, dequantize and recast of torch: checks, memory, and which kernels run.
+// The operators quantize and dequantize of torch: checks, memory, and which kernels run.
 #include "cuda/quantize_kernels.cuh"
 #include "stable.cuh"
 
@@ -158,19 +158,6 @@ Tensor dequantize_cuda(const Tensor& codes, const Tensor& scale, ScalarType dtyp
   return values;
 }
 
-Tensor recast_cuda(const Tensor& codes, ScalarType format, double ratio, std::string rounding, int64_t key,
-                   std::optional<Tensor> step) {
-  const OnDeviceOf guard(codes);
-  const Tensor dense = codes.is_contiguous() ? codes : torch::stable::contiguous(codes);
-  Tensor result = torch::stable::new_empty(codes, codes.sizes(), format);
-  const Codes out{format_of(format), is_stochastic(rounding), pointer<uint8_t>(result), nullptr,
-                  stream_at(key, step, codes)};
-  recast(format_of(codes.scalar_type()), static_cast<const uint8_t*>(dense.const_data_ptr()), codes.numel(),
-         static_cast<float>(ratio), out, stream_of(codes));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return result;
-}
-
 namespace {
 
 // A dense tensor whose packs start on 16 bytes.
@@ -263,5 +250,4 @@ STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
   m.impl("gelu_backward_amax", TORCH_BOX(&qsync::gelu_backward_amax_cuda));
   m.impl("gelu_quantize", TORCH_BOX(&qsync::gelu_quantize_cuda));
   m.impl("dequantize", TORCH_BOX(&qsync::dequantize_cuda));
-  m.impl("recast", TORCH_BOX(&qsync::recast_cuda));
 }

@@ -76,8 +76,6 @@ void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, c
 // Values of codes (rows, cols).
 void dequantize(Format format, const uint8_t* codes, int64_t rows, int64_t cols, const float* scale,
                 Granularity granularity, Element element, void* values, cudaStream_t stream);
-// Codes of one format from codes of another times `ratio`.
-void recast(Format from, const uint8_t* codes, int64_t count, float ratio, const Codes& out, cudaStream_t stream);
 
 // GELU of `count` dense elements, and the bits of the largest magnitude of the results (zeroed here).
 void gelu_amax(Element element, const void* x, int64_t count, void* result, uint32_t* amax, cudaStream_t stream);

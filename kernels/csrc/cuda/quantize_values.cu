@@ -43,34 +43,6 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const uint8_t* cod
   }
 }
 
-// Grid: a thread per four codes. Traffic: each code read once, each written once.
-// Contract: recast(), bit for bit.
-template <Format From, Format To, bool kStochastic>
-__global__ void __launch_bounds__(kThreads)
-    recast_kernel(const uint8_t* codes, int64_t count, float ratio, uint8_t* out, Stream stream) {
-  const int64_t four = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t left = count - four * 4;
-  if (left <= 0) return;
-  const uint64_t key = kStochastic ? stream_key(stream) : 0;
-  const uint8_t* source = codes + four * 4;
-  uint32_t raw = 0;
-  const bool whole = left >= 4 && reinterpret_cast<uintptr_t>(codes) % 4 == 0;
-  if (whole) {
-    raw = *reinterpret_cast<const uint32_t*>(source);
-  } else {
-    for (int i = 0; i < left && i < 4; ++i) raw |= static_cast<uint32_t>(source[i]) << (8 * i);
-  }
-  float y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(decode<From>((raw >> (8 * i)) & 0xffu), ratio);
-  const uint32_t result = round_four<To, kStochastic>(y, kStochastic ? random_word(counter(key, four)) : 0);
-  if (left >= 4) {
-    *reinterpret_cast<uint32_t*>(out + four * 4) = result;
-  } else {
-    for (int i = 0; i < left; ++i) out[four * 4 + i] = static_cast<uint8_t>(result >> (8 * i));
-  }
-}
-
 }  // namespace
 
 void dequantize(Format format, const uint8_t* codes, int64_t rows, int64_t cols, const float* scale,
@@ -90,19 +62,6 @@ void dequantize(Format format, const uint8_t* codes, int64_t rows, int64_t cols,
       } else {
         dequantize_kernel<F, T, 1><<<grid, kThreads, 0, stream>>>(codes, cols, pieces, scale, granularity, out);
       }
-    });
-  });
-}
-
-void recast(Format from, const uint8_t* codes, int64_t count, float ratio, const Codes& out, cudaStream_t stream) {
-  if (count == 0) return;
-  const unsigned grid = static_cast<unsigned>((count + kThreads * 4 - 1) / (kThreads * 4));
-  with_format(from, [&](auto source) {
-    with_format(out.format, [&](auto target) {
-      with_rounding(out.stochastic, [&](auto stochastic) {
-        recast_kernel<decltype(source)::value, decltype(target)::value, decltype(stochastic)::value>
-            <<<grid, kThreads, 0, stream>>>(codes, count, ratio, out.codes, out.stream);
-      });
     });
   });
 }

@@ -166,7 +166,6 @@ def _expanded_nodes(
     sizes: dict[tuple[str, str], int],
     callers: tuple[tuple[str, str], ...],
 ) -> int:
-    """Number of nodes after all calls are replaced by function bodies."""
     total = 0
     for node in nodes:
         call = (node.domain, node.op_type)

@@ -194,7 +194,6 @@ def _viewed(state: _Pass, value: Any) -> list[_Storage]:
 
 
 def _members(statements: Sequence[ast.stmt]) -> dict[str, list[str]]:
-    """Names of the parts, or other names, of each result."""
     members: dict[str, list[str]] = {}
     for statement in statements:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Name, ast.Subscript)):

@@ -261,8 +261,6 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """The JSON part of a checkpoint."""
-
     step: int
     versions: Mapping[str, str]
     plan: Any

@@ -301,7 +301,6 @@ def _digest(state: RankState) -> str:
 
 
 def _of_this_rank(data: dict[str, Any]) -> dict[str, Any]:
-    """The state of this rank among those of all."""
     fields = Fields(data, "states of a plan")
     fields.version(PLAN_STATES_FORMAT)
     states = fields.sequence("ranks")

@@ -107,14 +107,11 @@ def _step(console: Console, title: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The parts of the demo that the workers do."""
-
     folder: Path
     console: Console
     workers: Workers
 
     def _do(self, *work: Any) -> list[Any]:
-        """Let both workers do a phase and show their progress, a bar for each that reports."""
         columns = TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=self.console) as bars:
             tasks: dict[int, TaskID] = {}

@@ -280,7 +280,6 @@ class Interception:
         return self.handler(OperatorCall(name, op_type, module, function, args, kwargs))
 
     def _run_of(self, key: tuple[str, str], occurrence: int) -> Run:
-        """How an operator runs, by module path, kind and occurrence."""
         ready = self._prepared.get(key)
         if ready is None:
             ready = self._prepared[key] = []

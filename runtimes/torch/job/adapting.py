@@ -328,7 +328,6 @@ def _number(value: Any) -> Any:
 
 
 def _with_limits(job: JobModel, ranks: Sequence[Mapping[str, Any]]) -> JobModel:
-    """The job with the smallest memory that any worker of each type has now."""
     limits: dict[str, int] = {}
     for rank in ranks:
         name = rank["type"]

@@ -59,8 +59,6 @@ _Device = Annotated[DeviceType, Json(read=_read_device, write=_write_device)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobFile:
-    """The keys of a job file."""
-
     facts: Mapping[str, Any]
     graph: Annotated[OpGraph, Json(read=_read_graph, write=graph_to_json)]
     profiles: Mapping[str, _Profile]

@@ -249,7 +249,6 @@ def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: Job
 
 
 def _compare(job: Job, measured: JobModel | None, types: DeviceTypes, plan: JobPlan, stages: Stages) -> JobPlan:
-    """The plan again, after passes and then whole steps of candidates were timed."""
     several = measured is not None and any(set(device.precisions) - {"FP32"} for device in measured.cluster.devices)
     if not broadcast_json(bool(job.options.compare) and several):
         return plan
@@ -455,7 +454,6 @@ def gradients_put_back(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """Tensors that a backward pass would give gradients to."""
     leaves, seen, waiting = [], set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -107,7 +107,6 @@ class OperatorBench:
         )
 
     def _tensors(self) -> list[Tensor]:
-        """Random tensor arguments, in argument order."""
 
         def make(argument: TensorArgument) -> Tensor:
             tensor = argument.random(self._device, self._generator)

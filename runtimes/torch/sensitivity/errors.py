@@ -352,7 +352,6 @@ class ErrorRequest(NamedTuple):
 
 
 def _joint_errors(requests: Sequence[ErrorRequest]) -> Sequence[Tensor]:
-    """The errors of several tensors on one device, computed together."""
     if len(requests) == 1:
         return [rounding_errors(*requests[0])]
     kinds, sizes = requests[0].kinds, [request.x.numel() for request in requests]

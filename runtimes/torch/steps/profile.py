@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +76,6 @@ class StepRecords:
         return scaled_costs(graph, with_residuals(costs, predicted, self.samples), self.available)
 
     def _fit(self, graph: OpGraph, paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
-        """Costs, and by plan the time and peak memory that they predict."""
         costs = fit_step_costs(
             graph,
             self.samples,
@@ -92,7 +92,7 @@ class StepRecords:
         return costs, predicted
 
 
-def profile_steps(
+def record_steps(
     example: TrainingExample,
     graph: OpGraph,
     optimizer: torch.optim.Optimizer,
@@ -105,8 +105,8 @@ def profile_steps(
     name: str | None = None,
     budget_s: float | None = None,
     compiled: bool = False,
-) -> StepCosts:
-    """Record a model's training steps under a few plans and fit the costs of all cases.
+) -> StepRecords:
+    """Record a model's training steps under a few plans.
 
     Args:
         example: The model (``DistributedDataParallel`` may be around it) with a batch. Steps are trained: parameters
@@ -125,7 +125,7 @@ def profile_steps(
             compilations of this process are dropped.
 
     Returns:
-        The costs, with the residual of every recorded plan in ``checks``.
+        The recordings; their ``fit`` gives the costs.
 
     Raises:
         UnsupportedError: The device lacks a precision; or the model is compiled already, so that its steps cannot be
@@ -139,36 +139,6 @@ def profile_steps(
     Source: QSync and dPRO profile whole runs as well (IPDPS 2024, MLSys 2022) and match kernels by name and order;
         charging by autograd's numbers, cases, and the two queues are ours.
     """
-    return record_steps(
-        example,
-        graph,
-        optimizer,
-        precisions=precisions,
-        mixed=mixed,
-        options=options,
-        kernels=kernels,
-        progress=progress,
-        name=name,
-        budget_s=budget_s,
-        compiled=compiled,
-    ).fit(graph)
-
-
-def record_steps(
-    example: TrainingExample,
-    graph: OpGraph,
-    optimizer: torch.optim.Optimizer,
-    *,
-    precisions: Sequence[str] | None = None,
-    mixed: int = 2,
-    options: RecordingOptions | None = None,
-    kernels: KernelOptions | None = None,
-    progress: Report | bool | None = None,
-    name: str | None = None,
-    budget_s: float | None = None,
-    compiled: bool = False,
-) -> StepRecords:
-    """The recordings of `profile_steps`, with the same arguments and errors."""
     _refuse_compiled(example.model)
     device = example.device
     formats = selected_formats(device, precisions) if precisions is not None else device_formats(device)
@@ -206,6 +176,19 @@ def record_steps(
         cast_host_ns=cast_host_ns,
         available=available,
     )
+
+
+def profile_steps(
+    example: TrainingExample, graph: OpGraph, optimizer: torch.optim.Optimizer, **options: Any
+) -> StepCosts:
+    """Record a model's training steps under a few plans and fit the costs of all cases.
+
+    Arguments and errors are those of `record_steps`.
+
+    Returns:
+        The costs, with the residual of every recorded plan in ``checks``.
+    """
+    return record_steps(example, graph, optimizer, **options).fit(graph)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -393,7 +376,6 @@ def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float],
 
 
 def _time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
-    """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
     sources = [name for name in ("BF16", "FP16", "FP32") if name in formats]
     pairs = [(a, b) for a, b in itertools.product(sources, [*sources, "INT8", "FP8"]) if a != b and b in formats]
     fits = {}

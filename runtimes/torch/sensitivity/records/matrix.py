@@ -163,7 +163,6 @@ class MatrixRecord(OperatorRecord):
     def _operand_errors(
         self, tensor: str, x: Tensor, part: Tensor, rows: slice
     ) -> tuple[dict[Granularity, Tensor], Tensor, Tensor]:
-        """Fixed-point errors of sampled rows by granularity, and largest magnitudes of all rows and of these."""
         amaxes = self.amaxes(tensor, x, channel=1, row=2)
         row_amax = amaxes[Granularity.ROW]
         if part.numel() < x.numel():

@@ -196,7 +196,6 @@ def _written(part: Any, own: Collection[str], nodes: Sequence[Any]) -> Sequence[
 
 
 def _names(call: Any) -> tuple[str, ...]:
-    """Names under which a library call may be recorded."""
     names = []
     overload = getattr(call, "op_overload", None)
     if overload is not None and hasattr(overload, "_schema"):
