@@ -182,9 +182,11 @@ class AssignmentModel:
         entry = self.chosen(labels_N)
         if not self.allowed_Z[entry].all():
             return float("inf")
-        loads_S = self.loads(labels_N) if self.maxima else None
-        maxima = (each.weight * float((each.rows_KS @ loads_S).max()) for each in self.maxima)
-        return float(self.objective_Z[entry].sum()) + sum(maxima)
+        total = float(self.objective_Z[entry].sum())
+        if self.maxima:
+            loads_S = self.loads(labels_N)
+            total += sum(each.weight * float((each.rows_KS @ loads_S).max()) for each in self.maxima)
+        return total
 
     def least_objective(self) -> float:
         """Objective that no labelling is below, limits and forbidden entries set aside."""
