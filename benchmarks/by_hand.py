@@ -1,0 +1,120 @@
+"""Plans beside what people run by hand: models of unlike kinds, each way of training in a process of its own, in turn.
+
+python benchmarks/by_hand.py [--models "u-net full,decoder small"] [--ways "BF16 compiled,plan"] [--rounds N]
+
+Writes ``benchmarks/results/by-hand.json``. By hand are FP32, TF32, BF16 and FP16 autocast, each eager, compiled,
+captured, and compiled and captured; ``plan`` is `auto_plan` with default options. A time is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from by_hand_worker import BY_HAND, PLANNED
+from unlike_models import KINDS, SIZES
+
+from qsync_opt.io import write_json
+
+HERE = Path(__file__).resolve().parent
+MODELS = tuple(f"{kind} {size}" for kind in KINDS for size in SIZES)
+ASKED = 1.02
+"""Most that a planned step may take, in steps of the best way by hand."""
+
+
+def measure(model: str, way: str) -> dict[str, Any]:
+    """The record of one model and way, from a fresh process."""
+    command = [sys.executable, "by_hand_worker.py", model, way]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"model": model, "way": way, "failure": f"exit status {done.returncode}: {reason}"[:300]}
+    record: dict[str, Any] = json.loads(lines[-1])
+    return record
+
+
+def medians(records: list[dict[str, Any]], model: str) -> dict[str, float]:
+    """Milliseconds of a step by way, over the rounds, without ways that failed in some round."""
+    times: dict[str, list[float]] = {}
+    for record in records:
+        if record["model"] == model:
+            times.setdefault(record["way"], []).append(record.get("step_ms", math.nan))
+    return {way: statistics.median(own) for way, own in times.items() if not any(map(math.isnan, own))}
+
+
+def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per model: the planned step beside the best by hand."""
+    rows = []
+    for model in dict.fromkeys(record["model"] for record in records):
+        times = medians(records, model)
+        ways = {way: time for way, time in times.items() if way != PLANNED}
+        ratio = times[PLANNED] / min(ways.values()) if PLANNED in times and ways else None
+        best = min(ways, key=lambda way: ways[way]) if ways else "nothing"
+        rows.append(
+            {
+                "what": f"{model}: step of the default plan over that of the best by hand",
+                "asked": f"<= {ASKED}",
+                "measured": None if ratio is None else round(ratio, 3),
+                "met": ratio is not None and ratio <= ASKED,
+                "note": f"best by hand: {best}" if ratio is not None else "not measured",
+            }
+        )
+    return rows
+
+
+def _names(allowed: tuple[str, ...]) -> Any:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(name.strip() for name in text.split(","))
+        unknown = [name for name in names if name not in allowed]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: allowed are {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def main() -> None:
+    """Measure and write the file."""
+    ways = (*BY_HAND, PLANNED)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=_names(MODELS), default=MODELS)
+    parser.add_argument("--ways", type=_names(ways), default=ways)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "by-hand.json")
+    arguments = parser.parse_args()
+    records = []
+    for turn in range(arguments.rounds):
+        for model in arguments.models:
+            for way in arguments.ways:
+                records.append({"round": turn, **measure(model, way)})
+                print(json.dumps({name: records[-1].get(name) for name in ("model", "way", "step_ms", "failure")}))
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    write_json(
+        arguments.output,
+        {
+            "format": "qsync-results/1",
+            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            "command": f"python benchmarks/by_hand.py {' '.join(sys.argv[1:])}".strip(),
+            "commit": commit.stdout.strip(),
+            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "asked": asked(records),
+            "records": records,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
