@@ -139,11 +139,11 @@ def silent_profiler() -> Iterator[None]:
 
     CUPTI would otherwise stay attached to the process, and every later launch would take a third longer on the host.
     """
-    own = {"KINETO_LOG_LEVEL": "99", "TEARDOWN_CUPTI": "1"}
-    before = {name: os.environ[name] for name in own if name in os.environ}
-    os.environ.update({**own, **before})
+    own = {"KINETO_LOG_LEVEL": "99", **({"TEARDOWN_CUPTI": "1"} if torch.cuda.is_available() else {})}
+    added = {name: value for name, value in own.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name in own.keys() - before.keys():
+        for name in added:
             os.environ.pop(name, None)
