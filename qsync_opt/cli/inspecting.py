@@ -30,7 +30,7 @@ from qsync_opt.cli.console import (
     print_table,
     signed,
 )
-from qsync_opt.errors import ProblemError
+from qsync_opt.errors import ProblemError, first_few
 from qsync_opt.io import format_memory, format_sensitivity, format_time, near_match, write_json
 
 if TYPE_CHECKING:
@@ -119,16 +119,13 @@ def _operator(problem: Problem, text: str) -> str:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        more = f" and {len(matches) - 5} more" if len(matches) > 5 else ""
-        raise ProblemError(
-            f"operator {text!r} could be {', '.join(map(repr, matches[:5]))}{more}; give the whole name of one"
-        )
+        candidates = first_few([*map(repr, matches)], most=5)
+        raise ProblemError(f"operator {text!r} could be {candidates}; give the whole name of one")
     if not near_match(text, names):
-        adjustable = [operator.name for operator in problem.adjustable]
-        more = f" and {len(adjustable) - 3} more" if len(adjustable) > 3 else ""
+        adjustable = first_few([repr(operator.name) for operator in problem.adjustable])
         raise ProblemError(
-            f"problem {problem.name!r} has no operator {text!r}; adjustable are {', '.join(map(repr, adjustable[:3]))}"
-            f"{more}; give a name or a part of one"
+            f"problem {problem.name!r} has no operator {text!r}; adjustable are {adjustable}; "
+            "give a name or a part of one"
         )
     return problem.operators[problem.index(text)].name  # raises, with the nearest name
 
