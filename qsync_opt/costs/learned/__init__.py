@@ -1,0 +1,69 @@
+"""Times of operators on devices that nobody has profiled, learned from records of measurements, with an interval.
+
+A `CostRecord` holds measurements.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.costs.learned.devices import (
+        DeviceVector,
+        check_same_devices,
+        reference_ns,
+        sheet_vector,
+        with_observed_rates,
+    )
+    from qsync_opt.costs.learned.features import FEATURE_VERSION, feature_matrix, feature_names
+    from qsync_opt.costs.learned.fitting import (
+        Rows,
+        Split,
+        fit_heads,
+        fit_trees,
+        group_keys,
+        held_out_errors,
+        parts,
+        predict_samples,
+        summary,
+    )
+    from qsync_opt.costs.learned.model import (
+        LearnedModel,
+        ModelCard,
+        TimeEstimate,
+        Trees,
+        interval_quantile,
+        load_model,
+        shipped_model,
+    )
+    from qsync_opt.costs.learned.programs import (
+        Leaf,
+        LeafKind,
+        Phase,
+        Program,
+        Workload,
+        cast_program,
+        programs_of,
+        sum_program,
+        workload_of,
+    )
+    from qsync_opt.costs.learned.records import (
+        RECORD_FORMAT,
+        CostRecord,
+        Sample,
+        check_times,
+        load_record,
+        merge_records,
+        outliers,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "FEATURE_VERSION", "RECORD_FORMAT", "CostRecord", "DeviceVector", "Leaf", "LeafKind", "LearnedModel",
+    "ModelCard", "Phase", "Program", "Rows", "Sample", "Split", "TimeEstimate", "Trees", "Workload", "cast_program",
+    "check_same_devices", "check_times", "feature_matrix", "feature_names", "fit_heads", "fit_trees", "group_keys",
+    "held_out_errors", "interval_quantile", "load_model", "load_record", "merge_records", "outliers", "parts",
+    "predict_samples", "programs_of", "reference_ns", "sheet_vector", "shipped_model", "sum_program", "summary",
+    "with_observed_rates", "workload_of",
+]  # fmt: skip
