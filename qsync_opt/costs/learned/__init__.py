@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         sheet_vector,
         with_observed_rates,
     )
-    from qsync_opt.costs.learned.features import FEATURE_VERSION, feature_matrix, feature_names
+    from qsync_opt.costs.learned.features import FEATURE_VERSION, Features, feature_names, features_of
     from qsync_opt.costs.learned.fitting import (
         Rows,
         Split,
@@ -56,14 +56,16 @@ if TYPE_CHECKING:
         merge_records,
         outliers,
     )
+    from qsync_opt.costs.learned.source import LearnedCosts, at_quantile, has_intervals, learned_profile, with_times
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FEATURE_VERSION", "RECORD_FORMAT", "CostRecord", "DeviceVector", "Leaf", "LeafKind", "LearnedModel",
-    "ModelCard", "Phase", "Program", "Rows", "Sample", "Split", "TimeEstimate", "Trees", "Workload", "cast_program",
-    "check_same_devices", "check_times", "feature_matrix", "feature_names", "fit_heads", "fit_trees", "group_keys",
-    "held_out_errors", "interval_quantile", "load_model", "load_record", "merge_records", "outliers", "parts",
-    "predict_samples", "programs_of", "reference_ns", "sheet_vector", "shipped_model", "sum_program", "summary",
-    "with_observed_rates", "workload_of",
+    "FEATURE_VERSION", "RECORD_FORMAT", "CostRecord", "DeviceVector", "Features", "Leaf", "LeafKind",
+    "LearnedCosts", "LearnedModel", "ModelCard", "Phase", "Program", "Rows", "Sample", "Split", "TimeEstimate",
+    "Trees", "Workload", "at_quantile", "cast_program", "check_same_devices", "check_times", "feature_names",
+    "features_of", "fit_heads", "fit_trees", "group_keys", "has_intervals", "held_out_errors", "interval_quantile",
+    "learned_profile", "load_model", "load_record", "merge_records", "outliers", "parts", "predict_samples",
+    "programs_of", "reference_ns", "sheet_vector", "shipped_model", "sum_program", "summary", "with_observed_rates",
+    "with_times", "workload_of",
 ]  # fmt: skip

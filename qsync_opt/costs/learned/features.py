@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.costs.learned.devices import DeviceVector, reference_ns
+from qsync_opt.costs.learned.devices import DeviceVector
 from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
 from qsync_opt.numerics import FORMATS
 
@@ -35,64 +36,85 @@ _TILE = 64
 
 
 def feature_names(families: Sequence[str]) -> tuple[str, ...]:
-    """Names of the columns of `feature_matrix`."""
+    """Names of the columns of `features_of`."""
     return (*_NAMES, *(f"family {family}" for family in families))
 
 
-def feature_matrix(programs: Sequence[Program], devices: Sequence[DeviceVector], families: Sequence[str]) -> Matrix:
+class Features(NamedTuple):
+    """Features of N programs, shape (N, F), with the reference and the roofline of each in nanoseconds, shape (N,)."""
+
+    matrix_NF: Matrix
+    reference_N: Matrix
+    floor_N: Matrix
+
+
+def features_of(programs: Sequence[Program], devices: Sequence[DeviceVector], families: Sequence[str]) -> Features:
     """Features of programs, each on its device.
 
     Args:
         programs: N programs.
         devices: N devices.
         families: Kinds of operators with a column of their own; of others these columns are all zero.
-
-    Returns:
-        Shape (N, number of `feature_names`), without unit.
     """
     known = {family: len(_NAMES) + i for i, family in enumerate(families)}
     matrix = np.zeros((len(programs), len(_NAMES) + len(families)))
     of_device = {id(device): _device_row(device) for device in {id(device): device for device in devices}.values()}
+    rows, references, floors = [], [], []
     for i, (program, device) in enumerate(zip(programs, devices, strict=True)):
-        matrix[i, : len(_NAMES)] = (*_program_row(program, device), *of_device[id(device)][program.precision])
+        row, reference, floor = _program_row(program, device)
+        rows.append([*row, *of_device[id(device)][program.precision]])
+        references.append(reference)
+        floors.append(floor)
         if (column := known.get(program.family)) is not None:
             matrix[i, column] = 1.0
-    return matrix
+    if rows:
+        matrix[:, : len(_NAMES)] = rows
+    return Features(matrix, np.array(references), np.array(floors))
 
 
 _PHASE_ROWS = {phase: [float(phase is other) for other in Phase] for phase in Phase}
 _PRECISION_ROWS = {name: [float(name == other) for other in _PRECISIONS] for name in _PRECISIONS}
-_KIND_COLUMN = {kind: i for i, kind in enumerate(LeafKind)}
+_KINDS = tuple(str(kind) for kind in LeafKind)
 
 
-def _program_row(program: Program, device: DeviceVector) -> list[float]:
+def _program_row(program: Program, device: DeviceVector) -> tuple[list[float], float, float]:
+    """Features of one program beside its device's, its reference and its roofline."""
     log, launch = math.log, device.launch_ns
     leaves = program.leaves
-    by_kind: list[list[float]] = [[] for _ in _KIND_COLUMN]
+    by_kind: dict[str, list[float]] = {}
+    computed_ns: list[float] = []
     for leaf in leaves:
         computed = 1e9 * leaf.flops / device.peak(leaf.number_format) if leaf.flops else 0.0
-        by_kind[_KIND_COLUMN[leaf.kind]].append(max(computed, device.moved_ns(leaf.num_bytes)))
+        computed_ns.append(computed)
+        by_kind.setdefault(leaf.kind, []).append(max(computed, device.moved_ns(leaf.num_bytes)))
     moved = math.fsum(leaf.num_bytes for leaf in leaves)
-    computed = math.fsum(1e9 * leaf.flops / device.peak(leaf.number_format) for leaf in leaves if leaf.flops)
+    computed = math.fsum(computed_ns)
     moved_ns = device.moved_ns(moved)
-    main = max(leaves, key=lambda x: (x.flops, x.num_bytes, x.batch, x.rows, x.columns, x.depth), default=None)
-    sizes = (1, 1, 1, 1) if main is None else (main.batch, main.rows, main.columns, main.depth)
+    floor = max(computed, moved_ns)
+    reference = floor + launch * max(1, len(leaves))
+    sizes = (1, 1, 1, 1)
+    if leaves:
+        *_, batch, rows, columns, depth = max(
+            (leaf.flops, leaf.num_bytes, leaf.batch, leaf.rows, leaf.columns, leaf.depth) for leaf in leaves
+        )
+        sizes = int(batch), int(rows), int(columns), int(depth)
     tiles = sizes[0] * -(-sizes[1] // _TILE) * -(-sizes[2] // _TILE)
-    return [
+    row = [
         *_PHASE_ROWS[program.phase],
         *_PRECISION_ROWS[program.precision],
-        *(math.log1p(math.fsum(times) / launch) for times in by_kind),
-        log(max(computed, moved_ns) / launch + _SMALL),
+        *(math.log1p(math.fsum(by_kind[kind]) / launch) if kind in by_kind else 0.0 for kind in _KINDS),
+        log(floor / launch + _SMALL),
         log(computed / launch + _SMALL),
         log(moved_ns / launch + _SMALL),
-        log(reference_ns(program, device) / launch),
+        log(reference / launch),
         log(moved / device.cache_bytes + _SMALL),
         float(len(leaves)),
         log(max(1, program.elements)),
-        *(log(size) for size in sizes),
-        *(_oddness(size) for size in sizes[1:]),
+        *map(log, sizes),
+        *map(_oddness, sizes[1:]),
         log(tiles / device.multiprocessors),
     ]
+    return row, reference, floor
 
 
 def _oddness(size: int) -> float:

@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.costs.learned.devices import DeviceVector, reference_ns
-from qsync_opt.costs.learned.features import FEATURE_VERSION, Matrix, feature_matrix
+from qsync_opt.costs.learned.features import FEATURE_VERSION, Matrix, features_of
 from qsync_opt.costs.learned.model import QUANTILES, LearnedModel, ModelCard, TimeEstimate, Trees
 from qsync_opt.costs.learned.programs import Program
-from qsync_opt.costs.learned.records import CostRecord, Sample, check_times
+from qsync_opt.costs.learned.records import CostRecord, check_times
 from qsync_opt.errors import NotInstalledError, ProblemError
 
-ITERATIONS = (60, 240, 60)
+ITERATIONS = (50, 160, 50)
 """Trees of each of the three ensembles."""
 LEAF_NODES = 24
-LEARNING_RATE = (0.12, 0.08, 0.12)
+LEARNING_RATE = (0.12, 0.1, 0.12)
 FOLDS = 4
 COVERAGE = QUANTILES[2] - QUANTILES[0]
 _DEPTH = 8
@@ -98,8 +97,7 @@ def fit_trees(record: CostRecord, *, seed: int = 0, errors: bool = True) -> Lear
     """
     check_times(record)
     rows = Rows(record)
-    families = tuple(sorted({program.family for program in rows.programs}))
-    matrix = rows.matrix(families)
+    families, matrix = rows.families, rows.matrix
     scores: dict[Split, NDArray[np.float64]] = {}
     for split in (Split.WORKLOAD, Split.FAMILY):
         of_split = np.full(len(record), np.nan)
@@ -111,7 +109,7 @@ def fit_trees(record: CostRecord, *, seed: int = 0, errors: bool = True) -> Lear
         feature_version=FEATURE_VERSION,
         families=families,
         precisions=tuple(sorted({program.precision for program in rows.programs})),
-        devices=tuple(device.name for device in record.devices),
+        vectors=record.devices,
         training_digest=record.digest(),
         samples=len(record),
         seed=seed,
@@ -130,22 +128,18 @@ def fit_trees(record: CostRecord, *, seed: int = 0, errors: bool = True) -> Lear
 
 
 class Rows:
-    """A record as arrays: programs, devices and targets log(time / reference)."""
+    """A record as arrays: features (N, F), times (N,) in nanoseconds, and targets log(time / reference)."""
 
-    def __init__(self, record: CostRecord) -> None:
+    def __init__(self, record: CostRecord, families: Sequence[str] | None = None) -> None:
         triples = list(record.programs())
         self.programs: list[Program] = [program for program, _, _ in triples]
-        self.devices: list[DeviceVector] = [device for _, device, _ in triples]
-        self.samples: list[Sample] = [sample for _, _, sample in triples]
+        self.families = tuple(families or sorted({program.family for program in self.programs}))
+        features = features_of(self.programs, [device for _, device, _ in triples], self.families)
+        self.matrix = features.matrix_NF
         # A time below the roofline is an error of measurement.
-        times = [max(device.floor_ns(program), sample.ns) for program, device, sample in triples]
-        self.ns = np.array(times)
-        self.reference = np.array([reference_ns(program, device) for program, device, _ in triples])
+        self.ns: Matrix = np.maximum(features.floor_N, [float(sample.ns) for _, _, sample in triples])
+        self.reference = features.reference_N
         self.target: Matrix = np.log(self.ns / self.reference)
-
-    def matrix(self, families: Sequence[str]) -> Matrix:
-        """Features of all samples."""
-        return feature_matrix(self.programs, self.devices, families)
 
 
 def _conformal_radius(scores: NDArray[np.float64]) -> float:
@@ -183,34 +177,28 @@ def fit_heads(matrix: Matrix, target: Matrix, seed: int) -> Trees:
 
 
 def _flat(ensembles: Sequence[Any]) -> Trees:
-    """The arrays of fitted ensembles; shorter ones are filled up with trees of value zero."""
-    predictors = [[trees[0].nodes for trees in ensemble._predictors] for ensemble in ensembles]
-    count = max(len(trees) for trees in predictors)
-    nodes = max(len(tree) for trees in predictors for tree in trees)
-    shape = (len(predictors), count, nodes)
-    own = np.broadcast_to(np.arange(nodes, dtype=np.int16), shape)
-    feature = np.zeros(shape, np.int16)
-    threshold, value = np.full(shape, np.inf), np.zeros(shape)
-    left, right = own.copy(), own.copy()
-    for h, trees in enumerate(predictors):
-        for t, tree in enumerate(trees):
-            size = len(tree)
-            inner = tree["is_leaf"] == 0
-            feature[h, t, :size] = np.where(inner, tree["feature_idx"], 0)
-            threshold[h, t, :size] = np.where(inner, tree["num_threshold"], np.inf)
-            left[h, t, :size] = np.where(inner, tree["left"], own[h, t, :size])
-            right[h, t, :size] = np.where(inner, tree["right"], own[h, t, :size])
-            value[h, t, :size] = np.where(inner, 0.0, tree["value"])
-    depth = max(int(tree["depth"].max()) for trees in predictors for tree in trees)
-    offset = np.array([float(np.ravel(ensemble._baseline_prediction)[0]) for ensemble in ensembles])
+    """The arrays of fitted ensembles."""
+    trees = [trees[0].nodes for ensemble in ensembles for trees in ensemble._predictors]
+    roots = np.cumsum([0, *(len(tree) for tree in trees)])
+    columns: dict[str, list[NDArray[Any]]] = {"feature": [], "threshold": [], "left": [], "right": [], "value": []}
+    for tree, root in zip(trees, roots, strict=False):
+        inner, own = tree["is_leaf"] == 0, root + np.arange(len(tree))
+        columns["feature"].append(np.where(inner, tree["feature_idx"], 0))
+        columns["threshold"].append(np.where(inner, tree["num_threshold"], np.inf))
+        columns["left"].append(np.where(inner, root + tree["left"], own))
+        columns["right"].append(np.where(inner, root + tree["right"], own))
+        columns["value"].append(np.where(inner, 0.0, tree["value"]))
+    flat = {name: np.concatenate(values) for name, values in columns.items()}
     return Trees(
-        feature_HTN=feature,
-        threshold_HTN=threshold,
-        left_HTN=left,
-        right_HTN=right,
-        value_HTN=value,
-        offset_H=offset,
-        depth=depth,
+        feature_M=flat["feature"].astype(np.int32),
+        threshold_M=flat["threshold"].astype(np.float64),
+        left_M=flat["left"].astype(np.int32),
+        right_M=flat["right"].astype(np.int32),
+        value_M=flat["value"],
+        roots_T=roots[:-1].astype(np.int32),
+        counts_H=np.array([len(ensemble._predictors) for ensemble in ensembles], dtype=np.int32),
+        offset_H=np.array([float(np.ravel(ensemble._baseline_prediction)[0]) for ensemble in ensembles]),
+        depth=max(int(tree["depth"].max()) for tree in trees),
     )
 
 

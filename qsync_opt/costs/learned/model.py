@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.costs.learned.devices import DeviceVector, reference_ns
-from qsync_opt.costs.learned.features import FEATURE_VERSION, Matrix, feature_matrix, feature_names
+from qsync_opt.costs.learned.devices import DeviceVector
+from qsync_opt.costs.learned.features import FEATURE_VERSION, Matrix, feature_names, features_of
 from qsync_opt.costs.learned.programs import Program
 from qsync_opt.errors import NotReadyError, ProblemError, reason_of
 from qsync_opt.io import Name, check_fields, check_number, decode, encode, freeze, parse_json, read_bounded, write_bytes
@@ -84,7 +84,7 @@ class ModelCard:
         feature_version: Of the features.
         families: Kinds of operators in the training data.
         precisions: Formats in it.
-        devices: Their names.
+        vectors: The devices in it.
         training_digest: Of the record.
         samples: Number of times.
         seed: Of the fit.
@@ -96,7 +96,7 @@ class ModelCard:
     feature_version: int
     families: tuple[Name, ...]
     precisions: tuple[Name, ...]
-    devices: tuple[Name, ...]
+    vectors: tuple[DeviceVector, ...]
     training_digest: Name
     samples: int
     seed: int
@@ -115,37 +115,37 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trees:
-    """Ensembles of regression trees as flat arrays: H ensembles of T trees of N nodes.
+    """Ensembles of regression trees as flat arrays over all M nodes of all trees.
 
-    A leaf is its own child on both sides, so that all trees are followed for ``depth`` steps. ``offset`` is what an
-    ensemble adds to the sum over its trees.
+    Children are positions in these arrays. A leaf is its own child on both sides, so that all trees are followed for
+    ``depth`` steps. ``roots_T`` are the first nodes of the T trees, of which ``counts_H`` belong to each of the H
+    ensembles in turn; ``offset_H`` is what an ensemble adds to the sum over its trees.
     """
 
-    feature_HTN: NDArray[np.int16]
-    threshold_HTN: Matrix
-    left_HTN: NDArray[np.int16]
-    right_HTN: NDArray[np.int16]
-    value_HTN: Matrix
+    feature_M: NDArray[np.int32]
+    threshold_M: Matrix
+    left_M: NDArray[np.int32]
+    right_M: NDArray[np.int32]
+    value_M: Matrix
+    roots_T: NDArray[np.int32]
+    counts_H: NDArray[np.int32]
     offset_H: Matrix
     depth: int
 
     def __call__(self, matrix_QF: Matrix) -> Matrix:
         """Predictions of Q queries, shape (H, Q), smallest first in each column."""
-        ensembles, trees, nodes = self.feature_HTN.shape
-        queries = len(matrix_QF)
-        flat = matrix_QF.ravel()
-        rows = np.arange(queries, dtype=np.int64)[None, :] * matrix_QF.shape[1]
-        result = np.empty((ensembles, queries))
-        for h in range(ensembles):
-            feature, threshold = self.feature_HTN[h].ravel(), self.threshold_HTN[h].ravel()
-            left, right = self.left_HTN[h].ravel(), self.right_HTN[h].ravel()
-            base = (np.arange(trees, dtype=np.int64) * nodes)[:, None]
-            place = np.broadcast_to(base, (trees, queries))
-            for _ in range(self.depth):
-                goes_left = flat[rows + feature[place]] <= threshold[place]
-                place = base + np.where(goes_left, left[place], right[place])
-            result[h] = self.value_HTN[h].ravel()[place].sum(axis=0) + self.offset_H[h]
-        result.sort(axis=0)
+        queries, width = matrix_QF.shape
+        flat = np.ascontiguousarray(matrix_QF).ravel()
+        rows = np.arange(0, queries * width, max(1, width), dtype=np.int32)[:queries]
+        place = np.repeat(self.roots_T[:, None], queries, axis=1)
+        for _ in range(self.depth):
+            value = flat.take(self.feature_M.take(place) + rows)
+            goes_left = value <= self.threshold_M.take(place)
+            place = np.where(goes_left, self.left_M.take(place), self.right_M.take(place))
+        ends = np.cumsum(self.counts_H)
+        reached = self.value_M.take(place)
+        sums = [reached[end - count : end].sum(axis=0) for end, count in zip(ends, self.counts_H, strict=True)]
+        result: Matrix = np.sort(np.array(sums) + self.offset_H[:, None], axis=0)
         return result
 
 
@@ -180,26 +180,20 @@ class LearnedModel:
         busy = [program for program in programs if program.leaves]
         if not busy:
             return tuple(_NOTHING for _ in programs)
-        matrix = feature_matrix(busy, [device] * len(busy), self.card.families)
-        logs_HQ = self.trees(matrix)
-        reasons = iter(self._reasons(busy, matrix))
-        columns = iter(logs_HQ.T)
-        result = []
-        for program in programs:
-            if not program.leaves:
-                result.append(_NOTHING)
-                continue
-            reason = next(reasons)
-            low, middle, high = next(columns)
-            radius = self.radius_beyond if reason else self.radius
-            scale, floor = reference_ns(program, device), device.floor_ns(program)
-            middle_ns = max(floor, scale * math.exp(middle))
-            # A negative radius narrows the interval, but never past its middle.
-            low_ns = min(middle_ns, max(floor, scale * math.exp(low - radius)))
-            high_ns = max(middle_ns, scale * math.exp(high + radius))
-            estimate = TimeEstimate(ns=middle_ns, low_ns=low_ns, high_ns=high_ns, in_domain=not reason, reason=reason)
-            result.append(estimate)
-        return tuple(result)
+        matrix, scale, floor = features_of(busy, [device] * len(busy), self.card.families)
+        reasons = self._reasons(busy, matrix)
+        radius = np.array([self.radius_beyond if reason else self.radius for reason in reasons])
+        low, middle, high = self.trees(matrix)
+        middle_ns = np.maximum(floor, scale * np.exp(middle))
+        # A negative radius narrows the interval, but never past its middle.
+        low_ns = np.minimum(middle_ns, np.maximum(floor, scale * np.exp(low - radius)))
+        high_ns = np.maximum(middle_ns, scale * np.exp(high + radius))
+        rows = zip(middle_ns.tolist(), low_ns.tolist(), high_ns.tolist(), reasons, strict=True)
+        estimates = (
+            TimeEstimate(ns=ns, low_ns=low, high_ns=high, in_domain=not reason, reason=reason)
+            for ns, low, high, reason in rows
+        )
+        return tuple(next(estimates) if program.leaves else _NOTHING for program in programs)
 
     def knows(self, program: Program) -> bool:
         """Whether the kind of operator and the precision occur in the training data."""
@@ -209,16 +203,18 @@ class LearnedModel:
         margin = _OUTSIDE * np.maximum(self.high_F - self.low_F, 0.1)
         outside = (matrix < self.low_F - margin) | (matrix > self.high_F + margin)
         names = feature_names(self.card.families)
-        reasons = []
-        for program, row in zip(programs, outside, strict=True):
-            unknown = [] if program.family in self.card.families else [f"family {program.family}"]
-            unknown += [names[i] for i in np.flatnonzero(row)[:3]]
-            reasons.append(f"unlike the training data in {', '.join(unknown)}" if unknown else "")
+        families = set(self.card.families)
+        reasons = [""] * len(programs)
+        unlike = outside.any(axis=1) | np.array([program.family not in families for program in programs])
+        for i in np.flatnonzero(unlike):
+            unknown = [] if programs[i].family in families else [f"family {programs[i].family}"]
+            unknown += [names[k] for k in np.flatnonzero(outside[i])[:3]]
+            reasons[i] = f"unlike the training data in {', '.join(unknown)}"
         return reasons
 
     def label(self) -> str:
         """One line that names the model, for the sources of a plan's costs."""
-        return f"learned from {self.card.samples} times on {', '.join(self.card.devices)}"
+        return f"learned from {self.card.samples} times on {'; '.join(vector.name for vector in self.card.vectors)}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model and its card, whole or not at all."""
@@ -236,7 +232,8 @@ class LearnedModel:
 
 
 _NOTHING = TimeEstimate(ns=0.0, low_ns=0.0, high_ns=0.0, in_domain=True)
-_TREE_ARRAYS = ("feature_HTN", "threshold_HTN", "left_HTN", "right_HTN", "value_HTN", "offset_H")
+_NODE_ARRAYS = ("feature_M", "threshold_M", "left_M", "right_M", "value_M")
+_TREE_ARRAYS = (*_NODE_ARRAYS, "roots_T", "counts_H", "offset_H")
 
 
 def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -289,24 +286,25 @@ def _parse_model(data: bytes, where: str) -> LearnedModel:
 def _check_arrays(arrays: Mapping[str, NDArray[Any]], card: ModelCard, where: str) -> None:
     """Refuse arrays that prediction could not follow: a digest can be written anew with them."""
     count = len(feature_names(card.families))
-    shape = arrays["feature_HTN"].shape
+    nodes = arrays["feature_M"].shape
     numbers = all(a.dtype.kind in "if" and (a.dtype.kind == "i" or not np.isnan(a).any()) for a in arrays.values())
+    places = {"feature_M": count, "left_M": nodes[0], "right_M": nodes[0], "roots_T": nodes[0]} if nodes else {}
     fits = (
         numbers
-        and len(shape) == 3
-        and shape[0] == len(QUANTILES)
-        and all(arrays[name].shape == shape for name in _TREE_ARRAYS[:-1])
-        and arrays["offset_H"].shape == shape[:1]
+        and len(nodes) == 1
+        and all(arrays[name].shape == nodes for name in _NODE_ARRAYS)
+        and all(
+            arrays[name].dtype == np.int32 and arrays[name].min(initial=0) >= 0 and arrays[name].max(initial=0) < size
+            for name, size in places.items()
+        )
+        and arrays["offset_H"].shape == arrays["counts_H"].shape == (len(QUANTILES),)
+        and arrays["counts_H"].dtype == np.int32
+        and arrays["counts_H"].min() >= 0
+        and arrays["roots_T"].shape == (arrays["counts_H"].sum(),)
         and arrays["low_F"].shape == arrays["high_F"].shape == (count,)
         and arrays["scalars"].shape == (3,)
         and 0 <= arrays["scalars"][2] <= 64
-        and arrays["feature_HTN"].dtype.kind == "i"
-        and arrays["feature_HTN"].min(initial=0) >= 0
-        and arrays["feature_HTN"].max(initial=0) < count
     )
-    for name in ("left_HTN", "right_HTN"):
-        child = arrays[name]
-        fits = fits and child.dtype.kind == "i" and child.min(initial=0) >= 0 and child.max(initial=0) < shape[2]
     if not fits:
         raise ProblemError(f"{where}: the arrays do not fit each other or the features; fit the model again")
 
