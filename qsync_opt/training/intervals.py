@@ -57,7 +57,7 @@ def _check_ends(ends: Any, what: str) -> None:
     numbers = isinstance(ends, list | tuple) and len(ends) == 4 and all(type(end) is int and end >= 0 for end in ends)
     if not numbers or ends[0] > ends[1] or ends[2] > ends[3]:
         raise ProblemError(
-            f"{what} is {ends!r}, but four nanoseconds are needed: forward low, high, backward low, high"
+            f"{what} is {ends!r}, but four times are needed: forward low and high, backward low and high"
         )
 
 

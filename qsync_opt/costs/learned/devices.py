@@ -14,7 +14,7 @@ from qsync_opt.io import Name, check_fields, freeze
 from qsync_opt.numerics import check_precisions
 
 _KINDS = ("cpu", "cuda")
-CHANGED = 0.25
+CHANGED = 0.35
 """Relative distance of two vectors of one name from which on they are of two devices."""
 
 
@@ -84,8 +84,11 @@ class DeviceVector:
         return max(computed, self.moved_ns(math.fsum(leaf.num_bytes for leaf in program.leaves)))
 
     def distance(self, other: DeviceVector) -> float:
-        """Largest relative difference between the figures of two vectors."""
-        pairs = [(getattr(self, name), getattr(other, name)) for name in _RATES]
+        """Largest relative difference between the figures of two vectors, but for the rate within the cache.
+
+        That is the highest rate of all measurements, and so an extreme of noise.
+        """
+        pairs = [(getattr(self, name), getattr(other, name)) for name in _RATES if name != "cache_bytes_per_s"]
         pairs += [(self.peak_flops.get(p, 0.0), peak) for p, peak in other.peak_flops.items()]
         return max(abs(a - b) / max(a, b) for a, b in pairs)
 
@@ -133,7 +136,7 @@ def check_same_devices(vectors: Iterable[DeviceVector]) -> None:
     """Refuse vectors of one name that differ: the card, its clock or its partition changed between measurements.
 
     Raises:
-        ProblemError: Two vectors of one name differ by more than a quarter in some figure.
+        ProblemError: Two vectors of one name differ by more than `CHANGED` in some figure.
     """
     known: dict[str, DeviceVector] = {}
     for vector in vectors:
@@ -166,6 +169,18 @@ def with_observed_rates(vector: DeviceVector, times: Iterable[tuple[Program, flo
         else:
             cache = max(cache, 1e9 * moved / ns)
     return replace(vector, peak_flops=peaks, bandwidth_bytes_per_s=memory, cache_bytes_per_s=cache)
+
+
+def merged_vector(first: DeviceVector, second: DeviceVector) -> DeviceVector:
+    """The vector of a device that was probed twice: the higher of each rate, and the shorter launch."""
+    peaks = {p: max(first.peak_flops.get(p, 0.0), second.peak_flops.get(p, 0.0)) for p in first.peak_flops}
+    return replace(
+        first,
+        peak_flops={**second.peak_flops, **peaks},
+        bandwidth_bytes_per_s=max(first.bandwidth_bytes_per_s, second.bandwidth_bytes_per_s),
+        cache_bytes_per_s=max(first.cache_bytes_per_s, second.cache_bytes_per_s),
+        launch_ns=min(first.launch_ns, second.launch_ns),
+    )
 
 
 def reference_ns(program: Program, device: DeviceVector) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from qsync_opt.costs.learned.devices import DeviceVector, check_same_devices, reference_ns
+from qsync_opt.costs.learned.devices import DeviceVector, check_same_devices, merged_vector, reference_ns
 from qsync_opt.costs.learned.programs import Phase, Program, Workload, cast_program, programs_of, sum_program
 from qsync_opt.errors import ProblemError, reason_of
 from qsync_opt.io import Json, Name, check_fields, decode, encode, parse_json, read_bounded, write_bytes
@@ -163,7 +163,8 @@ def merge_records(records: Sequence[CostRecord]) -> CostRecord:
     samples: list[Sample] = []
     for record in records:
         for device, half in zip(record.devices, record.half_formats, strict=True):
-            devices.setdefault(device.name, (len(devices), device, half))
+            place, known, _ = devices.get(device.name, (len(devices), device, half))
+            devices[device.name] = (place, merged_vector(known, device), half)
         for sample in record.samples:
             work = record.workloads[sample.workload]
             place = workloads.setdefault(work, len(workloads))
