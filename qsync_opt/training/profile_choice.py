@@ -36,7 +36,7 @@ class ChoiceMethod(enum.StrEnum):
     """How operators to profile are chosen."""
 
     BOUNDS = "bounds"
-    """Largest regret that its interval alone can cause."""
+    """Largest mean regret that its interval alone can cause."""
     KMEANS = "kmeans"
     """Nearest to the centres of clusters of costs."""
     FACILITY = "facility"
@@ -49,7 +49,7 @@ class ChoiceMethod(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Operators of a device type that one measurement serves, with the regret that their times can cause."""
+    """Operators of a device type that one measurement serves, with the mean regret that their times can cause."""
 
     device: str
     operators: tuple[str, ...]
@@ -103,9 +103,9 @@ def choose_profiles(
     budget = min(budget, len(groups))
     if method is ChoiceMethod.EXACT:
         chosen = _exact(problem, groups, budget)
-        regrets = [_worst_regret(problem, solution.plan, group) for group in groups]
+        regrets = [_mean_regret(problem, solution.plan, group) for group in groups]
     elif method is ChoiceMethod.BOUNDS:
-        regrets = [_worst_regret(problem, solution.plan, group) for group in groups]
+        regrets = [_mean_regret(problem, solution.plan, group) for group in groups]
         order = sorted(range(len(groups)), key=lambda g: (-regrets[g], g))
         chosen = [g for g in order if regrets[g] > _NOTHING][:budget]
     else:
@@ -164,16 +164,21 @@ def _excess(objective: float, bound: float) -> float:
     return 0.0 if objective <= 0 else max(0.0, (objective - bound) / objective)
 
 
-def _worst_regret(problem: Problem, plan: Plan, group: Sequence[Target]) -> float:
-    """Largest regret of a plan if the times of a group alone are not as estimated.
+def _mean_regret(problem: Problem, plan: Plan, group: Sequence[Target]) -> float:
+    """Mean regret of a plan over three cases in which the times of one group alone are not as estimated.
 
-    Two cases can make another plan better: the chosen precision takes its longest and the others their shortest time,
-    or all take their shortest, which leaves time for a finer plan.
+    All take their shortest time, which leaves time for a finer plan; all take their longest, which may break the limit;
+    the chosen precision takes its longest and the others their shortest, which speaks most for another choice. Zero:
+    the group cannot change the plan by itself.
     """
     chosen = plan.resolve(problem)
     kept = {(device, name): chosen[device][name] for device, name in group}
-    against = interval_problem(problem, low=group, kept=kept)
-    return max(plan_regret(against, plan), plan_regret(interval_problem(problem, low=group), plan))
+    cases = (
+        interval_problem(problem, low=group),
+        interval_problem(problem, high=group),
+        interval_problem(problem, low=group, kept=kept),
+    )
+    return math.fsum(plan_regret(case, plan) for case in cases) / len(cases)
 
 
 def _exact(problem: Problem, groups: Sequence[tuple[Target, ...]], budget: int) -> list[int]:
