@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
-from qsync_opt.errors import ModelError, UnsupportedError, first_line
+from qsync_opt.errors import ModelError, ProblemError, UnsupportedError, first_line
 from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, decode, encode, reporting
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
@@ -55,6 +55,7 @@ class ProfileRun:
     stopwatch: Stopwatch
     repeats: int
     cache: MeasurementCache
+    operators: tuple[Operator, ...]
 
     def tasks(self) -> list[Task]:
         """All distinct measurements: operators in execution order, then casts and sums."""
@@ -63,7 +64,7 @@ class ProfileRun:
         def add(key: str, label: str, work: Callable[..., dict[str, Any]], *args: Any) -> None:
             tasks.setdefault(key, Task(key=key, label=label, measure=functools.partial(work, *args)))
 
-        for operator in self.graph:
+        for operator in self.operators:
             for precision in self._precisions(operator):
                 key = _operator_key(operator, precision)
                 add(key, f"{operator.name} {precision}", self._measure_operator, operator, precision)
@@ -112,7 +113,7 @@ class ProfileRun:
     def assemble(self, identity: DeviceIdentity, optimizer: OptimizerCost) -> DeviceProfile:
         """The profile, from the cache; every task must be done."""
         casts = {f"{a}>{b}": self._fit(f"cast {a}>{b}") for a, b in cast_pairs(self.formats)}
-        operators = {o.name: f"{o.signature} {problem_role(o)}" for o in self.graph}
+        operators = {o.name: f"{o.signature} {problem_role(o)}" for o in self.operators}
         return DeviceProfile(
             device=identity,
             model=self.graph.name,
@@ -120,7 +121,7 @@ class ProfileRun:
             options=option_values(self.options),
             formats=dict(self.formats),
             measurements={
-                operators[o.name]: {p: self._cost(o, p, casts) for p in self._precisions(o)} for o in self.graph
+                operators[o.name]: {p: self._cost(o, p, casts) for p in self._precisions(o)} for o in self.operators
             },
             operators=operators,
             casts=casts,
@@ -210,6 +211,7 @@ def profile(
     progress: Report | bool | None = None,
     repeats: int = 6,
     name: str | None = None,
+    operators: Collection[str] | None = None,
 ) -> DeviceProfile:
     """Measure a captured model on a device.
 
@@ -230,6 +232,8 @@ def profile(
             function that is called with (done, total, next task).
         repeats: Runs per round; rounds continue until two agree (`qsync_opt.runtimes.timing`).
         name: Of the device, instead of the hardware's, for a partition of a card.
+        operators: Those to measure, such as `qsync_opt.training.choose_profiles` names; None: all. The profile then has
+            no others, and `qsync_opt.costs.learned.learned_profile` fills the holes.
 
     Returns:
         The profile; ``profile.save(path)`` writes it.
@@ -237,7 +241,7 @@ def profile(
     Raises:
         UnsupportedError: The device lacks a precision, is neither cpu nor cuda, or is not there.
         ModelError: ``captured`` is no captured model, or an operator cannot run by itself.
-        ProblemError: The cache folder cannot be used.
+        ProblemError: The cache folder cannot be used, or both ``operators`` and ``example`` are given.
 
     Source: QSync profiles whole runs per precision and matches names (IPDPS 2024); measuring operators and casts
         separately, with a fitted overhead, is ours.
@@ -258,7 +262,11 @@ def profile(
         "method": METHOD,
         "repeats": repeats,
     }
+    if operators is not None and example is not None:
+        raise ProblemError("whole iterations need all operators: give example or operators, not both")
+    chosen = tuple(captured.graph) if operators is None else tuple(captured.graph[o] for o in dict.fromkeys(operators))
     run = ProfileRun(
+        operators=chosen,
         graph=captured.graph,
         calls=captured.calls,
         device=device,
