@@ -143,14 +143,14 @@ def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: tor
 
 
 def check_autocast(adjustable: Mapping[str, str], autocast: str, device: torch.device) -> None:
-    """Refuse ``torch.autocast`` in a precision for a plan that it cannot carry out."""
+    """Refuse that torch itself computes in a precision, for a plan that this would not carry out."""
     for name, precision in adjustable.items():
         kind = operator_kind(name)
         possible = kind is not None and ops.supports(kind, autocast, device)
         if precision != autocast and (possible or precision != "FP32"):
             raise UnsupportedError(
-                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {autocast}: leave the "
-                "option autocast out for a plan that mixes precisions"
+                f"operator {name!r} is planned in {precision}, but the option autocast runs all in {autocast}: leave "
+                "it out for a plan that mixes precisions"
             )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -95,12 +96,13 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned, on this rank. ``optimizer`` itself takes no step; None: AdamW."""
+    """What is planned, on this rank. ``optimizer`` itself takes no step; None: AdamW. ``began`` is a clock's time."""
 
     model: nn.Module
     example: TrainingExample
     options: PlanningOptions
     optimizer: torch.optim.Optimizer | None = None
+    began: float = field(default_factory=time.perf_counter)
 
     def check(self) -> None:
         """Refuse a model that has a plan applied, or that no rank can run by itself.

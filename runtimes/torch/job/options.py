@@ -53,6 +53,11 @@ class PlanningOptions:
         capture: With ``compare``, time the passes of every execution mode on a card also as CUDA graphs (`graphed`),
             and take those where nothing else is as fast. The first training pass after `apply` is then captured, and
             what holds for `graphed` holds for the model.
+        compile: With ``compare``, also compile the fastest execution modes on a card, alone and in CUDA graphs if
+            ``capture`` is set, and take those where nothing else is as fast. `apply` then compiles the model in place,
+            from the compiler's cache, in the first pass.
+        planning_seconds: The time from the beginning of `auto_plan` after which no further mode is compiled, and none
+            that is expected to end later.
         compiled: The model will be compiled after `apply`, as one graph for each pass: steps are recorded and passes
             timed compiled, and whole steps are not compared. Every plan that is recorded or timed is compiled once,
             which takes minutes for large models; what this process has compiled before is compiled again.
@@ -81,7 +86,9 @@ class PlanningOptions:
     trial: bool = True
     compare: bool | str = True
     race_seconds: float = 16.0
-    capture: bool = False
+    capture: bool = True
+    compile: bool = True
+    planning_seconds: float = 90.0
     compiled: bool = False
     local_batches: str = "equal"
     progress: Report | bool | None = None
@@ -104,12 +111,15 @@ class PlanningOptions:
         check_number(self.least_gain, "least_gain")
         if self.least_gain >= 1:
             raise ProblemError(f"least_gain is {self.least_gain}: a share below 1 is needed, such as 0.02")
-        if self.compiled and self.capture:
-            raise ProblemError(
-                "compiled and capture are both set, but compiled passes are not captured: allowed is one of the two"
-            )
+        check_number(self.planning_seconds, "planning_seconds")
         if self.local_batches not in ("equal", "by speed"):
             raise ProblemError(f"local_batches is {self.local_batches!r}: allowed are 'equal' and 'by speed'")
+
+    def allows(self, form: str) -> bool:
+        """Whether passes may be executed in this form: ``"launched"``, ``"captured"``, ``"compiled"`` or both."""
+        if self.compiled:  # by the script, under whatever plan
+            return form == "launched"
+        return (self.capture or "captured" not in form) and (self.compile or "compiled" not in form)
 
     @property
     def sizes_batches(self) -> bool:

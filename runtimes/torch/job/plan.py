@@ -123,7 +123,8 @@ class JobPlan:
     model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
     predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
     ``taken`` names the execution mode of every device type where such times decided, ``autocast`` has the format of
-    those that run under ``torch.autocast``, ``captured`` names those whose passes are replayed as CUDA graphs, and
+    those that torch itself carries out, ``captured`` names those whose passes are replayed as CUDA graphs and
+    ``compiled`` those whose model is compiled;
     ``shares`` the share of the global batch for one worker of each type. ``measured`` says per device type how its
     costs were measured, and what of them was not; ``sensitivity_unit`` is the unit of sensitivities. ``problem``,
     ``solution`` and ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` are the captured graph's
@@ -144,6 +145,7 @@ class JobPlan:
     taken: Mapping[str, str] = field(default_factory=dict)
     autocast: Mapping[str, str] = field(default_factory=dict)
     captured: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     problem: Annotated[Problem | None, _LOCAL] = None
@@ -172,11 +174,12 @@ class JobPlan:
         """What `apply` does with this worker's part beside the precisions."""
         captured = self.device_type in self.captured
         # The memory of graphs is not allocated in steps, and batches by speed are not the one that was planned with.
-        like_planned = not captured and len(set(self.shares.values())) <= 1
+        like_planned = not (captured or self.device_type in self.compiled) and len(set(self.shares.values())) <= 1
         return ApplySettings(
             worthwhile=self.worthwhile,
             autocast=self.autocast.get(self.device_type),
             captured=captured,
+            compiled=self.device_type in self.compiled,
             lifted_kinds=self.lifted_kinds,
             expected_ns=self.expected_ns or self.iteration_ns,
             expected_bytes=self.memory_bytes.get(self.device_type) if like_planned else None,
@@ -222,8 +225,8 @@ def host_bound_words(shares: Mapping[str, float]) -> list[str]:
     """
     return [
         f"  {name} waits for its host, which launches operators for {share:.0%} of a pass: capture the passes after "
-        "apply (qsync_opt.graphed(model, batch)), let auto_plan time them captured (PlanningOptions(capture=True)), or "
-        "compile the model"
+        "apply (qsync_opt.graphed(model, batch)), or let auto_plan time them captured and compiled "
+        "(PlanningOptions(capture=True, compile=True))"
         for name, share in shares.items()
         if share >= HOST_BOUND
     ]
