@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
@@ -67,6 +68,11 @@ def statistics_of_batch(
     for name, (elements, numbers) in signals_on_host(watched).items():
         means = [sum(values) / len(numbers) for values in zip(*numbers, strict=True)]
         input_squares, output_squares, curvature, spread = means
+        if not all(map(math.isfinite, means)):
+            raise ModelError(
+                f"operator {name!r}: input or result is not finite in batch {batch}, or their squares are not; "
+                "statistics need finite values in full precision; check the batch, the loss and the weights"
+            )
         signals[name] = Signal(
             elements=elements,
             input_square_sum=input_squares,
@@ -156,7 +162,7 @@ class _Collector:
         self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[SignalTensors]] = {}
-        self._norms = Norms()
+        self._norms, self._unmasked = Norms(), Norms(masked=False)
         self.queue = MomentQueue()
 
     def __call__(self, call: OperatorCall) -> Any:
@@ -199,7 +205,7 @@ class _Collector:
         output = call.run()
         first_input = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
         if first_input is not None and _is_floating(output) and output.numel() > 0:
-            tensors = {"input": self._norms.of(first_input), "output": self._norms.of(output)}
+            tensors = {"input": self._unmasked.of(first_input), "output": self._unmasked.of(output)}
             if output.numel() == 1 and output.requires_grad and first_input.numel() > 1:
                 tensors["curvature"] = loss_curvature(call, _full(first_input))
             if call.op_type == "batch_norm":
@@ -331,7 +337,8 @@ def collect_statistics(
         adaptive_probes: Random vectors per batch for the gains of ``kind="progress"``, at the same cost.
         whole_batches: Probe all samples of each batch together: more exact, with several times the memory of a
             training step, and with ``shift``, which ``plan_variance`` needs for models with rectifiers. Batches that
-            cannot be divided are always probed so.
+            cannot be divided are always probed so, and those whose loss is not the mean or sum over samples (losses
+            over pairs, such as contrastive ones), which one step of the batch and of each part tells.
         curvature_probes: Random vectors per batch for the traces of the indicator ``kind="hessian"``; 0 for none. 8 to
             64 are needed, each at the cost of about a training step.
         sample_elements: Approximate number of elements of an activation whose rounding errors are computed. Norms and
@@ -367,6 +374,7 @@ def collect_statistics(
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
     replays = Replays()
+    divide = not whole_batches and bool(probes or adaptive_probes)
     with model_unchanged(model), full_precision():
         scatter = GradientScatter(model)
         for number, batch in enumerate(batches):
@@ -392,13 +400,14 @@ def collect_statistics(
             measured = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:
-                prober = Prober(model, run, batch, measured, graph, number, divide=not whole_batches)
+                prober = Prober(model, run, batch, measured, graph, number, divide=divide)
                 measured = with_probes(
                     measured,
                     prober.gains(probes),
                     prober.gains(adaptive_probes, roots=roots),
                     prober.curvatures(curvature_probes),
                 )
+                divide = prober.divides  # what one batch forbids, all do
             total = measured if total is None else merge_statistics([total, measured])
             if progress is not None:
                 progress(number + 1)
