@@ -108,6 +108,9 @@ def _check_products(graph: OpGraph, nodes: dict[str, list[OnnxNode]], model: Onn
         # Products of other kinds are decomposed in different ways.
         if ROLE_TABLE.get(operator.op_type) is not Role.ADJUSTABLE:
             continue
+        # Exporters drop what only buffers or nobody reads.
+        if not nodes[operator.name]:
+            continue
         # The library chooses the order of contracting three tensors or more, and so the operations.
         if operator.op_type == "einsum" and sum(spec.is_floating for spec in operator.input_specs) > 2:
             continue

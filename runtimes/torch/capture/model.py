@@ -1,13 +1,15 @@
 """Captures a PyTorch model in training mode as an operator graph.
 
 The model runs once, is exported with torch.export and the dynamo exporter to ONNX, and the ONNX model is read back: its
-nodes carry the operators that they belong to, its metadata all operators, also those without a node. The model is left
-unchanged: mode, buffers and random state are restored.
+nodes carry the operators that they belong to, its metadata all operators, also those without a node. Where ONNX has no
+form of some operation, the exported program alone gives the graph: the operation is opaque, fixed in FP32. The model is
+left unchanged: mode, buffers and random state are restored.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import tempfile
@@ -29,6 +31,8 @@ from qsync_opt.runtimes.torch.capture.operators import Operators
 from qsync_opt.runtimes.torch.capture.program import flatten
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.support import model_unchanged
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +65,14 @@ def capture_model(
         kwargs: Keyword arguments of the forward pass.
         roles: The role table with changes; None: the built-in one.
         name: Of the graph; None: the class name of the model.
-        onnx_path: Where to keep the ONNX file, its weights beside it if large; None keeps none.
+        onnx_path: Where to keep the ONNX file, its weights beside it if large; None keeps none, and captures models
+            that ONNX has no form for.
 
     Returns:
         The graph, the exported program, and the call of each operator.
 
     Raises:
-        ModelError: The forward pass or an exporter fails (with the reason and the module where it stopped), a
+        ModelError: The forward pass or an exporter fails (with the reason, the module and the line where it stopped), a
             parameter is not FP32, or the exported model is not the one that runs.
 
     Source:
@@ -155,8 +160,17 @@ def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:
 
 
 def _through_onnx(program: Any, operators: Operators, path: str | os.PathLike[str] | None) -> OpGraph:
-    """Export to ONNX and read the file back, which checks its nodes against the operators."""
-    onnx_program = export_onnx(program)
+    """Export to ONNX and read the file back, which checks its nodes against the operators.
+
+    Without a path, a model that ONNX has no form for keeps the graph of the exported program.
+    """
+    try:
+        onnx_program = export_onnx(program)
+    except ModelError as failure:
+        if path is not None:
+            raise
+        _LOGGER.info("the graph is taken from torch.export alone, without a second look through ONNX: %s", failure)
+        return operators.graph
     model = onnx_program.model
     model.metadata_props[GRAPH_KEY] = json.dumps(graph_to_json(operators.graph), separators=(",", ":"))
     owners = _owners(onnx_program.exported_program, operators)

@@ -50,7 +50,7 @@ class _Tapper:
         if not torch.is_grad_enabled():
             raise ModelError(
                 f"operator {call.name!r} runs without gradients, where curvature_probes cannot follow its noise: "
-                "freeze parameters by requires_grad_(False) instead of torch.no_grad(), or collect with curvature_probes=0"
+                "freeze parameters by requires_grad_(False) instead of torch.no_grad(), or do without curvature_probes"
             )
         number = self._calls[call.name]
         self._calls[call.name] += 1
