@@ -19,11 +19,11 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.io import check_integer, check_number
-from qsync_opt.model import Operator, OpGraph, Role
+from qsync_opt.model import HasGraph, Operator, OpGraph, Role, graph_of
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.sensitivity.propagation import Propagation, operand_edges, ratio
 from qsync_opt.sensitivity.rectifiers import Rectifiers
@@ -47,10 +47,18 @@ from qsync_opt.sensitivity.statistics import (
 from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
 
 
+class HasFormats(Protocol):
+    """Anything that holds the precisions of a device with their border formats, such as its profile."""
+
+    @property
+    def formats(self) -> Mapping[str, PrecisionFormats]:
+        """Border formats by precision."""
+
+
 def sensitivities(
-    graph: OpGraph,
+    graph: OpGraph | HasGraph,
     statistics: ModelStatistics,
-    device_formats: Mapping[str, PrecisionFormats],
+    device_formats: Mapping[str, PrecisionFormats] | HasFormats,
     *,
     options: NoiseOptions | None = None,
     kind: IndicatorKind | None = None,
@@ -61,9 +69,9 @@ def sensitivities(
     """Sensitivity of every adjustable operator at every precision of a device.
 
     Args:
-        graph: The model.
+        graph: The model: its graph, or as captured.
         statistics: Collected from it.
-        device_formats: The device's precisions with their border formats.
+        device_formats: The device's precisions with their border formats, or its profile, which has them.
         options: How the runtime rounds.
         kind: How noise is weighed; None is ``probed`` if the statistics hold gains, else ``progress`` if they hold
             adaptive ones, else ``propagated``. The table names the kind.
@@ -86,6 +94,13 @@ def sensitivities(
     Source: purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
     """
     check_number(gamma, "gamma", error=UnsupportedError)
+    graph = graph_of(graph)
+    device_formats = getattr(device_formats, "formats", device_formats)
+    if not isinstance(device_formats, Mapping):
+        raise UnsupportedError(
+            f"device_formats is a {type(device_formats).__name__}: needed are a profile, or its formats (precision to "
+            "border formats)"
+        )
     _check_model(graph, statistics)
     horizon = _check_horizon(horizon)
     kind = _checked_kind(kind, graph, statistics)

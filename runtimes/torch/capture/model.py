@@ -30,7 +30,7 @@ from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program,
 from qsync_opt.runtimes.torch.capture.operators import Operators
 from qsync_opt.runtimes.torch.capture.program import flatten
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
-from qsync_opt.runtimes.torch.support import model_unchanged
+from qsync_opt.runtimes.torch.support import call_arguments, model_unchanged
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CapturedModel:
 
 def capture_model(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
+    args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     roles: RoleTable | None = None,
@@ -60,8 +60,9 @@ def capture_model(
 
     Args:
         model: In FP32, on any device. In evaluation mode it is captured in training mode and then restored.
-        args: Positional arguments of the forward pass, as in training; shapes are fixed. Pass the labels too if the
-            model computes its loss.
+        args: Positional arguments of the forward pass as a tuple or list; or a batch as `auto_plan` takes it: a
+            mapping of keyword arguments, or the single argument. As in training; shapes are fixed. Pass the labels too
+            if the model computes its loss.
         kwargs: Keyword arguments of the forward pass.
         roles: The role table with changes; None: the built-in one.
         name: Of the graph; None: the class name of the model.
@@ -78,8 +79,9 @@ def capture_model(
     Source:
         Ours. The exporters are torch.export and torch.onnx.
     """
-    kwargs = kwargs or {}
-    _check_model(model, args)
+    _check_model(model)
+    args, named = call_arguments(args)
+    kwargs = {**named, **(kwargs or {})}
     with training_mode(model):
         seen = _run_once(model, args, kwargs)
         with model_unchanged(model):  # tracing replaces buffers that the forward pass assigns
@@ -93,7 +95,7 @@ def capture_model(
 
 def capture(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
+    args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     roles: RoleTable | None = None,
@@ -104,13 +106,9 @@ def capture(
     return capture_model(model, args, kwargs, roles=roles, name=name, onnx_path=onnx_path).graph
 
 
-def _check_model(model: nn.Module, args: Any) -> None:
+def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot capture a {type(model).__name__}: a torch.nn.Module is needed")
-    if not isinstance(args, tuple):
-        raise ModelError(
-            f"args is a {type(args).__name__}: a tuple of the forward pass's positional arguments is needed"
-        )
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             raise ModelError(

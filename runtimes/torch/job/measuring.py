@@ -26,7 +26,14 @@ from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job.steps import profile_job_steps
 from qsync_opt.runtimes.torch.profiling import profile
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.support import Loss, TrainingExample, default_loss, device_identity, memory_budget
+from qsync_opt.runtimes.torch.support import (
+    Loss,
+    TrainingExample,
+    call_arguments,
+    default_loss,
+    device_identity,
+    memory_budget,
+)
 from qsync_opt.sensitivity import (
     IndicatorKind,
     ModelStatistics,
@@ -131,10 +138,8 @@ class DeviceTypes:
 
 def example_of(model: nn.Module, batch: Any, loss: Loss | None) -> TrainingExample:
     """An example from a batch as users pass it: a mapping, a tuple or list of arguments, or a single argument."""
-    if isinstance(batch, Mapping):
-        return TrainingExample(model=model, kwargs=batch, loss=loss)
-    args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
-    return TrainingExample(model=model, args=args, loss=loss)
+    args, kwargs = call_arguments(batch)
+    return TrainingExample(model=model, args=args, kwargs=kwargs, loss=loss)
 
 
 def require_one_model(captured: CapturedModel) -> None:

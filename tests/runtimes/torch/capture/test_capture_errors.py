@@ -219,12 +219,16 @@ def test_no_gradient_flows_through_integers() -> None:
     assert not argument.requires_gradient
 
 
+def test_a_batch_may_be_given_in_place_of_arguments() -> None:
+    model = Outer(nn.ReLU())
+    graphs = [capture(model, batch) for batch in ((X,), [X], X, {"x": X})]
+    assert graphs == [capture(model, (), {"x": X})] * 4
+
+
 def test_unusable_models_and_arguments() -> None:
     linear = nn.Linear(4, 4)
     assert "cannot capture a function: a torch.nn.Module is needed" in refusal(lambda x: x, X)
     assert "missing 1 required positional argument" in refusal(linear)
-    with pytest.raises(ModelError, match="args is a Tensor: a tuple"):
-        capture(linear, X)  # type: ignore[arg-type]
     assert "model 'Identity' does nothing" in refusal(nn.Identity(), X)
     assert "parameter 'weight' is bfloat16" in refusal(nn.Linear(4, 4).bfloat16(), X.bfloat16())
     assert "parameter 'weight' is on the meta device" in refusal(nn.Linear(4, 4, device="meta"), X)

@@ -412,6 +412,31 @@ def test_layers_that_are_skipped_at_times_must_all_run_first():
     assert model[0].weight.grad is not None
 
 
+class Encoding(nn.Module):
+    """An encoder whose result may be passed in, as generation does."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, encoded=None):
+        return self.decoder(self.encoder(x) if encoded is None else encoded)
+
+
+def test_parts_of_a_model_may_run_before_it_is_trained():
+    model, x = Encoding(), torch.randn(5, 8)
+    apply(model, {"encoder/linear": "BF16", "decoder/linear": "BF16"})
+    with torch.no_grad():
+        assert model.eval()(x, model.encoder(x)).shape == (5, 4)
+        assert model.train()(x, model.encoder(x)).shape == (5, 4)
+    model(x).sum().backward()
+    undo(model)
+    apply(model, {"encoder/linear": "BF16", "encoder/matmul": "BF16", "decoder/linear": "BF16"})
+    model.eval()(x)
+    with pytest.raises(ModelError, match="the first training pass did not meet 'encoder/matmul'"):
+        model.train()(x)
+
+
 def test_plans_for_another_model():
     model, x = Mlp(), torch.randn(5, 12)
     with pytest.raises(ModelError, match="'left/linear'"):

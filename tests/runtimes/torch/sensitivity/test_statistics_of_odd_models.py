@@ -1,6 +1,7 @@
 """Statistics where a model does what few models do: parts without gradients, sparse tables, no gradient at all."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt import sensitivities
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.numerics import Rounding
-from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.capture import capture, capture_model
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 
@@ -129,6 +130,42 @@ def test_an_operator_whose_values_are_not_finite_is_named():
 
     with pytest.raises(ModelError, match=r"operator 'add': input or result is not finite in batch 0"):
         collect_statistics(Huge(4, 4), [torch.randn(2, 4)])
+
+
+def test_batches_and_losses_are_taken_as_by_auto_plan():
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(16, 8)
+    captured = capture_model(model, x)
+    profile = SimpleNamespace(formats=device_formats("cpu"))
+    tables = []
+    for batch in (x, (x,), [x], {"input": x}):
+        found = collect_statistics(model, [batch], loss=lambda out: out.square().mean(), graph=captured, probes=1)
+        tables.append(sensitivities(captured, found, profile).values_only())
+    found = collect_statistics(model, [x], step=lambda m, x: m(x).square().mean(), graph=captured.graph, probes=1)
+    tables.append(sensitivities(captured.graph, found, profile.formats).values_only())
+    assert all(table == tables[0] for table in tables)
+
+
+def test_batches_that_are_none_are_refused_in_words():
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(16, 8)
+
+    def loss(output):
+        return output.square().mean()
+
+    with pytest.raises(ModelError, match=r"batches is a Tensor of shape \(16, 8\): .* for a single one pass \[batch\]"):
+        collect_statistics(model, x, loss=loss)
+    with pytest.raises(ModelError, match=r"batches is a dict: a list of batches"):
+        collect_statistics(model, {"input": x}, loss=loss)
+    with pytest.raises(
+        ModelError, match=r"the step failed on batch 1 \(\(16, 7\)\): RuntimeError: .*model\(\*\*batch\)"
+    ):
+        collect_statistics(model, [x, torch.randn(16, 7)], loss=loss)
+    with pytest.raises(ModelError, match=r"step and loss are both given"):
+        collect_statistics(model, [x], loss=loss, step=lambda m, b: loss(m(b)))
+    with pytest.raises(ModelError, match=r"graph is a Sequential: an operator graph or a captured model"):
+        collect_statistics(model, [x], loss=loss, graph=model)
+    graph = capture(model, x)
+    with pytest.raises(UnsupportedError, match=r"device_formats is a tuple: needed are a profile, or its formats"):
+        sensitivities(graph, collect_statistics(model, [x], loss=loss, graph=graph), ("INT8",))
 
 
 def test_where_nothing_is_learnt_no_share_of_progress_is_lost():
