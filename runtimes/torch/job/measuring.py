@@ -33,6 +33,7 @@ from qsync_opt.runtimes.torch.support import (
     default_loss,
     device_identity,
     memory_budget,
+    wanted_bytes,
 )
 from qsync_opt.sensitivity import (
     IndicatorKind,
@@ -114,8 +115,11 @@ class Job:
 
         Raises:
             NotReadyError: A plan is applied.
-            UnsupportedError: A module is scripted, or parameters are sharded.
+            UnsupportedError: A module is scripted, or parameters are sharded; the memory limit is not above 0.
+            ProblemError: The memory limit is no quantity.
         """
+        if self.options.memory is not None:
+            wanted_bytes(self.options.memory)
         if interception_of(self.model) is not None:
             raise NotReadyError("a plan is applied to this model already: undo(model) before planning anew")
         for path, module in self.model.named_modules():

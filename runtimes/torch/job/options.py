@@ -11,7 +11,6 @@ from typing import Any
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import Report, check_number, default_cache_folder
 from qsync_opt.kernels import KernelOptions
-from qsync_opt.runtimes.torch.support import wanted_bytes
 
 COSTS = ("auto", "steps", "operators")
 """How costs of operators may be measured."""
@@ -102,8 +101,6 @@ class PlanningOptions:
             raise ProblemError(f"indicator is {self.indicator!r} and probes is 0, but it needs probes: 1 or more")
         if self.compare not in (True, False, "passes"):
             raise ProblemError(f"compare is {self.compare!r}, but allowed are True, False and 'passes'")
-        if self.memory is not None:
-            wanted_bytes(self.memory)
         check_number(self.least_gain, "least_gain")
         if self.least_gain >= 1:
             raise ProblemError(f"least_gain is {self.least_gain}: a share below 1 is needed, such as 0.02")

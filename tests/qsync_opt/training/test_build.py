@@ -70,7 +70,7 @@ def test_captured_models_and_paths_are_taken(graph: OpGraph, tmp_path: Path) -> 
     file = tmp_path / "cluster.yaml"
     file.write_text(
         "name: c\nnetwork: {latency: 1 us, bandwidth: 1 GB/s, source: test}\n"
-        "devices: [{name: slow, count: 2, memory_limit: 1 GiB, precisions: [INT8, BF16, FP32]}]\n"
+        "devices: [{name: slow, count: 2, memory: 1 GiB, precisions: [INT8, BF16, FP32]}]\n"
     )
     captured: Any = SimpleNamespace(graph=graph)
     problem = build_problem(captured, _profiles(graph), make_sensitivities(graph), file)

@@ -46,11 +46,14 @@ def test_a_model_without_loss_but_with_rectifiers_keeps_the_unit_of_its_optimize
     assert plan.sensitivity_unit == "share of progress"
 
 
-def test_wrong_options_and_batches_are_refused_before_anything_is_measured():
-    with pytest.raises(UnsupportedError, match="memory is -5: bytes above 0 are needed"):
-        qsync_opt.PlanningOptions(memory=-5)
-    with pytest.raises(ProblemError, match="memory"):
-        qsync_opt.PlanningOptions(memory="-1 GiB")
+def test_wrong_options_and_batches_are_refused_before_anything_is_measured(monkeypatch):
+    def capture(*_):
+        raise AssertionError("captured")
+
+    monkeypatch.setattr("qsync_opt.runtimes.torch.job.planning.capture_model", capture)
+    for memory, text in ((-5, "memory is -5: bytes above 0 are needed"), ("-1 GiB", "memory"), ("3 parsecs", "memory")):
+        with pytest.raises((UnsupportedError, ProblemError), match=text):
+            qsync_opt.auto_plan(nn.Linear(8, 1), torch.randn(4, 8), options=qsync_opt.PlanningOptions(memory=memory))
     with pytest.raises(ModelError, match=r"batches is a Tensor .* pass \[batch\]"):
         qsync_opt.auto_plan(nn.Linear(8, 1), torch.randn(4, 8), batches=torch.randn(4, 8))
 
