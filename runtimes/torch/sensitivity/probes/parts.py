@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,9 +119,9 @@ def add_up(model: nn.Module, run: Step, batch: Any, parts: tuple[Part, ...]) -> 
     return False
 
 
-def _loss_and_gradient(loss: Tensor, parameters: list[Tensor]) -> tuple[float, Tensor]:
+def _loss_and_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[float, Tensor]:
     """A loss, and some elements of its gradient in FP64 on the host."""
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(loss, parameters, allow_unused=True)
     some = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if gradient is None:
