@@ -26,7 +26,7 @@ from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import signed
-from qsync_opt.model import OpGraph, Role
+from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
 from qsync_opt.runtimes.plans import DevicePlans, precisions_of
 from qsync_opt.runtimes.torch.ddp import world
 from qsync_opt.runtimes.torch.execution.audit import StepAudit
@@ -346,16 +346,21 @@ class AppliedPlan:
             self.counter.add_(1)
 
     def _end_pass(self, path: str) -> None:
-        """Check after the first whole forward pass that it ran every planned operator, and warn of unplanned ones."""
+        """Check after the first whole training pass that it ran every planned operator, and warn of unplanned ones.
+
+        An evaluation that runs all of them settles it too.
+        """
         # While a pass is compiled, nothing that changes between passes may be read: it would be compiled again.
         tracing = torch.compiler.is_compiling()
         if path or (not tracing and self._checked):
             return
         seen = set(self.interception.seen)
         missing = [name for name in self.precisions if name not in seen]
+        if missing and not (self.interception.training and torch.is_grad_enabled()):
+            return  # such as generation with an encoder's stored result; the first training pass will tell
         if missing:
             raise ModelError(
-                f"the first forward pass did not meet {some_names(missing)} of the plan: if the model skips layers "
+                f"the first training pass did not meet {some_names(missing)} of the plan: if the model skips layers "
                 "at times, run all of them in one forward pass first (model.eval(), or no chance of skipping), not "
                 "compiled; else the plan is for another model: undo it and capture this model again"
             )
@@ -379,7 +384,7 @@ def apply(
     plan: Mapping[str, str] | DevicePlans,
     device_type: str | None = None,
     *,
-    graph: OpGraph | None = None,
+    graph: OpGraph | HasGraph | None = None,
     options: ApplyOptions | None = None,
 ) -> nn.Module:
     """Run a model under a plan, until :func:`undo`.
@@ -389,8 +394,8 @@ def apply(
         plan: Operator to precision, or a plan with such a mapping per device type. A `JobPlan` that is not worthwhile
             changes nothing.
         device_type: Which entry of the plan; may be left out if there is only one.
-        graph: The captured graph; with it all names of the plan are checked at once, without it module paths now and
-            operators after the first forward pass.
+        graph: The captured graph or model; with it all names of the plan are checked at once, without it module paths
+            and kinds now, and operators after the first training pass.
         options: Kernels and evaluation.
 
     Returns:
@@ -399,7 +404,7 @@ def apply(
     Raises:
         ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
             the device type, parameters are not FP32, or an argument is no model or no plan. Raised also by the first
-            forward pass if it does not run an operator of the plan, and by any if the model was cast since.
+            training pass if it does not run an operator of the plan, and by any if the model was cast since.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is set
             for a plan that mixes precisions, or ``captured`` for a model that cannot be captured.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
@@ -428,6 +433,7 @@ def apply(
     options = options or ApplyOptions()
     check_master_weights(bare)
     check_sharding(bare, options.kernels.weights)
+    graph = None if graph is None else graph_of(graph)
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
     if settings is not None:
@@ -475,7 +481,7 @@ def undo(model: nn.Module) -> nn.Module:
 def under_plan(
     model: nn.Module,
     plan: Mapping[str, str] | DevicePlans,
-    graph: OpGraph | None = None,
+    graph: OpGraph | HasGraph | None = None,
     kernels: KernelOptions | None = None,
     **options: Any,
 ) -> Iterator[None]:

@@ -43,7 +43,15 @@ from qsync_opt.runtimes.torch.job.passes import has_form, measure_passes, with_h
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.profiling import try_plan
 from qsync_opt.runtimes.torch.steps import compiled_inside
-from qsync_opt.runtimes.torch.support import Loss, bare_model, default_loss, model_loss, model_unchanged, single
+from qsync_opt.runtimes.torch.support import (
+    Loss,
+    bare_model,
+    check_batches,
+    default_loss,
+    model_loss,
+    model_unchanged,
+    single,
+)
 from qsync_opt.training import Plan, Problem, Solution, evaluate, solve
 
 _LOGGER = logging.getLogger(__name__)
@@ -108,6 +116,8 @@ def _auto_plan(
     options: PlanningOptions,
 ) -> JobPlan:
     stages = Stages()
+    if batches is not None:
+        together(lambda: check_batches(batches))
     job = together(lambda: Job(bare, example_of(bare, batch, loss), options, single(optimizer)))
     together(job.check)
     if not any(gather_json(job.example.device.type == "cuda")):
