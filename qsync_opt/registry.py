@@ -1,8 +1,8 @@
 """The registered plug-ins of each kind, by name; nothing is imported until it is asked for.
 
 Built-ins stand in the tables below. Other packages add theirs through entry points: the group is the kind's
-(``qsync_opt.solvers``, ``qsync_opt.indicators``, ...), for formulations of a system beside training
-``qsync_opt.formulations.<system>``. Such an object declares what it can do in a ``FEATURES`` attribute. Wherever a name
+(``qsync_opt.solvers``, ``qsync_opt.indicators``, ...), for formulations and quantizers of a system beside training
+``qsync_opt.formulations.<system>`` and ``qsync_opt.quantizers.<system>``. Such an object declares what it can do in a ``FEATURES`` attribute. Wherever a name
 is accepted, so is an instance. The contracts are protocols; `qsync_opt.testing` checks them.
 """
 
@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -56,6 +56,10 @@ class Feature(enum.StrEnum):
     TIED = "ties operators to one precision"
 
 
+_BY_SYSTEM = (Kind.FORMULATION, Kind.QUANTIZER)
+"""Kinds whose names belong to a system each."""
+
+
 def attribute(target: str) -> Any:
     """Import and return what ``"module:attribute"`` names."""
     module, _, name = target.partition(":")
@@ -73,7 +77,7 @@ class Entry:
     install: str = ""
     origin: str = "qsync_opt"
     system: str = "training"
-    """Of formulations: whose problems it solves."""
+    """Of formulations: whose problems it solves; of quantizers: what they round (``"training"``: operators)."""
 
     @property
     def available(self) -> bool:
@@ -111,6 +115,12 @@ def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
 
 def _formulation(name: str, factory: str, *features: Feature) -> Entry:
     return _built_in(name, f"formulations.training.{factory}", *features)
+
+
+def _scheme(name: str) -> Entry:
+    """A scheme of compressed all-reduce, by the lower-case name of its function."""
+    factory = name.lower().replace("-", "_")
+    return replace(_built_in(name, f"gradients.schemes:{factory}"), system="gradients")
 
 
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
@@ -151,8 +161,14 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 needs=("onnxruntime",),
             ),
         ),
-        Kind.QUANTIZER: tuple(_built_in(name, f"numerics.formats:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
-        Kind.COMMUNICATION_HOOK: (),
+        Kind.QUANTIZER: (
+            *(_built_in(name, f"numerics.formats:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
+            *(_scheme(name) for name in ("FP32", "BF16", "two8", "two-fp8", "sum8", "packed8")),
+            *(_scheme(name) for name in ("sum16", "sum10", "sum6", "sum4", "linear", "exponential")),
+        ),
+        Kind.COMMUNICATION_HOOK: (
+            _built_in("gradients", "runtimes.torch.gradients:planned_hook", extra="torch", needs=("torch",)),
+        ),
         Kind.CHECKPOINT_WRITER: (
             _built_in(
                 "folder",
@@ -167,13 +183,13 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
 
 @cache
 def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
-    """All registered names of one kind (of formulations: those of one system), built-ins first.
+    """All registered names of one kind (of formulations and quantizers: those of one system), built-ins first.
 
     Raises:
         UnsupportedError: Two packages claim the same name; both are shown.
     """
     result: dict[str, Entry] = {}
-    own = (entry for entry in BUILT_IN[kind] if kind is not Kind.FORMULATION or entry.system == system)
+    own = (entry for entry in BUILT_IN[kind] if kind not in _BY_SYSTEM or entry.system == system)
     for entry in (*own, *_foreign(kind, system)):
         if entry.name in result:
             raise UnsupportedError(
@@ -185,7 +201,7 @@ def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
 
 
 def _foreign(kind: Kind, system: str) -> Iterable[Entry]:
-    group = kind.group if kind is not Kind.FORMULATION or system == "training" else f"{kind.group}.{system}"
+    group = kind.group if kind not in _BY_SYSTEM or system == "training" else f"{kind.group}.{system}"
     for point in importlib.metadata.entry_points(group=group):
         origin = point.dist.name if point.dist else point.value
         yield Entry(name=point.name, target=point.value, features=frozenset(), origin=origin, system=system)

@@ -1,0 +1,33 @@
+"""Compressed all-reduce: a scheme for every gradient bucket, by time and variance.
+
+Problems, plans and their evaluation, and the schemes as data; formulations choose, a runtime carries out.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.gradients.evaluation import VARIANCE_SLACK, Evaluation, evaluate, evaluate_choices
+    from qsync_opt.gradients.plan import PLAN_FORMAT, Plan, load_plan
+    from qsync_opt.gradients.problem import PROBLEM_FORMAT, Bucket, Choice, Objective, Optimum, Problem, load_problem
+    from qsync_opt.gradients.schemes import (
+        BLOCK,
+        LEAST_EXPONENT,
+        BucketStatistics,
+        Code,
+        GradientScheme,
+        Moments,
+        Scheme,
+        Transport,
+        scheme,
+        schemes,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "BLOCK", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK", "Bucket", "BucketStatistics",
+    "Choice", "Code", "Evaluation", "GradientScheme", "Moments", "Objective", "Optimum", "Plan", "Problem", "Scheme",
+    "Transport", "evaluate", "evaluate_choices", "load_plan", "load_problem", "scheme", "schemes",
+]  # fmt: skip
