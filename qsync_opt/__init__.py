@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         weight_sensitivities,
     )
     from qsync_opt.steps import StepCosts, StepPredictor, load_step_costs, profile_from_steps
-    from qsync_opt.systems import System, solve
+    from qsync_opt.systems import System, evaluate, load_plan, load_problem, solve
     from qsync_opt.training import (
         Evaluation,
         Explainer,
@@ -57,11 +57,8 @@ if TYPE_CHECKING:
         Timeline,
         build_problem,
         compare_plans,
-        evaluate,
         fastest,
         identical_blocks,
-        load_plan,
-        load_problem,
         memory_breakdown,
         pareto_front,
         replan,

@@ -74,7 +74,9 @@ class _Commands(TyperGroup):
         if cmd_name in COMMANDS:
             holder.command(cmd_name, cls=_Command)(_load(COMMANDS[cmd_name]))
         elif (system := _systems().get(cmd_name)) is not None:
-            holder.add_typer(_load(system.commands), name=cmd_name, help=system.description)
+            from qsync_opt.cli.systems import system_commands
+
+            holder.add_typer(system_commands(system), name=cmd_name, help=system.description)
         elif ctx.resilient_parsing:  # a shell asks for completions
             return None
         else:
@@ -107,7 +109,11 @@ class _Commands(TyperGroup):
 def _systems() -> dict[str, Any]:
     from qsync_opt.systems import systems
 
-    return {name: system for name, system in systems().items() if system.commands}
+    return {
+        name: system
+        for name, system in systems().items()
+        if name != "training" and (system.commands or system.plan_format)
+    }
 
 
 def _load(target: str) -> Any:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         memory_timeline,
     )
     from qsync_opt.training.pareto import GAPS, Front, FrontCache, front_key, pareto_front
-    from qsync_opt.training.plan import Plan, load_plan, plan_from_json, uniform_plan
+    from qsync_opt.training.plan import Plan, load_plan, uniform_plan
     from qsync_opt.training.planner import Answer, FastestPlan, Solution, SolveOptions, fastest, solve
     from qsync_opt.training.pricing import problem_inputs, problem_role, uniform_precisions
     from qsync_opt.training.problem import (
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         ProblemDevice,
         ProblemOperator,
         load_problem,
-        problem_from_json,
     )
     from qsync_opt.training.propagation import follow_inputs, precisions_by_rank, propagate
     from qsync_opt.training.replanning import Change, Replanning, replan
@@ -80,7 +79,7 @@ __all__ = [
     "cast_buffers_kib", "compare_plans", "evaluate", "evaluate_device", "fastest", "follow_inputs", "front_key",
     "gradient_buckets", "gradient_users", "identical_blocks", "iteration_time", "load_plan", "load_problem",
     "memory_breakdown", "memory_timeline", "merge_by_operator", "merge_groups", "operator_buckets", "overview",
-    "pareto_front", "plan_from_json", "precisions_by_rank", "problem_from_json", "problem_inputs", "problem_role",
+    "pareto_front", "precisions_by_rank", "problem_inputs", "problem_role",
     "propagate", "relative_gap", "replan", "replay", "solve", "trace_json", "uniform_choices", "uniform_plan",
     "uniform_precisions", "write_trace",
 ]  # fmt: skip

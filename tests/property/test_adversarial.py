@@ -16,7 +16,7 @@ from qsync_opt import evaluate, solve
 from qsync_opt.formulations.assignment import BoundAndFix
 from qsync_opt.model import Role
 from qsync_opt.testing import random_problem
-from qsync_opt.training import TerminationStatus, fastest, problem_from_json
+from qsync_opt.training import Problem, TerminationStatus, fastest
 
 BORDERS = {p: {"output": p, "gradient_input": p, "gradient_output": p} for p in ("FP16", "FP32")}
 BORDERS["INT8"] = {"output": "FP16", "gradient_input": "FP16", "gradient_output": "FP16"}
@@ -75,13 +75,13 @@ def network(
             for d in range(devices)
         ],
     }  # fmt: skip
-    problem = problem_from_json(data)
+    problem = Problem.from_json(data)
     low, high = (evaluate(problem, uniform(problem, end)) for end in (min, max))
     data["latency_limit_ns"] = int(low.iteration_ns + latency * (high.iteration_ns - low.iteration_ns))
     for device in data["devices"]:
         least, most = low.memory_kib[device["name"]], high.memory_kib[device["name"]]
         device["memory_limit_kib"] = int(least + memory * (most - least))
-    return problem_from_json(data)
+    return Problem.from_json(data)
 
 
 def uniform(problem, end):

@@ -34,7 +34,7 @@ from qsync_opt.runtimes.torch.job.planning import shared_plan
 from qsync_opt.runtimes.torch.sensitivity import Step, collect_statistics
 from qsync_opt.runtimes.torch.support import bare_model, memory_budget
 from qsync_opt.sensitivity import ModelStatistics
-from qsync_opt.training import Plan, Problem, Replanning, plan_from_json, replan
+from qsync_opt.training import Plan, Problem, Replanning, replan
 
 _LOGGER = logging.getLogger(__name__)
 MakeProblem = Callable[[ModelStatistics], Problem]
@@ -143,7 +143,7 @@ class PlanRefresher:
         replaced = bool(broadcast_json(decision is not None and decision.replaced))
         if replaced:
             sent = broadcast_json(None if decision is None else decision.plan.to_json())
-            together(lambda: self._move(decision.plan if decision is not None else plan_from_json(sent)))
+            together(lambda: self._move(decision.plan if decision is not None else Plan.from_json(sent)))
         return replaced
 
     def _decide(self) -> Replanning:

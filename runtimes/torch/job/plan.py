@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
@@ -15,7 +15,7 @@ from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
 from qsync_opt.sensitivity import SensitivityValues
-from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, plan_from_json, uniform_plan
+from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, uniform_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +115,6 @@ _LOCAL = Json(stored=False)
 """Of the fields of a `JobPlan` that are this rank's own; all others are the same on every rank, and sent as JSON."""
 
 
-def _read_plan(data: Any, _: str) -> Plan:
-    return plan_from_json(data)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
     """The plan of a job as one worker holds it; `apply` takes it as it is.
@@ -134,7 +130,7 @@ class JobPlan:
     (`OpGraph.lifted_kinds`).
     """
 
-    plan: Annotated[Plan, Json(read=_read_plan, write=Plan.to_json)]
+    plan: Annotated[Plan, Json(read=Plan.from_json, write=Plan.to_json)]
     device_type: Annotated[str, _LOCAL]
     iteration_ns: int
     memory_bytes: Mapping[str, int]
