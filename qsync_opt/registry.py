@@ -2,8 +2,9 @@
 
 Built-ins stand in the tables below. Other packages add theirs through entry points: the group is the kind's
 (``qsync_opt.solvers``, ``qsync_opt.indicators``, ...), for formulations and quantizers of a system beside training
-``qsync_opt.formulations.<system>`` and ``qsync_opt.quantizers.<system>``. Such an object declares what it can do in a ``FEATURES`` attribute. Wherever a name
-is accepted, so is an instance. The contracts are protocols; `qsync_opt.testing` checks them.
+``qsync_opt.formulations.<system>`` and ``qsync_opt.quantizers.<system>``. Such an object declares what it can do in a
+``FEATURES`` attribute. Wherever a name is accepted, so is an instance. The contracts are protocols; `qsync_opt.testing`
+checks them.
 """
 
 from __future__ import annotations
@@ -117,10 +118,21 @@ def _formulation(name: str, factory: str, *features: Feature) -> Entry:
     return _built_in(name, f"formulations.training.{factory}", *features)
 
 
+_GRADIENTS = tuple(
+    replace(_built_in(name, f"formulations.gradients.{factory}", *features), system="gradients")
+    for name, factory, features in (
+        ("dynamic", "dynamic:DynamicFormulation", _LINEAR),
+        ("exact", "dynamic:ExactFormulation", _LINEAR),
+        ("ilp", "ilp:IlpFormulation", (*_LINEAR, Feature.SOLVER)),
+        ("exhaustive", "exhaustive:ExhaustiveFormulation", (Feature.PROOF, Feature.TIME_LIMIT)),
+    )
+)
+
+
 def _scheme(name: str) -> Entry:
     """A scheme of compressed all-reduce, by the lower-case name of its function."""
     factory = name.lower().replace("-", "_")
-    return replace(_built_in(name, f"gradients.schemes:{factory}"), system="gradients")
+    return replace(_built_in(name, f"gradients.compression:{factory}"), system="gradients")
 
 
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
@@ -141,6 +153,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
+            *_GRADIENTS,
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),
@@ -166,9 +179,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             *(_scheme(name) for name in ("FP32", "BF16", "two8", "two-fp8", "sum8", "packed8")),
             *(_scheme(name) for name in ("sum16", "sum10", "sum6", "sum4", "linear", "exponential")),
         ),
-        Kind.COMMUNICATION_HOOK: (
-            _built_in("gradients", "runtimes.torch.gradients:planned_hook", extra="torch", needs=("torch",)),
-        ),
+        Kind.COMMUNICATION_HOOK: (),
         Kind.CHECKPOINT_WRITER: (
             _built_in(
                 "folder",

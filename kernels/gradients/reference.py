@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qsync_opt.kernels.quantize.random_bits import random_words
+from qsync_opt.kernels.quantize import random_words
 
 SMALLEST_SCALE = 2.0**-100
 """Least scale of a block that is not zero: levels divided by it do not overflow."""
@@ -44,8 +44,9 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How codes of a sum travel: ``width`` bits of each, ``lanes`` of them in an integer (1: INT8), ``block`` elements
-    to a scale.
+    """How codes of a sum travel.
+
+    ``width`` bits of each, ``lanes`` of them in an integer (1: INT8), and ``block`` elements to a scale.
     """
 
     width: int
@@ -117,9 +118,7 @@ def encode_sum(x: Tensor, scales: Tensor, levels: int, layout: Layout, key: int)
     return (lanes.view(layout.lanes, words) << shifts).sum(0).to(torch.int32)
 
 
-def decode_sum(
-    codes: Tensor, scales: Tensor, levels: int, workers: int, layout: Layout, elements: int
-) -> Tensor:
+def decode_sum(codes: Tensor, scales: Tensor, levels: int, workers: int, layout: Layout, elements: int) -> Tensor:
     """The mean gradient from summed codes: FP32, shape (elements,)."""
     if layout.lanes > 1:
         shifts = torch.arange(layout.lanes, device=codes.device)[:, None] * layout.width

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.gradients.evaluation import VARIANCE_SLACK, Evaluation, evaluate, evaluate_choices
-    from qsync_opt.gradients.plan import PLAN_FORMAT, Plan, load_plan
-    from qsync_opt.gradients.problem import PROBLEM_FORMAT, Bucket, Choice, Objective, Optimum, Problem, load_problem
-    from qsync_opt.gradients.schemes import (
+    from qsync_opt.gradients.compression import (
         BLOCK,
         LEAST_EXPONENT,
         BucketStatistics,
@@ -23,11 +20,14 @@ if TYPE_CHECKING:
         scheme,
         schemes,
     )
+    from qsync_opt.gradients.evaluation import VARIANCE_SLACK, Evaluation, evaluate, evaluate_choices
+    from qsync_opt.gradients.plan import PLAN_FORMAT, Plan
+    from qsync_opt.gradients.problem import PROBLEM_FORMAT, Bucket, Choice, Objective, Optimum, Problem
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "BLOCK", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK", "Bucket", "BucketStatistics",
     "Choice", "Code", "Evaluation", "GradientScheme", "Moments", "Objective", "Optimum", "Plan", "Problem", "Scheme",
-    "Transport", "evaluate", "evaluate_choices", "load_plan", "load_problem", "scheme", "schemes",
+    "Transport", "evaluate", "evaluate_choices", "scheme", "schemes",
 ]  # fmt: skip

@@ -19,7 +19,6 @@ from qsync_opt.io import (
     freeze,
     merge_extras,
     near_match,
-    read_json,
     split_extras,
     write_json,
 )
@@ -97,16 +96,3 @@ class Plan:
         """The plan with the number of workers and the sizes that ``problem`` was built from, where it says so."""
         workers, elements = (problem.extras.get((key,)) for key in _JOB_KEYS)
         return replace(self, workers=workers, elements=None if elements is None else tuple(elements))
-
-
-def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read and check a plan file.
-
-    Raises:
-        ProblemError: The file is missing, truncated, of another format, or holds anything but a plan.
-    """
-    data = read_json(path, (PLAN_FORMAT,))
-    try:
-        return Plan.from_json(data)
-    except ProblemError as failure:
-        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure

@@ -24,7 +24,6 @@ from qsync_opt.io import (
     encode,
     freeze,
     merge_extras,
-    read_json,
     split_extras,
     write_json,
 )
@@ -131,16 +130,3 @@ class Problem:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the problem file, whole or not at all."""
         write_json(path, self.to_json(), digest=True)
-
-
-def load_problem(path: str | os.PathLike[str]) -> Problem:
-    """Read and check a problem file.
-
-    Raises:
-        ProblemError: The file is missing, truncated, of another format, or breaks a rule of it.
-    """
-    data = read_json(path, (PROBLEM_FORMAT,))
-    try:
-        return Problem.from_json(data)
-    except ProblemError as failure:
-        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import qsync_opt
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.gradients import Bucket, Choice, Plan, Problem, evaluate, load_problem
+from qsync_opt.gradients import Bucket, Choice, Plan, Problem, evaluate
 
 DATA = Path(__file__).parents[2] / "data" / "gradients"
 SHIPPED = sorted(DATA.glob("gradients-public-*.json"))
@@ -78,7 +78,7 @@ def test_every_method_finds_the_least_objective(case):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("method", [None, "default", "exact", "ilp"])
 def test_the_recorded_optima(path, method):
-    problem = load_problem(path)
+    problem = qsync_opt.load_problem(path)
     solution = qsync_opt.solve(problem, method)
     assert solution.objective == pytest.approx(problem.optimum.objective, rel=1e-9)
     assert solution.termination == "optimal"

@@ -120,6 +120,9 @@ class GradientScheme(Protocol):
     def transport(self) -> Transport:
         """How codes become a sum."""
 
+    def supports(self, workers: int) -> bool:
+        """Whether sums of so many workers cannot overflow."""
+
     def wire_bytes(self, elements: int, workers: int) -> int:
         """Bytes that each worker sends for one bucket."""
 
@@ -182,7 +185,9 @@ class Scheme:
 
     def code_bytes(self, elements: int) -> int:
         """Bytes of the codes of one bucket."""
-        return -(-elements // self.lanes) * 4 if self.lanes > 1 else elements * self.width // 8
+        if self.lanes == 1:
+            return elements * self.width // 8
+        return 4 * -(-elements // (4 * self.lanes)) * 4  # lanes begin at multiples of four elements
 
     def scale_bytes(self, elements: int) -> int:
         """Bytes of the scales of one bucket: BF16 where they are reduced, FP32 where each worker has its own."""
