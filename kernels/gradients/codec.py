@@ -12,6 +12,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,7 +88,7 @@ class Codec:
         out = torch.empty(words, dtype=torch.int8) if layout.lanes == 1 else torch.zeros(words, dtype=torch.int32)
         _loops().encode_sum(
             x.numpy(), scales.float().numpy(), levels, layout.width, layout.lanes, words, layout.block,
-            key & _MASK, out.numpy(),
+            _word(key), out.numpy(),
         )  # fmt: skip
         return out
 
@@ -125,7 +126,7 @@ class Codec:
         if compiler == "CUDA":
             return Encoded(*_OPERATORS["encode_int8"](x, block, signed(key)))
         codes, scales = torch.empty(len(x), dtype=torch.int8), torch.empty(-(-len(x) // block))
-        _loops().encode_int8(x.numpy(), x.view(torch.int32).numpy(), block, key & _MASK, codes.numpy(), scales.numpy())
+        _loops().encode_int8(x.numpy(), x.view(torch.int32).numpy(), block, _word(key), codes.numpy(), scales.numpy())
         return Encoded(codes, scales)
 
     def reduce(self, codes_ND: Tensor, scales_NB: Tensor, form: str, block: int, key: int) -> Encoded:
@@ -136,7 +137,7 @@ class Codec:
         if compiler == "CUDA":
             return Encoded(*_OPERATORS["reduce_int8"](codes_ND, scales_NB, block, signed(key)))
         codes, scales = torch.empty_like(codes_ND[0]), torch.empty_like(scales_NB[0])
-        _loops().reduce_int8(codes_ND.numpy(), scales_NB.numpy(), block, key & _MASK, codes.numpy(), scales.numpy())
+        _loops().reduce_int8(codes_ND.numpy(), scales_NB.numpy(), block, _word(key), codes.numpy(), scales.numpy())
         return Encoded(codes, scales)
 
     def decode(self, encoded: Encoded, form: str, block: int, out: Tensor | None = None) -> Tensor:
@@ -151,7 +152,9 @@ class Codec:
         return out
 
 
-_MASK = (1 << 64) - 1
+def _word(key: int) -> np.uint64:
+    """The key as numba takes it, so that loops are compiled for one type."""
+    return np.uint64(key & ((1 << 64) - 1))
 
 
 def _plain_scales(x: Tensor, block: int) -> Tensor:

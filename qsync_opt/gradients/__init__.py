@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
+    from qsync_opt.gradients.build import SchemeTimes, build_problem, load_scheme_times, uniform_plan
     from qsync_opt.gradients.compression import (
         BLOCK,
         LEAST_EXPONENT,
@@ -29,5 +30,6 @@ else:
 __all__ = [
     "BLOCK", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK", "Bucket", "BucketStatistics",
     "Choice", "Code", "Evaluation", "GradientScheme", "Moments", "Objective", "Optimum", "Plan", "Problem", "Scheme",
-    "Transport", "evaluate", "evaluate_choices", "scheme", "schemes",
+    "SchemeTimes", "Transport", "build_problem", "evaluate", "evaluate_choices", "load_scheme_times", "scheme",
+    "schemes", "uniform_plan",
 ]  # fmt: skip
