@@ -54,7 +54,8 @@ class Prices:
     def completed(self, k: int, ends_L: Ints, variances_L: Floats) -> Floats:
         """Lower bounds of what plans cost in the end that reach bucket k at these ends and variances."""
         slack_L = self.deadline - ends_L - self.rest_K[k]
-        return variances_L + (self.least_K[k] - self.owed_K[k]) - self.mu_K[k] * slack_L
+        bounds_L: Floats = variances_L + (self.least_K[k] - self.owed_K[k]) - self.mu_K[k] * slack_L
+        return bounds_L
 
 
 def relative_variances(tables: Tables) -> tuple[Floats, ...]:

@@ -23,6 +23,7 @@ from qsync_opt.kernels.gradients.reference import Encoded, Layout
 from qsync_opt.kernels.quantize import signed
 
 UNIT = "gradients"
+_CUDA_BLOCK = 256
 BACKENDS = ("auto", "compiled", "reference")
 
 
@@ -66,13 +67,19 @@ class Codec:
             raise UnsupportedError(f"backend 'compiled': the codec runs in plain PyTorch here: {why}")
         return compiler
 
+    def _on_int8(self, device: torch.device, form: str, block: int) -> str | None:
+        """As `_on`; other forms, and on cards other blocks, are not compiled."""
+        compiler = self._on(device) if form == "int8" else None
+        return None if compiler == "CUDA" and block != _CUDA_BLOCK else compiler
+
     def sum_scales(self, x: Tensor, block: int) -> Tensor:
         """BF16 scales before their MAX all-reduce; see `reference.sum_scales`."""
         compiler = self._on(x.device)
         if compiler is None or not len(x):
             return reference.sum_scales(x, block)
         if compiler == "CUDA":
-            return _OPERATORS["scales"](x, block)
+            scales: Tensor = _OPERATORS["scales"](x, block)
+            return scales
         scales = torch.empty(-(-len(x) // block), dtype=torch.int16)
         _loops().sum_scales(x.view(torch.int32).numpy(), block, scales.numpy())
         return scales.view(torch.bfloat16)
@@ -84,7 +91,10 @@ class Codec:
             return reference.encode_sum(x, scales, levels, layout, key)
         words = layout.words(len(x))
         if compiler == "CUDA":
-            return _OPERATORS["encode"](x, scales, levels, layout.width, layout.lanes, words, layout.block, signed(key))
+            codes: Tensor = _OPERATORS["encode"](
+                x, scales, levels, layout.width, layout.lanes, words, layout.block, signed(key)
+            )
+            return codes
         out = torch.empty(words, dtype=torch.int8) if layout.lanes == 1 else torch.zeros(words, dtype=torch.int32)
         _loops().encode_sum(
             x.numpy(), scales.float().numpy(), levels, layout.width, layout.lanes, words, layout.block,
@@ -108,9 +118,10 @@ class Codec:
             return reference.decode_sum(codes, scales, levels, workers, layout, elements)
         words = layout.words(elements)
         if compiler == "CUDA":
-            return _OPERATORS["decode"](
+            mean: Tensor = _OPERATORS["decode"](
                 codes, scales, levels, workers, layout.width, layout.lanes, words, layout.block, elements
             )
+            return mean
         out = torch.empty(elements) if out is None else out
         _loops().decode_sum(
             codes.numpy(), scales.float().numpy(), levels, workers, layout.width, layout.lanes, words, layout.block,
@@ -120,7 +131,7 @@ class Codec:
 
     def encode(self, x: Tensor, form: str, block: int, key: int) -> Encoded:
         """Codes with scales of this worker's own; see `reference.encode`."""
-        compiler = self._on(x.device) if form == "int8" else None
+        compiler = self._on_int8(x.device, form, block)
         if compiler is None or not len(x):
             return reference.encode(x, form, block, key)
         if compiler == "CUDA":
@@ -131,7 +142,7 @@ class Codec:
 
     def reduce(self, codes_ND: Tensor, scales_NB: Tensor, form: str, block: int, key: int) -> Encoded:
         """The mean of the workers' values, encoded again; see `reference.reduce`."""
-        compiler = self._on(codes_ND.device) if form == "int8" else None
+        compiler = self._on_int8(codes_ND.device, form, block)
         if compiler is None or not codes_ND.shape[1]:
             return reference.reduce(codes_ND, scales_NB, form, block, key)
         if compiler == "CUDA":
@@ -142,11 +153,12 @@ class Codec:
 
     def decode(self, encoded: Encoded, form: str, block: int, out: Tensor | None = None) -> Tensor:
         """Values of codes; see `reference.decode`. On CPUs ``out`` may receive them."""
-        compiler = self._on(encoded.codes.device) if form == "int8" else None
+        compiler = self._on_int8(encoded.codes.device, form, block)
         if compiler is None or not len(encoded.codes):
             return reference.decode(encoded, form, block)
         if compiler == "CUDA":
-            return _OPERATORS["decode_int8"](*encoded, block)
+            values: Tensor = _OPERATORS["decode_int8"](*encoded, block)
+            return values
         out = torch.empty(len(encoded.codes)) if out is None else out
         _loops().decode_int8(encoded.codes.numpy(), encoded.scales.numpy(), block, out.numpy())
         return out
@@ -191,7 +203,7 @@ def _blocks(elements: Any, block: int) -> Any:
     return (elements + block - 1) // block
 
 
-_OPERATORS = {
+_OPERATORS: dict[str, Any] = {
     name: library.define(schema, unit=UNIT, plain=plain, fake=fake)
     for name, schema, plain, fake in (
         (

@@ -152,7 +152,7 @@ class Scheme:
     @property
     def bits(self) -> int:
         """Bits of one element on the wire, scales aside; lanes may leave some of 32 unused."""
-        return self.width if self.lanes == 1 else math.ceil(32 / self.lanes)
+        return self.width if self.lanes == 1 else -(-32 // self.lanes)
 
     @property
     def scaled(self) -> bool:

@@ -184,7 +184,7 @@ class GradientCompression:
             reduce()
             result.set_result(gradient)
             return result
-        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
         with torch.cuda.stream(self._stream):
@@ -196,7 +196,7 @@ class GradientCompression:
     def _in_thread(self, gradient: Tensor, reduce: Any) -> torch.futures.Future[Tensor]:
         on_card = gradient.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradient.device] if on_card else None)
-        ready = torch.cuda.Event() if on_card else None
+        ready = torch.cuda.Event() if on_card else None  # type: ignore[no-untyped-call]
         if ready is not None:
             ready.record(torch.cuda.current_stream(gradient.device))
 
@@ -205,8 +205,8 @@ class GradientCompression:
                 with torch.no_grad(), self._side_stream(gradient, ready):
                     reduce()
                     future.set_result(gradient)
-            except BaseException as failure:  # whoever waits must hear of it
-                future.set_exception(failure)
+            except Exception as failure:  # whoever waits must hear of it
+                future.set_exception(failure)  # type: ignore[arg-type]
 
         assert self._executor is not None
         self._executor.submit(work)
@@ -217,7 +217,7 @@ class GradientCompression:
         if ready is None:
             yield
             return
-        self._stream = self._stream or torch.cuda.Stream(gradient.device)
+        self._stream = self._stream or torch.cuda.Stream(gradient.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             gradient.record_stream(self._stream)
@@ -253,7 +253,10 @@ def _run_hook(state: GradientCompression, bucket: Any) -> torch.futures.Future[T
 
 
 # DDP reads the annotation of the second parameter.
-_run_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+_run_hook.__annotations__ = {
+    "bucket": dist.GradBucket,  # type: ignore[attr-defined]
+    "return": torch.futures.Future[Tensor],
+}
 
 
 def compress_gradients(

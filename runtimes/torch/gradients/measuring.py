@@ -61,7 +61,9 @@ def measure_schemes(
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
         for each, seconds in zip(chosen, own.tolist(), strict=True):
             times[each.name].append(round(seconds * 1e9))
-    return SchemeTimes(workers=workers, elements=tuple(elements), times_ns=times)
+    return SchemeTimes(
+        workers=workers, elements=tuple(elements), times_ns={name: tuple(own) for name, own in times.items()}
+    )
 
 
 def _now(device: torch.device) -> float:
