@@ -232,7 +232,7 @@ def reduce(codes_ND: Tensor, scales_NB: Tensor, form: str, block: int, key: int)
 
 def headroom(workers: int) -> int:
     """Factor by which exponents leave room for a sum of so many: a power of two."""
-    return 1 << max(0, math.ceil(math.log2(workers)))
+    return 1 << (workers - 1).bit_length()
 
 
 def encode_exponential(x: Tensor, scale: Tensor, workers: int, key: int) -> Tensor:
@@ -245,7 +245,7 @@ def encode_exponential(x: Tensor, scale: Tensor, workers: int, key: int) -> Tens
 
 def reduce_exponential(codes_ND: Tensor, key: int) -> Tensor:
     """Codes of the sum of N workers' values: neighbours are added pairwise, level by level."""
-    parts, draw = list(codes_ND), 0
+    parts, draw = list(codes_ND.unbind(0)), 0
     while len(parts) > 1:
         added = []
         for left, right in zip(parts[::2], parts[1::2], strict=False):
@@ -253,7 +253,8 @@ def reduce_exponential(codes_ND: Tensor, key: int) -> Tensor:
             added.append(add_exponents(left, right, words & 0x7FFFFFFF))
             draw += len(left)
         parts = added + ([parts[-1]] if len(parts) % 2 else [])
-    return parts[0]
+    total: Tensor = parts[0]
+    return total
 
 
 def decode_exponential(codes: Tensor, scale: Tensor, workers: int) -> Tensor:

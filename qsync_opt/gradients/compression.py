@@ -166,8 +166,9 @@ class Scheme:
             UnsupportedError: So many workers leave no level.
         """
         if self.transport is not Transport.SUM:
-            return 2 ** (self.width - 1) - 1
-        levels = (2 ** (self.width - 1) - 1) // workers if self.lanes == 1 else (2**self.width - 1) // (2 * workers)
+            return (1 << (self.width - 1)) - 1
+        most = (1 << (self.width - 1)) - 1 if self.lanes == 1 else (1 << self.width) - 1
+        levels = most // (workers if self.lanes == 1 else 2 * workers)
         if levels < 1:
             raise UnsupportedError(
                 f"scheme {self.name!r} cannot sum the codes of {workers} workers in {self.width} bits; take a wider "
