@@ -119,12 +119,15 @@ def _formulation(name: str, factory: str, *features: Feature) -> Entry:
 
 
 _GRADIENTS = tuple(
-    replace(_built_in(name, f"formulations.gradients.{factory}", *features), system="gradients")
-    for name, factory, features in (
-        ("dynamic", "dynamic:DynamicFormulation", _LINEAR),
-        ("exact", "dynamic:ExactFormulation", _LINEAR),
-        ("ilp", "ilp:IlpFormulation", (*_LINEAR, Feature.SOLVER)),
-        ("exhaustive", "exhaustive:ExhaustiveFormulation", (Feature.PROOF, Feature.TIME_LIMIT)),
+    replace(_built_in(name, f"formulations.gradients.{factory}", *features), system=system)
+    for system, name, factory, features in (
+        ("joint", "greedy", "joint:JointFormulation", _CERTIFIED),
+        ("joint", "exact", "joint:ExactJointFormulation", _CERTIFIED),
+        ("joint", "ilp", "joint:IlpJointFormulation", (*_LINEAR, Feature.SOLVER)),
+        ("gradients", "dynamic", "dynamic:DynamicFormulation", _LINEAR),
+        ("gradients", "exact", "dynamic:ExactFormulation", _LINEAR),
+        ("gradients", "ilp", "ilp:IlpFormulation", (*_LINEAR, Feature.SOLVER)),
+        ("gradients", "exhaustive", "exhaustive:ExhaustiveFormulation", (Feature.PROOF, Feature.TIME_LIMIT)),
     )
 )
 

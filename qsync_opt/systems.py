@@ -94,6 +94,16 @@ BUILT_IN = (
         runtime="torch",
         commands="qsync_opt.cli.gradients:app",
     ),
+    System(
+        name="joint",
+        description="operators' precisions and gradient buckets' schemes in one problem",
+        problem="qsync_opt.gradients.joint:JointProblem",
+        plan_class="qsync_opt.gradients.joint:JointPlan",
+        problem_format="qsync-joint/1",
+        plan_format="qsync-joint-plan/1",
+        evaluation="qsync_opt.gradients.joint:evaluate_joint",
+        runtime="torch",
+    ),
 )
 
 

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
         schemes,
     )
     from qsync_opt.gradients.evaluation import VARIANCE_SLACK, Evaluation, evaluate, evaluate_choices
+    from qsync_opt.gradients.joint import (
+        JointEvaluation,
+        JointPlan,
+        JointProblem,
+        build_joint_problem,
+        communication_problem,
+        evaluate_joint,
+        under_schemes,
+    )
     from qsync_opt.gradients.plan import PLAN_FORMAT, Plan
     from qsync_opt.gradients.problem import PROBLEM_FORMAT, Bucket, Choice, Objective, Optimum, Problem
 else:
@@ -29,7 +38,8 @@ else:
 
 __all__ = [
     "BLOCK", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK", "Bucket", "BucketStatistics",
-    "Choice", "Code", "Evaluation", "GradientScheme", "Moments", "Objective", "Optimum", "Plan", "Problem", "Scheme",
-    "SchemeTimes", "Transport", "build_problem", "evaluate", "evaluate_choices", "load_scheme_times", "scheme",
-    "schemes", "uniform_plan",
+    "Choice", "Code", "Evaluation", "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments",
+    "Objective", "Optimum", "Plan", "Problem", "Scheme", "SchemeTimes", "Transport", "build_joint_problem",
+    "build_problem", "communication_problem", "evaluate", "evaluate_choices", "evaluate_joint", "load_scheme_times",
+    "scheme", "schemes", "under_schemes", "uniform_plan",
 ]  # fmt: skip
