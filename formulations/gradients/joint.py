@@ -284,7 +284,9 @@ class IlpJointFormulation:
             return Answer(termination=TerminationStatus.INFEASIBLE, reason=_infeasible(problem), solver=name, **times)
         if result.status in (LinearStatus.ERROR, LinearStatus.UNBOUNDED):
             raise SolverError(f"{solver.name} failed: {result.native}; use another solver")
-        bound = None if result.bound is None else result.bound * unit + joint.constant
+        bound = (
+            None if result.bound is None else max(result.bound, 0.0) * unit + joint.constant
+        )  # costs are never negative
         if result.values is None:
             return Answer(termination=TerminationStatus.TIME_LIMIT, bound=bound, solver=name, **times)
         plan = joint.plan(labels_at(joint.model, result.values))
