@@ -103,6 +103,14 @@ def test_a_plan_from_sampled_gradients_and_measured_times(everything):
         assert one["variance"] <= one["limit"] * (1 + 1e-9)
 
 
+def test_a_job_plans_its_compression(everything):
+    same(everything, "by_the_job", "bits")
+    for outcome in everything:
+        one = outcome["by_the_job"]
+        assert one["elements"] == one["predicted"]
+        assert (one["workers"], one["described"]) == (2, True)
+
+
 def test_a_lost_rank_is_an_error_on_the_others_and_nothing_is_applied(run_workers):
     first, last = run_workers("compression_worker.py", "lost")
     assert last == "gone"

@@ -209,6 +209,28 @@ def planned(rank):
     }
 
 
+def planned_by_the_job(rank):
+    """`auto_plan` chooses schemes for the buckets that DDP will have, and its plan is carried out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 700), nn.Tanh(), nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 8))
+    x, y = batch(rank, 0)
+    options = qsync_opt.PlanningOptions(
+        precisions=("FP32",), memory="1 GiB", progress=False, trial=False, compare=False, noise_share=0.5
+    )
+    plan = qsync_opt.auto_plan(
+        model, x, loss=lambda output: (output - y).square().mean(), options=options, compress=True
+    )
+    ddp = DistributedDataParallel(model)
+    state = qsync_opt.compress_gradients(ddp, plan.compression)
+    for step in range(2):
+        ddp.zero_grad()
+        step_of(ddp, rank, step)
+    return {
+        "bits": bits(gradients(ddp)), "elements": list(state.elements), "predicted": list(plan.compression.elements),
+        "workers": plan.compression.workers, "described": f"gradients: {plan.compression_note}" in plan.describe(),
+    }  # fmt: skip
+
+
 def subgroup(rank):
     """The first two of three workers train; the third never hears of it."""
     group = dist.new_group([0, 1])
@@ -253,7 +275,7 @@ def main():
             result |= {
                 "trained": trained(rank), "plain": plain_equals_ddp(rank), "accumulated": accumulated(rank),
                 "not_finite": not_finite(rank), "half": half(rank), "refused": refused(rank, size),
-                "planned": planned(rank),
+                "planned": planned(rank), "by_the_job": planned_by_the_job(rank),
             }  # fmt: skip
         if what == "subgroup":
             result["subgroup"] = subgroup(rank)
