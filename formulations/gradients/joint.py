@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from qsync_opt.formulations.assignment import (
     BoundAndFix,
     Effort,
     Ints,
+    Outcome,
     Wanted,
     labels_at,
     linear_program,
@@ -205,17 +207,16 @@ class JointFormulation:
         deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
         joint, solver = build_joint(problem), self._solver(options)
         built = time.monotonic()
-        engine, outcome = BoundAndFix(joint.model), None
+        engine = BoundAndFix(joint.model)
+        outcome = Outcome(None, math.inf, -math.inf, np.zeros(0))
         for effort in self._stages(options, solver):
-            before = outcome
+            bound = outcome.bound
             outcome = engine.solve(effort, deadline=deadline)
-            if before is not None:
-                outcome = outcome.above(before.bound)
+            outcome.bound = max(outcome.bound, bound)
             gap = relative_gap(outcome.objective, outcome.bound) if outcome.labels_N is not None else None
             if outcome.proved_infeasible or (gap is not None and gap <= max(options.gap, 2 * PROOF)):
                 break
-        assert outcome is not None
-        times = {"build_seconds": built - started, "solve_seconds": time.monotonic() - built}
+        times: dict[str, Any] = {"build_seconds": built - started, "solve_seconds": time.monotonic() - built}
         if outcome.proved_infeasible:
             return Answer(termination=TerminationStatus.INFEASIBLE, reason=_infeasible(problem), **times)
         bound = max(outcome.bound, 0.0) + joint.constant
@@ -278,7 +279,7 @@ class IlpJointFormulation:
         ]
         built = time.monotonic()
         result = solver.solve(program, LinearOptions(time_limit_s=options.time_limit_s, relative_gap=options.gap))
-        times = {"build_seconds": built - started, "solve_seconds": time.monotonic() - built}
+        times: dict[str, Any] = {"build_seconds": built - started, "solve_seconds": time.monotonic() - built}
         name = f"{solver.name} {solver.version}"
         if result.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):
             return Answer(termination=TerminationStatus.INFEASIBLE, reason=_infeasible(problem), solver=name, **times)

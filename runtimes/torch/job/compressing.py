@@ -83,7 +83,7 @@ def _solved(
         return None
     problem = _problem(job, plan, statistics, times)
     solution = solve(problem)
-    if solution.plan is None:
+    if solution.plan is None or solution.evaluation is None:
         raise ProblemError(f"there is no compression of this job's gradients: {solution.reason}")
     chosen = solution.plan
     plain = evaluate(problem, uniform_plan("FP32", chosen.elements or (), times.workers)).iteration_ns
