@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from qsync_opt.errors import NotInstalledError, SolverError
 from qsync_opt.formulations.gradients.prices import least_variance, priced, relative_variances
@@ -102,8 +103,11 @@ class _Program:
         self.deadline = deadline
         most = sum(int(times_C[-1]) for times_C in tables.times_KC)
         self.time_unit = max(1.0, float(most)) / _SCALE
-        value = self.objective(self.start_K) - (self.lowest if self.by_variance else 0.0)
-        self.unit = (value or 1.0) / _SCALE if self.by_variance else self.time_unit
+        # What the plan at hand costs beyond the least: no choice that costs more alone is in a better plan.
+        self.excess_variance = math.fsum(
+            float(variances_C[pick]) for variances_C, pick in zip(self.variances_KC, self.start_K, strict=True)
+        )
+        self.unit = (self.excess_variance or 1.0) / _SCALE if self.by_variance else self.time_unit
         self.base = tables.end_ns(tables.fastest_K)  # no end is before it
         self.columns_KC: list[list[int]] = []
 
@@ -130,12 +134,16 @@ class _Program:
         """The linear model; the deadline is earlier by ``excess``, a variance limit lower with each attempt."""
         tables = self.tables
         model = LinearModel(name=tables.problem.name)
+        most = self.excess_variance * (1 + VARIANCE_SLACK) if self.by_variance else math.inf
         self.columns_KC = [
             [
                 model.add_column(
-                    f"z[{bucket.name},{name}]", integer=True, cost=float(variance) / self.unit * self.by_variance
+                    f"z[{bucket.name},{name}]",
+                    upper=float(variance <= most),
+                    integer=True,
+                    cost=variance / self.unit if self.by_variance and variance <= most else 0.0,
                 )
-                for name, variance in zip(names_C, variances_C, strict=True)
+                for name, variance in zip(names_C, variances_C.tolist(), strict=True)
             ]
             for bucket, names_C, variances_C in zip(
                 tables.problem.buckets, tables.names_KC, self.variances_KC, strict=True
@@ -158,11 +166,22 @@ class _Program:
             elif self.deadline is not None:
                 model.add_row(f"deadline[{k}]", row, upper=(self.deadline - excess - ready) / self.time_unit)
         if not self.by_variance and tables.ceiling() < math.inf:
-            unit = max(tables.ceiling() - self.lowest, 1e-300) / _SCALE
-            costs = {
-                column: float(variance) / unit
-                for own, variances_C in zip(self.columns_KC, self.variances_KC, strict=True)
-                for column, variance in zip(own, variances_C, strict=True)
-            }
-            model.add_row("variance", costs, upper=_SCALE * (1 - (4**attempt - 1) * VARIANCE_SLACK))
+            self._limit_variance(model, attempt)
         return model
+
+    def _limit_variance(self, model: LinearModel, attempt: int) -> None:
+        """Add the variance limit as a row in units of the room that it leaves beyond what every plan pays.
+
+        A choice that needs more than all the room is forbidden: the room may be nothing, and a row in units of that
+        would have no usable coefficients.
+        """
+        room = max(0.0, self.tables.ceiling() - self.lowest)
+        costs: dict[int, float] = {}
+        for own, variances_C in zip(self.columns_KC, self.variances_KC, strict=True):
+            for column, variance in zip(own, variances_C.tolist(), strict=True):
+                if variance > room:
+                    model.columns[column] = replace(model.columns[column], upper=0.0)
+                elif variance > 0.0:
+                    costs[column] = variance / room * _SCALE
+        if costs:
+            model.add_row("variance", costs, upper=_SCALE * (1 - (4**attempt - 1) * VARIANCE_SLACK))

@@ -142,3 +142,20 @@ def test_an_earlier_deadline_never_lowers_the_variance():
     limits = range(problem.latency_limit_ns, problem.latency_limit_ns + 5_000_000, 500_000)
     values = [qsync_opt.solve(Problem.from_json(data | {"latency_limit_ns": limit})).objective for limit in limits]
     assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_variance_limit_that_only_the_finest_plan_keeps(method):
+    problem = problem_of([(0, [(0, 1e-6), (1, 0.0)])], objective="latency", limit=0.0)
+    solution = qsync_opt.solve(problem, method)
+    assert (solution.objective, dict(solution.plan.schemes)) == (1.0, {"b0": "c1"})
+
+
+@pytest.mark.slow
+@given(problems())
+@settings(max_examples=1000, deadline=None)
+def test_every_method_on_a_thousand_problems(case):
+    problem, least = case
+    for method in METHODS:
+        solution = qsync_opt.solve(problem, method)
+        assert solution.objective == (None if least is None else pytest.approx(least, rel=1e-9, abs=1e-300))
