@@ -92,8 +92,13 @@ def explain(device: torch.device | str) -> dict[str, str]:
     result["batched"] = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
     if "FP8" in precisions:
         result["fp8"] = "torch._scaled_mm"
-    result["quantize"] = "plain PyTorch"
-    kinds = {"quantize": ("quantize",), "matmul": ("linear", "batched", "fp8"), "convolution": ("convolution",)}
+    result["quantize"] = result["gradients"] = "plain PyTorch"
+    kinds = {
+        "quantize": ("quantize",),
+        "matmul": ("linear", "batched", "fp8"),
+        "convolution": ("convolution",),
+        "gradients": ("gradients",),
+    }
     for unit in UNITS:
         compiled, why = library.activate(unit), library.reason(unit)
         for kind in kinds[unit]:

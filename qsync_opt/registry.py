@@ -1,9 +1,10 @@
 """The registered plug-ins of each kind, by name; nothing is imported until it is asked for.
 
 Built-ins stand in the tables below. Other packages add theirs through entry points: the group is the kind's
-(``qsync_opt.solvers``, ``qsync_opt.indicators``, ...), for formulations of a system beside training
-``qsync_opt.formulations.<system>``. Such an object declares what it can do in a ``FEATURES`` attribute. Wherever a name
-is accepted, so is an instance. The contracts are protocols; `qsync_opt.testing` checks them.
+(``qsync_opt.solvers``, ``qsync_opt.indicators``, ...), for formulations and quantizers of a system beside training
+``qsync_opt.formulations.<system>`` and ``qsync_opt.quantizers.<system>``. Such an object declares what it can do in a
+``FEATURES`` attribute. Wherever a name is accepted, so is an instance. The contracts are protocols; `qsync_opt.testing`
+checks them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -56,6 +57,10 @@ class Feature(enum.StrEnum):
     TIED = "ties operators to one precision"
 
 
+_BY_SYSTEM = (Kind.FORMULATION, Kind.QUANTIZER)
+"""Kinds whose names belong to a system each."""
+
+
 def attribute(target: str) -> Any:
     """Import and return what ``"module:attribute"`` names."""
     module, _, name = target.partition(":")
@@ -73,7 +78,7 @@ class Entry:
     install: str = ""
     origin: str = "qsync_opt"
     system: str = "training"
-    """Of formulations: whose problems it solves."""
+    """Of formulations: whose problems it solves; of quantizers: what they round (``"training"``: operators)."""
 
     @property
     def available(self) -> bool:
@@ -113,6 +118,26 @@ def _formulation(name: str, factory: str, *features: Feature) -> Entry:
     return _built_in(name, f"formulations.training.{factory}", *features)
 
 
+_GRADIENTS = tuple(
+    replace(_built_in(name, f"formulations.gradients.{factory}", *features), system=system)
+    for system, name, factory, features in (
+        ("joint", "greedy", "joint:JointFormulation", _CERTIFIED),
+        ("joint", "exact", "joint:ExactJointFormulation", _CERTIFIED),
+        ("joint", "ilp", "joint:IlpJointFormulation", (*_LINEAR, Feature.SOLVER)),
+        ("gradients", "dynamic", "dynamic:DynamicFormulation", _LINEAR),
+        ("gradients", "exact", "dynamic:ExactFormulation", _LINEAR),
+        ("gradients", "ilp", "ilp:IlpFormulation", (*_LINEAR, Feature.SOLVER)),
+        ("gradients", "exhaustive", "exhaustive:ExhaustiveFormulation", (Feature.PROOF, Feature.TIME_LIMIT)),
+    )
+)
+
+
+def _scheme(name: str) -> Entry:
+    """A scheme of compressed all-reduce, by the lower-case name of its function."""
+    factory = name.lower().replace("-", "_")
+    return replace(_built_in(name, f"gradients.compression:{factory}"), system="gradients")
+
+
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
 """Indicators of statistics, too, each by a weighing of its own."""
 # Order is preference: the first available solver is the default.
@@ -131,6 +156,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
+            *_GRADIENTS,
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),
@@ -151,7 +177,11 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 needs=("onnxruntime",),
             ),
         ),
-        Kind.QUANTIZER: tuple(_built_in(name, f"numerics.formats:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
+        Kind.QUANTIZER: (
+            *(_built_in(name, f"numerics.formats:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
+            *(_scheme(name) for name in ("FP32", "BF16", "two8", "two-fp8", "sum8", "packed8")),
+            *(_scheme(name) for name in ("sum16", "sum10", "sum6", "sum4", "linear", "exponential")),
+        ),
         Kind.COMMUNICATION_HOOK: (),
         Kind.CHECKPOINT_WRITER: (
             _built_in(
@@ -167,13 +197,13 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
 
 @cache
 def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
-    """All registered names of one kind (of formulations: those of one system), built-ins first.
+    """All registered names of one kind (of formulations and quantizers: those of one system), built-ins first.
 
     Raises:
         UnsupportedError: Two packages claim the same name; both are shown.
     """
     result: dict[str, Entry] = {}
-    own = (entry for entry in BUILT_IN[kind] if kind is not Kind.FORMULATION or entry.system == system)
+    own = (entry for entry in BUILT_IN[kind] if kind not in _BY_SYSTEM or entry.system == system)
     for entry in (*own, *_foreign(kind, system)):
         if entry.name in result:
             raise UnsupportedError(
@@ -185,7 +215,7 @@ def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
 
 
 def _foreign(kind: Kind, system: str) -> Iterable[Entry]:
-    group = kind.group if kind is not Kind.FORMULATION or system == "training" else f"{kind.group}.{system}"
+    group = kind.group if kind not in _BY_SYSTEM or system == "training" else f"{kind.group}.{system}"
     for point in importlib.metadata.entry_points(group=group):
         origin = point.dist.name if point.dist else point.value
         yield Entry(name=point.name, target=point.value, features=frozenset(), origin=origin, system=system)

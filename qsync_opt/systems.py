@@ -83,6 +83,27 @@ BUILT_IN = (
         },
         runtime="torch",
     ),
+    System(
+        name="gradients",
+        description="a compression scheme for every gradient bucket's all-reduce",
+        problem="qsync_opt.gradients.problem:Problem",
+        plan_class="qsync_opt.gradients.plan:Plan",
+        problem_format="qsync-gradients/1",
+        plan_format="qsync-gradients-plan/1",
+        evaluation="qsync_opt.gradients.evaluation:evaluate",
+        runtime="torch",
+        commands="qsync_opt.cli.gradients:app",
+    ),
+    System(
+        name="joint",
+        description="operators' precisions and gradient buckets' schemes in one problem",
+        problem="qsync_opt.gradients.joint:JointProblem",
+        plan_class="qsync_opt.gradients.joint:JointPlan",
+        problem_format="qsync-joint/1",
+        plan_format="qsync-joint-plan/1",
+        evaluation="qsync_opt.gradients.joint:evaluate_joint",
+        runtime="torch",
+    ),
 )
 
 

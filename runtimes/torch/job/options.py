@@ -66,6 +66,8 @@ class PlanningOptions:
             the plan of every device type that is fastest by itself. The batch for planning is the same on all ranks in
             either case; where all its tensors share their first dimension, it is cut or repeated to train for a few
             steps with sized batches. Only ``compare`` uses it.
+        noise_share: With ``auto_plan(compress=True)``, most variance of compressed gradients, as a share of the noise
+            that the workers' batches give the averaged gradient.
         progress: As in `profile`.
     """
 
@@ -91,10 +93,12 @@ class PlanningOptions:
     planning_seconds: float = 90.0
     compiled: bool = False
     local_batches: str = "equal"
+    noise_share: float = 0.1
     progress: Report | bool | None = None
 
     def __post_init__(self) -> None:
         check_number(self.slack, "slack")
+        check_number(self.noise_share, "noise_share")
         check_number(self.profile_seconds, "profile_seconds")
         check_number(self.race_seconds, "race_seconds")
         if self.costs not in COSTS:

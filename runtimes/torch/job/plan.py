@@ -10,6 +10,7 @@ from typing import Annotated
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
+from qsync_opt.gradients import Plan as CompressionPlan
 from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplySettings
@@ -155,6 +156,16 @@ class JobPlan:
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
     sensitivity_unit: str = "squared gradient"
     lifted_kinds: tuple[str, ...] = ()
+    compression: Annotated[
+        CompressionPlan | None,
+        Json(
+            omitted=True,
+            read=lambda value, place: None if value is None else CompressionPlan.from_json(value, place),
+            write=lambda plan: None if plan is None else plan.to_json(),
+        ),
+    ] = None
+    """Schemes of the gradient buckets, where `auto_plan` was asked for them; it goes to `compress_gradients`."""
+    compression_note: Annotated[str, Json(omitted=True, empty=True)] = ""
     stages_s: Annotated[Mapping[str, float], _LOCAL] = field(default_factory=dict)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
@@ -200,6 +211,8 @@ class JobPlan:
         rows += [f"  {name}: {mode}" for name, mode in self.taken.items()]
         if self.expected_ns is not None:
             rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
+        if self.compression_note:
+            rows.append(f"  gradients: {self.compression_note}")
         if self.stages_s:
             stages = ", ".join(f"{name} {spent:.1f}" for name, spent in self.stages_s.items() if spent >= 0.05)
             rows.append(f"  planned in {sum(self.stages_s.values()):.1f} s{f': {stages}' if stages else ''}")

@@ -26,6 +26,7 @@ from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, re
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
 from qsync_opt.runtimes.torch.job.candidates import FORMS, PLANNED, labels
 from qsync_opt.runtimes.torch.job.choosing import decide, shares
+from qsync_opt.runtimes.torch.job.compressing import with_compression
 from qsync_opt.runtimes.torch.job.file import job_facts, keep_job, load_job, steering, with_workers
 from qsync_opt.runtimes.torch.job.measuring import (
     DeviceTypes,
@@ -67,6 +68,7 @@ def auto_plan(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     batches: Iterable[Any] | None = None,
     options: PlanningOptions | None = None,
+    compress: bool = False,
 ) -> JobPlan:
     """Plan the precisions of a training job; every rank of the default process group must call it.
 
@@ -83,6 +85,8 @@ def auto_plan(
             indicator. None: AdamW.
         batches: For the statistics; None: ``batch`` alone. Two or more also tell how noisy the gradient is anyway.
         options: Everything else.
+        compress: Choose a compression for every gradient bucket too, given the precisions: the plan's ``compression``,
+            which goes to `compress_gradients`. The ranks' batches must then differ, as in training.
 
     Returns:
         The plan, equal on all ranks but for ``device_type``.
@@ -104,7 +108,7 @@ def auto_plan(
         The steps are QSync's (IPDPS 2024); ranks there are planned offline from files.
     """
     with measuring(bare_model(model)) as bare:
-        return _auto_plan(bare, batch, loss, optimizer, batches, options or PlanningOptions())
+        return _auto_plan(bare, batch, loss, optimizer, batches, options or PlanningOptions(), compress)
 
 
 def _auto_plan(
@@ -114,6 +118,7 @@ def _auto_plan(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     batches: Iterable[Any] | None,
     options: PlanningOptions,
+    compress: bool,
 ) -> JobPlan:
     stages = Stages()
     if batches is not None:
@@ -127,6 +132,7 @@ def _auto_plan(
         {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "install the same versions everywhere",
     )
+    require_agreement("compress of auto_plan", compress, "give the same on all ranks")
     for name, value in steering(job.options).items():
         require_agreement(f"the option {name} of auto_plan", value, "give the same PlanningOptions on all ranks")
     plan = _plan_from_file(job, stages)
@@ -137,6 +143,9 @@ def _auto_plan(
             others = together(lambda: check_training(job))
         with gradients_put_back(others):
             plan = _plan_from_measurements(job, captured, batches, stages)
+    if compress:
+        with stages("compression"), gradients_put_back(together(lambda: check_training(job))):
+            plan = with_compression(job, plan)
     return replace(plan, stages_s=stages.seconds)
 
 
