@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -113,6 +113,11 @@ def _formulation(name: str, factory: str, *features: Feature) -> Entry:
     return _built_in(name, f"formulations.training.{factory}", *features)
 
 
+def _messages(name: str, factory: str, *features: Feature) -> Entry:
+    entry = _built_in(name, f"formulations.messages.{factory}", *features)
+    return replace(entry, system="messages")
+
+
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
 """Indicators of statistics, too, each by a weighing of its own."""
 # Order is preference: the first available solver is the default.
@@ -131,6 +136,11 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
+            _messages("threshold", "threshold:ThresholdFormulation", Feature.PROOF),
+            _messages("exact", "exact:ExactFormulation", Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT),
+            _messages("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER),
+            _messages("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF),
+            _messages("grouped", "ilp:GroupedFormulation", Feature.TIME_LIMIT, Feature.SOLVER),
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),

@@ -83,6 +83,15 @@ BUILT_IN = (
         },
         runtime="torch",
     ),
+    System(
+        name="messages",
+        description="a width for every message of full-graph GNN training, hidden behind computation",
+        problem="qsync_opt.messages.problem:Problem",
+        plan_class="qsync_opt.messages.plan:Plan",
+        problem_format="qsync-messages/1",
+        plan_format="qsync-messages-plan/1",
+        evaluation="qsync_opt.messages.evaluation:evaluate",
+    ),
 )
 
 
