@@ -170,9 +170,9 @@ def search(problem: Problem, plan: Plan, bound: float, prices: Prices, deadline:
             steps.append(new)
             merged = new
         hidden = np.maximum(merged.time_ns - exchange.hidden_ns, 0.0)
-        lost = merged.reduced + (
-            prices.exposed * hidden - price * (merged.time_ns - exchange.hidden_ns) if finite else 0
-        )
+        lost = merged.reduced.copy()
+        if finite:
+            lost += prices.exposed * hidden - price * (merged.time_ns - exchange.hidden_ns)
         exposed = _States(hidden, merged.variance, np.maximum(lost, 0.0), np.arange(hidden.size), merged.right)
         stages.append((exposed, trades, times, steps))
     total = _States(*(np.zeros(1) for _ in range(3)), *(np.zeros(1, np.int64) for _ in range(2)))

@@ -27,6 +27,7 @@ MOST_ITEMS = 20_000
 """Messages or groups beyond which the program is refused."""
 GROUP = 100
 """Messages of a group of the paper's method."""
+_NO_SOLVER = "this method needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
 GROUPED_S = 60.0
 """Most seconds of ``grouped`` where no time limit is given."""
 
@@ -47,9 +48,7 @@ class IlpFormulation:
             return Answer(termination=TerminationStatus.INFEASIBLE, reason=reason)
         choice = options.solver or default_solver()
         if choice is None:
-            raise NotInstalledError(
-                "this method needs a solver and none is installed: pip install 'qsync-opt[solvers]'"
-            )
+            raise NotInstalledError(_NO_SOLVER)
         solver: LinearSolver = create(Kind.SOLVER, choice)
         if not solver.continuous:
             raise UnsupportedError(f"solver {solver.name!r} takes no continuous columns; use ortools, pulp or scip")
@@ -131,11 +130,8 @@ def _program(problem: Problem, items: list) -> tuple[LinearModel, list[dict[int,
     menu = problem.menu
     # Objectives and rows near 1e3: solvers' tolerances are absolute.
     variance_unit = max(sum(beta for *_, beta in items) * max(menu.values()), 1e-300) / 1e3
-    slowest = sum(
-        pair.time_ns(exchange.dim, max(menu) * pair.beta.size)
-        for exchange in problem.exchanges
-        for pair in exchange.pairs
-    )
+    widest = max(menu)
+    slowest = sum(p.time_ns(e.dim, widest * p.beta.size) for e in problem.exchanges for p in e.pairs)
     time_unit = max(slowest, 1e-300) / 1e3
     if problem.time_weight is not None:
         scale = max(problem.variance_weight * variance_unit, problem.time_weight * time_unit, 1e-300)

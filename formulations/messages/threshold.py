@@ -345,6 +345,6 @@ def _fill(problem: Problem, tables: list[list[list[Frontier]]], round_ns: list[l
 def _thresholds(frontier: Frontier, at: float) -> Integers:
     room = max(0.0, at - frontier.pair.fixed_ns)
     budget = room / frontier.bit_ns if frontier.bit_ns > 0 else math.inf
-    return frontier.fill(
-        max(math.floor(budget * (1 + 1e-13) + 1e-9), frontier.least_bits) if budget < 2**62 else 2.0**62
-    )
+    if budget >= 2**62:
+        return frontier.fill(2.0**62)
+    return frontier.fill(max(math.floor(budget * (1 + 1e-13) + 1e-9), frontier.least_bits))

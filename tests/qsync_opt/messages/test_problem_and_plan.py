@@ -92,7 +92,7 @@ def test_bad_problems_are_refused(change, words):
 def test_bad_scores_are_refused(beta):
     data = json.loads(json.dumps(TINY))
     data["exchanges"][0]["rounds"][0][0]["beta"] = beta
-    with pytest.raises(ProblemError, match="beta|message"):
+    with pytest.raises(ProblemError, match=r"beta|message"):
         Problem.from_json(data)
 
 
