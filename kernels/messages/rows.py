@@ -39,8 +39,8 @@ def _signed(value: int) -> int:
 
 def row_key(seed: int, *parts: int) -> int:
     """Key of a random stream from a seed and further integers, such as rank, exchange and step; an int64."""
-    value = seed & _MASK
-    for part in (*parts, 0):
+    value = 0
+    for part in (seed, *parts):
         value = (value + _GOLDEN + (part & _MASK)) & _MASK
         for _ in range(2):
             value = ((value ^ (value >> 32)) * _MULTIPLIER) & _MASK
