@@ -132,6 +132,11 @@ class _States:
     right: npt.NDArray[np.int64]
 
 
+def _nothing() -> _States:
+    zero, first = np.zeros(1), np.zeros(1, np.int64)
+    return _States(zero, zero, zero, first, first)
+
+
 def search(problem: Problem, plan: Plan, bound: float, prices: Prices, deadline: float) -> Searched:
     """Improve ``plan`` to the optimum, or until the deadline (a time of `time.monotonic`)."""
     objective = evaluate(problem, plan).objective
@@ -148,7 +153,7 @@ def search(problem: Problem, plan: Plan, bound: float, prices: Prices, deadline:
     for e, exchange in enumerate(problem.exchanges):
         price = prices.exchange[e] if finite else 0.0
         trades = [[_trade(pair, exchange.dim, menu) for pair in group] for group in exchange.rounds]
-        merged = _States(*(np.zeros(1) for _ in range(3)), *(np.zeros(1, np.int64) for _ in range(2)))
+        merged = _nothing()
         steps, times = [], []
         for group in trades:
             if time.monotonic() > deadline:
@@ -175,7 +180,7 @@ def search(problem: Problem, plan: Plan, bound: float, prices: Prices, deadline:
             lost += prices.exposed * hidden - price * (merged.time_ns - exchange.hidden_ns)
         exposed = _States(hidden, merged.variance, np.maximum(lost, 0.0), np.arange(hidden.size), merged.right)
         stages.append((exposed, trades, times, steps))
-    total = _States(*(np.zeros(1) for _ in range(3)), *(np.zeros(1, np.int64) for _ in range(2)))
+    total = _nothing()
     history = []
     for exposed, *_ in stages:
         if time.monotonic() > deadline:

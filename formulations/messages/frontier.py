@@ -101,7 +101,8 @@ class Frontier:
         )
         # Level s holds the ranks from first[s - 1] to first[s]: the wider, the larger the score.
         sums = self.tail[edges[..., :-1]] - self.tail[edges[..., 1:]]
-        return sums @ self.hull.factor
+        variance: Floats = sums @ self.hull.factor
+        return variance
 
     def fill(self, budget_bits: float) -> Integers:
         """The best thresholds with at most ``budget_bits``; short of the frontier by less than one message's step."""
@@ -127,7 +128,7 @@ class Frontier:
                 high = float(prices[index])
             if index > 0:
                 low = float(prices[index - 1])
-        first = self.first(np.array([high]))[0]
+        first: Integers = self.first(np.array([high]))[0]
         most = self.first(np.array([low]))[0]
         left = int(min(budget_bits, 2.0**62)) - int(self.bits(first))
         for limit in (most, np.zeros_like(most)):  # steps of one price first, then whatever still fits

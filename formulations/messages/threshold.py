@@ -188,7 +188,7 @@ def _points(frontier: Frontier, grid: Floats) -> tuple[Floats, Floats]:
         return np.array([start]), np.array([float(frontier.tail[0] * frontier.hull.factor[0])])
     first = frontier.first(grid)
     bits, variance = frontier.bits(first), frontier.variance(first)
-    time_ns = frontier.pair.fixed_ns + frontier.bit_ns * bits
+    time_ns = np.asarray(frontier.pair.fixed_ns + frontier.bit_ns * bits, np.float64)
     if frontier.bit_ns == 0:
         return time_ns[-1:], variance[-1:]
     kept = np.concatenate([[True], np.diff(time_ns) > 0])

@@ -177,9 +177,9 @@ def pack_rows(x: Tensor, index: Tensor, bits: int, key: int, *, backend: str = "
         return x.index_select(0, index).view(torch.uint8)
     if bits == 16:
         gathered = x.index_select(0, index)
-        raw = gathered.view(torch.int32) + ((_words(tuple(gathered.shape), key, x.device) >> 48) & 0xFFFF).to(
-            torch.int32
-        )
+        raw = gathered.view(torch.int32) + (
+            (_words((gathered.shape[0], gathered.shape[1]), key, x.device) >> 48) & 0xFFFF
+        ).to(torch.int32)
         rounded = torch.where(torch.isfinite(gathered), raw.bitwise_and(-0x10000).view(torch.float32), torch.nan)
         return rounded.to(torch.bfloat16).view(torch.uint8)
     if _loops(x.device, backend):

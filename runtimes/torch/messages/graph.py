@@ -111,7 +111,7 @@ class FullGraph:
         self.plan = plan
         self._pending_plan = plan
         for layer in self.layers:
-            layer.module.forward = self._forward_of(layer)  # type: ignore[method-assign]
+            layer.module.forward = self._forward_of(layer)
 
     def _agree(self) -> None:
         """Refuse unlike parts or models on every rank, with the same reason."""
@@ -319,7 +319,7 @@ class FullGraph:
         everyone = [torch.empty_like(padded) for _ in range(self.world)]
         dist.all_gather(everyone, padded, group=self.group)
         return [
-            [piece.cpu().numpy() for piece in scores[: sum(row)].split(row)]
+            [piece.cpu().numpy() for piece in torch.split(scores[: sum(row)], row)]
             for scores, row in zip(everyone, counts, strict=True)
         ]
 
@@ -406,9 +406,9 @@ class FullGraph:
             pieces = [pair for rounds in plan.bits.values() for group in rounds for pair in group]
             widths = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *pieces])).to(device)
         dist.broadcast(widths, 0, group=self.group)
-        pieces = iter(widths.cpu().split(shapes))
+        each = iter(torch.split(widths.cpu(), shapes))
         bits = {
-            e.name: tuple(tuple(next(pieces).numpy() for _ in group) for group in e.rounds)
+            e.name: tuple(tuple(next(each).numpy() for _ in group) for group in e.rounds)
             for e in self._problem.exchanges
         }
         self.use(Plan(bits=bits))

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -71,8 +71,7 @@ class Part:
 
     def to(self, device: torch.device | str) -> Part:
         """The same part on a device."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Part(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name not in _PLAIN})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the part as safetensors, whole or not at all."""
