@@ -79,7 +79,8 @@ __all__ = [
     "auto_plan", "build_problem", "capture", "capture_model", "collect_statistics", "compare_plans", "data_sheet",
     "evaluate", "fastest", "full_graph", "graphed", "identical_blocks", "load_cluster", "load_graph", "load_plan",
     "load_problem", "load_profile", "load_statistics", "load_step_costs", "make_report", "measure_iteration",
-    "memory_breakdown", "noise_horizon", "pareto_front", "partition_graph", "plan_variance", "profile", "profile_from_steps",
-    "profile_steps", "read_onnx", "read_weights", "replan", "roofline_profile", "save_statistics", "sensitivities", "solve", "undo",
-    "uniform_plan", "weight_sensitivities", "write_report", "write_trace",
+    "memory_breakdown", "noise_horizon", "pareto_front", "partition_graph", "plan_variance", "profile",
+    "profile_from_steps", "profile_steps", "read_onnx", "read_weights", "replan", "roofline_profile",
+    "save_statistics", "sensitivities", "solve", "undo", "uniform_plan", "weight_sensitivities", "write_report",
+    "write_trace",
 ]  # fmt: skip
