@@ -138,6 +138,11 @@ def _scheme(name: str) -> Entry:
     return replace(_built_in(name, f"gradients.compression:{factory}"), system="gradients")
 
 
+def _messages(name: str, factory: str, *features: Feature) -> Entry:
+    entry = _built_in(name, f"formulations.messages.{factory}", *features)
+    return replace(entry, system="messages")
+
+
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
 """Indicators of statistics, too, each by a weighing of its own."""
 # Order is preference: the first available solver is the default.
@@ -157,6 +162,11 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
             *_GRADIENTS,
+            _messages("threshold", "threshold:ThresholdFormulation", Feature.PROOF),
+            _messages("exact", "exact:ExactFormulation", Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT),
+            _messages("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER),
+            _messages("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF),
+            _messages("grouped", "ilp:GroupedFormulation", Feature.TIME_LIMIT, Feature.SOLVER),
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),

@@ -104,6 +104,15 @@ BUILT_IN = (
         evaluation="qsync_opt.gradients.joint:evaluate_joint",
         runtime="torch",
     ),
+    System(
+        name="messages",
+        description="a width for every message of full-graph GNN training, hidden behind computation",
+        problem="qsync_opt.messages.problem:Problem",
+        plan_class="qsync_opt.messages.plan:Plan",
+        problem_format="qsync-messages/1",
+        plan_format="qsync-messages-plan/1",
+        evaluation="qsync_opt.messages.evaluation:evaluate",
+    ),
 )
 
 
