@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -113,6 +113,16 @@ def _formulation(name: str, factory: str, *features: Feature) -> Entry:
     return _built_in(name, f"formulations.training.{factory}", *features)
 
 
+_DECODING = tuple(
+    replace(_built_in(name, f"formulations.decoding.{factory}", *features), system="decoding")
+    for name, factory, features in (
+        ("default", "search:DefaultFormulation", (Feature.GAP, Feature.TIME_LIMIT)),
+        ("exact", "search:ExactFormulation", _LINEAR),
+        ("ilp", "ilp:IlpFormulation", (*_LINEAR, Feature.SOLVER)),
+        ("exhaustive", "exhaustive:ExhaustiveFormulation", (Feature.PROOF, Feature.TIME_LIMIT)),
+    )
+)
+
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
 """Indicators of statistics, too, each by a weighing of its own."""
 # Order is preference: the first available solver is the default.
@@ -131,6 +141,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
+            *_DECODING,
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),
