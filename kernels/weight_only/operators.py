@@ -77,36 +77,44 @@ library.define(
 
 
 @functools.cache
-def _host_function() -> Any:
-    """The compiled function for CPUs, or why there is none."""
-    loaded = host.load(UNIT)
-    if isinstance(loaded, str):
-        return loaded
-    function = loaded.qsync_weight_only_linear
-    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    function.argtypes = [pointer, count, pointer, pointer, count, count, count, number, pointer, number]
-    function.restype = None
-    return function
+def _host() -> ctypes.CDLL | str:
+    """The compiled functions for CPUs, or why there are none."""
+    functions = host.load(UNIT)
+    if not isinstance(functions, str):
+        pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        weight = (count, count, count, number, pointer, number)  # tiles, blocks, group in blocks, bits, y, threads
+        functions.qsync_weight_only_linear.argtypes = [pointer, count, pointer, pointer, *weight]
+        functions.qsync_weight_only_unpack.argtypes = [pointer, pointer, *weight]
+        functions.qsync_weight_only_linear.restype = functions.qsync_weight_only_unpack.restype = None
+    return functions
+
+
+def _host_call(name: str, packed: PackedWeight, y: Tensor, *first: Any) -> Tensor:
+    high, wide = packed.codes.shape[:2]
+    weight = (packed.codes.data_ptr(), packed.scales.data_ptr(), high, wide, packed.group // TILE, packed.bits)
+    getattr(_host(), name)(*first, *weight, y.data_ptr(), torch.get_num_threads())
+    return y
 
 
 def _host_linear(x: Tensor, packed: PackedWeight) -> Tensor:
     """FP32 product on the CPU, padded outputs cut off."""
-    high, wide = packed.codes.shape[:2]
     x = x.float().contiguous()
-    y = torch.empty((x.shape[0], high * TILE))
-    _host_function()(
-        *(x.data_ptr(), x.shape[0], packed.codes.data_ptr(), packed.scales.data_ptr(), high, wide),
-        *(packed.group // TILE, packed.bits, y.data_ptr(), torch.get_num_threads()),
-    )
-    return y[:, : packed.out_features]
+    y = torch.empty((x.shape[0], packed.codes.shape[0] * TILE))
+    return _host_call("qsync_weight_only_linear", packed, y, x.data_ptr(), x.shape[0])[:, : packed.out_features]
+
+
+def _host_unpack(packed: PackedWeight) -> Tensor:
+    """The padded weight in FP32 on the CPU."""
+    high, wide = packed.codes.shape[:2]
+    return _host_call("qsync_weight_only_unpack", packed, torch.empty((high * TILE, wide * TILE)))
 
 
 @functools.cache
 def _refusal(device: torch.device) -> str:
     """Why compiled products do not run on a device, or nothing."""
     if device.type == "cpu":
-        function = _host_function()
-        return function if isinstance(function, str) else ""
+        functions = _host()
+        return functions if isinstance(functions, str) else ""
     if device.type != "cuda":
         return f"there is no kernel for {device.type}"
     if torch.cuda.get_device_capability(device) < _OLDEST_CARD:
@@ -130,6 +138,8 @@ def unpack(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     arguments = (packed.codes, packed.scales, packed.bits, packed.group)
     if dtype is torch.float64:
         padded = _weight_MK(*arguments, dtype)
+    elif packed.device.type == "cpu" and not _refusal(packed.device):
+        padded = _host_unpack(packed).to(dtype)
     else:
         padded = library.operator(UNIT, "weight_only_unpack", packed.device, "auto")(*arguments, dtype)
     return padded[: packed.out_features, : packed.in_features]

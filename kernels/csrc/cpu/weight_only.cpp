@@ -143,6 +143,38 @@ void run(const float* x, int64_t rows, const uint8_t* codes, const float* scales
   }
 }
 
+template <int kBits>
+void unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t blocks, int64_t group_blocks, float* y,
+            int threads) {
+  using L = Layout<kBits>;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      const float* factors = scales + block / group_blocks * tiles * kTile + tile * kTile;
+      for (int i = 0; i < 4; ++i) {
+        const uint8_t* strip = codes + ((tile * blocks + block) * 4 + i) * L::kLoads * 512;
+        for (int g = 0; g < 8; ++g) {
+          float* rows[2];
+          for (int half = 0; half < 2; ++half) {
+            rows[half] = y + ((tile * kTile + i * 16 + half * 8 + g) * blocks + block) * kTile;
+          }
+          const float factor[2] = {factors[i * 16 + g], factors[i * 16 + 8 + g]};
+          for (int t = 0; t < 4; ++t) {
+            for (int word = 0; word < kWords * L::kLoads; ++word) {
+              uint32_t bits;
+              std::memcpy(&bits, strip + word / kWords * 512 + (t * 8 + g) * 16 + word % kWords * 4, sizeof(bits));
+              for (int j = 0; j < L::kCodes; ++j) {
+                const int code = int(bits >> (kBits * j) & L::kMask) - L::kZero;
+                rows[L::half(j)][16 * t + L::kInputs * word + L::input(j)] = float(code) * factor[L::half(j)];
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 // x: (rows, 64 blocks), y: (rows, 64 tiles). A row's result does not depend on the other rows.
@@ -153,5 +185,15 @@ extern "C" void qsync_weight_only_linear(const float* x, int64_t rows, const uin
     run<4>(x, rows, codes, scales, tiles, blocks, group_blocks, y, threads);
   } else {
     run<8>(x, rows, codes, scales, tiles, blocks, group_blocks, y, threads);
+  }
+}
+
+// y: (64 tiles, 64 blocks).
+extern "C" void qsync_weight_only_unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t blocks,
+                                         int64_t group_blocks, int bits, float* y, int threads) {
+  if (bits == 4) {
+    unpack<4>(codes, scales, tiles, blocks, group_blocks, y, threads);
+  } else {
+    unpack<8>(codes, scales, tiles, blocks, group_blocks, y, threads);
   }
 }

@@ -146,19 +146,20 @@ def test_without_a_compiler_plain_code_runs_and_says_why(monkeypatch):
     from qsync_opt.kernels.weight_only import operators
 
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for cached in (host.load, operators._host_function, operators._refusal):
+    for cached in (host.load, operators._host, operators._refusal):
         cached.cache_clear()
     try:
         packed, _, weight = random_packed(65, 64, 4, None)
         x = torch.randn((2, 64), generator=torch.Generator().manual_seed(7))
         assert "no-such-compiler" in explain("cpu")
         assert torch.allclose(linear(x, packed).double(), x.double() @ weight.t(), rtol=1e-4, atol=1e-3)
+        assert torch.equal(unpack(packed), weight.float())
         with pytest.raises(UnsupportedError, match="no-such-compiler"):
             linear(x, packed, backend="compiled")
         with pytest.raises(UnsupportedError, match="reproducible"):
             linear(x, packed, reproducible=True)
     finally:
-        for cached in (host.load, operators._host_function, operators._refusal):
+        for cached in (host.load, operators._host, operators._refusal):
             cached.cache_clear()
 
 
