@@ -144,7 +144,7 @@ def pack_codes(codes: Tensor, scales: Tensor, bits: int, group: int | None = 128
         ordered = axes.permute(_ORDER_4).reshape(high, wide, 4, 1, 32, 16, 2)
         stored = ordered[..., 0] | ordered[..., 1] << 4
     else:
-        stored = axes.unflatten(6, (2, 2)).permute(_ORDER_8).reshape(high, wide, 4, 2, 32, 16)
+        stored = axes.view(high, 4, 2, 8, wide, 4, 2, 2, 2, 2).permute(_ORDER_8).reshape(high, wide, 4, 2, 32, 16)
     by_group = torch.nn.functional.pad(scales.float().t(), (0, rows), value=1.0).contiguous()
     return PackedWeight(
         codes=stored.contiguous(),

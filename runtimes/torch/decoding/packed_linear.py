@@ -50,14 +50,15 @@ def pack_linears(
     Raises:
         UnsupportedError: Unusable bits or group, or there is no layer to replace.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and not keep(name)]
-    for name in names:
-        layer = model.get_submodule(name)
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and not keep(name)
+    }
+    for name, layer in layers.items():
         bias = None if layer.bias is None else layer.bias.detach()
         model.set_submodule(name, PackedLinear(pack(layer.weight, bits, group), bias, reproducible=reproducible))
-    if not names:
+    if not layers:
         raise UnsupportedError("the model has no linear layer to pack; give one that has, or keep fewer")
-    return len(names)
+    return len(layers)
 
 
 @contextlib.contextmanager
