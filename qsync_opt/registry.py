@@ -143,6 +143,16 @@ def _messages(name: str, factory: str, *features: Feature) -> Entry:
     return replace(entry, system="messages")
 
 
+_DECODING = tuple(
+    replace(_built_in(name, f"formulations.decoding.{factory}", *features), system="decoding")
+    for name, factory, features in (
+        ("default", "search:DefaultFormulation", (Feature.GAP, Feature.TIME_LIMIT)),
+        ("exact", "search:ExactFormulation", _LINEAR),
+        ("ilp", "ilp:IlpFormulation", (*_LINEAR, Feature.SOLVER)),
+        ("exhaustive", "exhaustive:ExhaustiveFormulation", (Feature.PROOF, Feature.TIME_LIMIT)),
+    )
+)
+
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
 """Indicators of statistics, too, each by a weighing of its own."""
 # Order is preference: the first available solver is the default.
@@ -167,6 +177,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _messages("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _messages("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF),
             _messages("grouped", "ilp:GroupedFormulation", Feature.TIME_LIMIT, Feature.SOLVER),
+            *_DECODING,
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),

@@ -113,6 +113,16 @@ BUILT_IN = (
         plan_format="qsync-messages-plan/1",
         evaluation="qsync_opt.messages.evaluation:evaluate",
     ),
+    System(
+        name="decoding",
+        description="a draft and its length for every regime of speculative decoding, or none",
+        problem="qsync_opt.decoding.problem:Problem",
+        plan_class="qsync_opt.decoding.plan:Plan",
+        problem_format="qsync-decoding/1",
+        plan_format="qsync-decoding-plan/1",
+        evaluation="qsync_opt.decoding.evaluation:evaluate",
+        commands="qsync_opt.cli.decoding:app",
+    ),
 )
 
 
