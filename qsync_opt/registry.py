@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -109,8 +109,8 @@ def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
     return _built_in(name, target, *_LINEAR, *features, extra="solvers", needs=(package,))
 
 
-def _formulation(name: str, factory: str, *features: Feature) -> Entry:
-    return _built_in(name, f"formulations.training.{factory}", *features)
+def _formulation(name: str, factory: str, *features: Feature, system: str = "training") -> Entry:
+    return replace(_built_in(name, f"formulations.{system}.{factory}", *features), system=system)
 
 
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
@@ -131,6 +131,13 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
+            _formulation("chain", "certified:ChainFormulation", *_LINEAR, system="serving"),
+            _formulation("exact", "certified:ExactFormulation", *_LINEAR, system="serving"),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="serving"),
+            _formulation("llm-pq", "paper:PaperFormulation", system="serving"),
+            _formulation(
+                "exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT, system="serving"
+            ),
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),

@@ -83,6 +83,15 @@ BUILT_IN = (
         },
         runtime="torch",
     ),
+    System(
+        name="serving",
+        description="stages, weight schemes and micro-batches of a language model over unequal devices",
+        problem="qsync_opt.serving.problem:Problem",
+        plan_class="qsync_opt.serving.plan:Plan",
+        problem_format="qsync-serving/1",
+        plan_format="qsync-serving-plan/1",
+        evaluation="qsync_opt.serving.evaluation:evaluate",
+    ),
 )
 
 
