@@ -26,5 +26,6 @@ else:
 
 __all__ = [
     "HARM_SLACK", "PLAN_FORMAT", "PROBLEM_FORMAT", "Device", "Ends", "Evaluation", "Group", "Microbatch", "Optimum",
-    "Plan", "Problem", "Stage", "StageTimes", "Times", "decode_ns", "evaluate", "load_plan", "load_problem", "prefill_ns",
+    "Plan", "Problem", "Stage", "StageTimes", "Times", "decode_ns", "evaluate", "load_plan", "load_problem",
+    "prefill_ns",
 ]  # fmt: skip

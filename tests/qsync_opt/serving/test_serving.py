@@ -29,7 +29,9 @@ TINY = {
         }
         for name in "AB"
     },
-    "ends": dict.fromkeys("AB", {"first_kib": 50, "last_kib": 50, "first": [[1, 1], [2, 1]], "last": [[2, 1], [4, 2]]}),
+    "ends": {
+        name: {"first_kib": 50, "last_kib": 50, "first": [[1, 1], [2, 1]], "last": [[2, 1], [4, 2]]} for name in "AB"
+    },
     "links": {"A>B": [[3, 1], [5, 1]], "B>A": [[4, 2], [6, 2]]},
     "harm": {"0.attn": {"W4": 0.4, "W16": 0.0}, "0.mlp": {"W4": 0.9, "W16": 0.0}},
     "optimum": None,
