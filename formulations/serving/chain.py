@@ -99,7 +99,8 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
     use_T = -prices.memory_T * tables.limit_T
     link_TT = (tables.link_TT2 * weights[:, None, :]).sum(-1)
     levels = _levels(tuple(map(int, tables.count_T)), region.prefix, region.closed)
-    entries, values = [], []
+    entries: list[Array] = []
+    values: list[Array] = []
     best, best_at = np.inf, (0, 0)
     for depth, level in enumerate(levels):
         if depth == groups:

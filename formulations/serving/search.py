@@ -127,7 +127,7 @@ class Node:
         order = np.asarray(draft.order)
 
         def by_type(values_J: Array) -> Array:
-            return np.bincount(order, values_J, t.types)
+            return np.bincount(order, values_J, t.types).astype(np.float64)
 
         count = t.count_T.astype(float)
         extra = max(t.steps - 1, 0)

@@ -101,8 +101,10 @@ class Transfers:
         t, stages = self._tables, len(self.order)
         stage_G = np.searchsorted(ends, np.arange(t.groups), side="right")
         time_G2 = t.time_KTS2[t.kind_G, stage_G, schemes]
-        time_J2 = np.stack([np.bincount(stage_G, time_G2[:, p], stages) for p in range(2)], axis=1)
-        memory_J = np.bincount(stage_G, t.memory_KS[t.kind_G, schemes], stages)
+        time_J2: Array = np.stack(
+            [np.bincount(stage_G, time_G2[:, p], stages).astype(np.float64) for p in range(2)], axis=1
+        )
+        memory_J: Array = np.bincount(stage_G, t.memory_KS[t.kind_G, schemes], stages).astype(np.float64)
         time_J2[0] += t.first_T2[0]
         time_J2[-1] += t.last_T2[-1]
         memory_J[0] += t.first_memory_T[0]

@@ -110,7 +110,7 @@ class Attention(Group):
     @property
     def bytes(self) -> int:
         """Memory of the weights."""
-        norms = [self.norm, *([self.after] if self.after else []), *(self.head_norms or ())]
+        norms: list[Norm] = [self.norm, *([self.after] if self.after else []), *(self.head_norms or ())]
         return self.qkv.bytes + self.out.bytes + sum(norm.bytes for norm in norms)
 
     def reserve(self, sequences: int, positions: int) -> None:
@@ -122,7 +122,7 @@ class Attention(Group):
         """The hidden states after the attention; keys and values join the cache."""
         c, (batch, tokens, _) = self.config, x_BTH.shape
         heads = linear(self.norm(x_BTH), self.qkv, self.qkv_bias).view(batch, tokens, -1, c.head_size)
-        q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=2)
+        q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=2)
         if self.head_norms is not None:
             q, k = self.head_norms[0](q), self.head_norms[1](k)
         positions_BT = (at.start + torch.arange(tokens)[None] - at.padding_B[:, None]).clamp_min(0)

@@ -283,7 +283,8 @@ class Pipeline:
         batch = Batch.of(prompts, self.config.vocabulary)
         work = _Work(batch, new_tokens, prefill or len(prompts), decode or len(self._pipes))
         started = time.perf_counter()
-        first, tokens = math.nan, [[] for _ in prompts]  # type: list[list[int]]
+        first = math.nan
+        tokens: list[list[int]] = [[] for _ in prompts]
         for pipe in self._pipes:
             try:
                 pipe.send(work)

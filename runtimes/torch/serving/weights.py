@@ -47,10 +47,10 @@ class SafetensorsSource:
             raise ModelError(f"{folder} holds no *.safetensors file; give a model folder, or a .gguf file")
         for path in paths:
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as failure:
                 raise ModelError(f"{path} cannot be read, it may be truncated ({failure}); fetch it again") from failure
-            self._files.update(dict.fromkeys(file.keys(), file))
+            self._files.update(dict.fromkeys(list(file.keys()), file))
 
     def names(self) -> Iterable[str]:
         """All names."""
@@ -96,7 +96,7 @@ class GgufSource:
                 "reading GGUF needs the package 'gguf': pip install 'qsync-opt[serving]'"
             ) from missing
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._reader: Any = gguf.GGUFReader(path)
         except Exception as failure:  # the reader raises whatever a damaged file makes it stumble over
             raise ModelError(f"{path} cannot be read, it may be truncated ({failure}); fetch it again") from failure
         self._dequantize: Callable[..., Any] = gguf.quants.dequantize
@@ -106,6 +106,11 @@ class GgufSource:
                 f"{path}: architecture is {self._architecture!r}, but those that are run are {', '.join(_GGUF_KINDS)}"
             )
         self._tensors = {self._name(tensor.name): tensor for tensor in self._reader.tensors}
+        scaling = self._value(f"{self._architecture}.rope.scaling.type", "none")
+        if "rope_freqs.weight" in self._tensors or scaling != "none":
+            raise UnsupportedError(
+                f"{path}: its rotary frequencies are scaled, which is not read from GGUF; use the safetensors model"
+            )
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self._reader.get_field(key)
@@ -121,7 +126,10 @@ class GgufSource:
     def config(self) -> DecoderConfig:
         """The configuration that the file's metadata holds."""
         a = self._architecture
-        get = lambda key, default=None: self._value(f"{a}.{key}", default)  # noqa: E731
+
+        def get(key: str, default: Any = None) -> Any:
+            return self._value(f"{a}.{key}", default)
+
         heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
         data = {
             "model_type": _GGUF_KINDS[a],

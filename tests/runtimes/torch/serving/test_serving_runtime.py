@@ -152,3 +152,57 @@ def test_bad_input(llama, tmp_path):
 def test_rows_of_microbatches():
     assert microbatch_rows(5, 2) == [slice(0, 2), slice(2, 5)]
     assert microbatch_rows(2, 5) == [slice(0, 1), slice(1, 2)]
+
+
+def write_gguf(path, model):
+    """A llama in GGUF, with the rows of q and k in the order of that format."""
+    gguf = pytest.importorskip("gguf")
+    config, state = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(500.0)
+    stems = {
+        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    ends = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for name, value in state.items():
+        stem = name.removesuffix(".weight")
+        if stem in ends:
+            target = ends[stem]
+        else:
+            _, _, layer, rest = stem.split(".", 3)
+            target = f"blk.{layer}.{stems[rest]}"
+            if rest.endswith(("q_proj", "k_proj")):
+                heads = config.num_attention_heads if rest.endswith("q_proj") else config.num_key_value_heads
+                value = value.reshape(heads, 2, -1, value.shape[1]).transpose(1, 2).reshape(value.shape)
+        writer.add_tensor(f"{target}.weight", value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_gives_the_tokens_of_transformers(tmp_path):
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.3, eos_token_id=None, bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).float().eval()
+    path = tmp_path / "model.gguf"
+    write_gguf(path, model)
+    assert generate_here(load(path, make_plan(2, (1,))), PROMPTS, NEW) == reference(model)
+    (tmp_path / "short.gguf").write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(ModelError, match="truncated"):
+        open_model(tmp_path / "short.gguf")
