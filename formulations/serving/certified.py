@@ -13,12 +13,15 @@ from qsync_opt.formulations.serving.tables import build_tables, to_plan
 from qsync_opt.serving import Problem, evaluate
 from qsync_opt.solving import Answer, SolveOptions, TerminationStatus
 
-_ROOT_STEPS = 8
+_ROOT_STEPS = 24
 _ROUNDS = 6
 _NODES = 40
 """Nodes that the default method may look at: it ends by itself, whatever the problem."""
 _SMALL = 50
 """Groups times devices up to which the default method searches on: there a node costs next to nothing."""
+_FEW_NODES = 4
+_POOR = 0.05
+"""Relative gap down to which the default method divides a large problem, by a few nodes."""
 _GOOD = 1e-3
 """Relative gap at which the default method stops."""
 
@@ -87,6 +90,8 @@ def _solve(problem: Problem, options: SolveOptions, *, complete: bool) -> Answer
         search.run(gap)
     elif len(problem.groups) * len(problem.devices) <= _SMALL:
         search.run(gap, most_nodes=_NODES)
+    else:
+        search.run(max(gap, _POOR), most_nodes=_FEW_NODES)
     if search.best is None:
         if search.exhausted:
             return answer(TerminationStatus.INFEASIBLE, reason="every choice breaks the memory or the harm limit")

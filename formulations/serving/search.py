@@ -29,7 +29,9 @@ from qsync_opt.formulations.serving.tables import Array, Draft, Tables
 from qsync_opt.formulations.serving.transfers import WORST, Transfers
 
 _ROUND = 8
-"""Price steps between two looks at what to do next."""
+"""Price steps on a part of the choices, whose prices begin at those of the whole."""
+_LONG_ROUND = 24
+"""Price steps between two drafts that are improved, where nothing is divided yet."""
 _KEPT = 0.6
 """Share of the earlier slopes in their running mean."""
 _STALL = 10
@@ -270,7 +272,7 @@ class Search:
                 return
             _, _, node = heapq.heappop(self._heap)
             before = node.bound
-            node.climb(_ROUND, self.upper)
+            node.climb(_LONG_ROUND, self.upper)
             self._polish(node)
             self._push(node)
             if node.bound <= before and node.rate < 0.1:
@@ -313,7 +315,7 @@ class Search:
         if not node.drafts:
             return
         tables = self._options[node.tables.option] if node.order is not None else node.tables
-        drafts = [self._named(node, draft) for draft in node.drafts[-_ROUND:]]
+        drafts = [self._named(node, draft) for draft in node.drafts[-_LONG_ROUND:]]
         searches = {draft.order: Transfers(tables, draft.order) for draft in drafts}
         values = [searches[draft.order].value(draft) for draft in drafts]
         best = min(range(len(drafts)), key=lambda i: (values[i].excess, values[i].objective))
