@@ -114,8 +114,8 @@ def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
     return _built_in(name, target, *_LINEAR, *features, extra="solvers", needs=(package,))
 
 
-def _formulation(name: str, factory: str, *features: Feature) -> Entry:
-    return _built_in(name, f"formulations.training.{factory}", *features)
+def _formulation(name: str, factory: str, *features: Feature, system: str = "training") -> Entry:
+    return replace(_built_in(name, f"formulations.{system}.{factory}", *features), system=system)
 
 
 _GRADIENTS = tuple(
@@ -178,6 +178,13 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _messages("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF),
             _messages("grouped", "ilp:GroupedFormulation", Feature.TIME_LIMIT, Feature.SOLVER),
             *_DECODING,
+            _formulation("chain", "certified:ChainFormulation", *_LINEAR, system="serving"),
+            _formulation("exact", "certified:ExactFormulation", *_LINEAR, system="serving"),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="serving"),
+            _formulation("llm-pq", "paper:PaperFormulation", system="serving"),
+            _formulation(
+                "exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT, system="serving"
+            ),
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),

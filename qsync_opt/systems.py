@@ -123,6 +123,15 @@ BUILT_IN = (
         evaluation="qsync_opt.decoding.evaluation:evaluate",
         commands="qsync_opt.cli.decoding:app",
     ),
+    System(
+        name="serving",
+        description="stages, weight schemes and micro-batches of a language model over unequal devices",
+        problem="qsync_opt.serving.problem:Problem",
+        plan_class="qsync_opt.serving.plan:Plan",
+        problem_format="qsync-serving/1",
+        plan_format="qsync-serving-plan/1",
+        evaluation="qsync_opt.serving.evaluation:evaluate",
+    ),
 )
 
 
