@@ -97,11 +97,18 @@ _LINEAR = (Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT)
 _CERTIFIED = (*_LINEAR, Feature.START, Feature.TIED, Feature.SOLVER)
 
 
-def _built_in(name: str, target: str, *features: Feature, extra: str = "", needs: tuple[str, ...] = ()) -> Entry:
+def _built_in(
+    name: str,
+    target: str,
+    *features: Feature,
+    extra: str = "",
+    needs: tuple[str, ...] = (),
+    system: str = "training",
+) -> Entry:
     """An entry of this package; ``extra`` is the one that installs the packages it ``needs``."""
     install = f"pip install 'qsync-opt[{extra}]'" if extra else ""
     target = f"qsync_opt.{target}"
-    return Entry(name=name, target=target, features=frozenset(features), packages=needs, install=install)
+    return Entry(name=name, target=target, features=frozenset(features), packages=needs, install=install, system=system)
 
 
 def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
@@ -109,8 +116,8 @@ def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
     return _built_in(name, target, *_LINEAR, *features, extra="solvers", needs=(package,))
 
 
-def _formulation(name: str, factory: str, *features: Feature) -> Entry:
-    return _built_in(name, f"formulations.training.{factory}", *features)
+def _formulation(name: str, factory: str, *features: Feature, system: str = "training") -> Entry:
+    return _built_in(name, f"formulations.{system}.{factory}", *features, system=system)
 
 
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
@@ -131,6 +138,10 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
+            _formulation("wrap-around", "wrap_around:WrapAroundFormulation", system="checkpoints"),
+            _formulation("exact", "program:ExactFormulation", *_LINEAR, Feature.SOLVER, system="checkpoints"),
+            _formulation("ilp", "program:IlpFormulation", *_LINEAR, Feature.SOLVER, system="checkpoints"),
+            _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, system="checkpoints"),
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),

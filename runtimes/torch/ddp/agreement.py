@@ -1,4 +1,4 @@
-"""Agreement between the workers of a job: JSON messages through the default process group, never pickled objects."""
+"""Agreement between the workers of a job: JSON messages through a process group, never pickled objects."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def naming_lost_ranks() -> Iterator[None]:
         ) from failure
 
 
-def message_device() -> torch.device:
-    """Device of messages: NCCL moves only what is on a card."""
-    if "nccl" in dist.get_backend():
+def message_device(group: Any = None) -> torch.device:
+    """Device of messages: NCCL moves only what is on a card. ``group`` is a process group, None the default one."""
+    if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _encoded(value: Any) -> Tensor:
+def _encoded(value: Any, group: Any = None) -> Tensor:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(message_device())
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(message_device(group))
 
 
 def _decoded(message: Tensor) -> Any:
@@ -79,25 +79,27 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     return _decoded(message)
 
 
-def gather_json(value: Any) -> list[Any]:
+def gather_json(value: Any, group: Any = None) -> list[Any]:
     """The values of all ranks in order, on every rank.
 
     Args:
         value: Anything that JSON can hold; numbers must be finite.
+        group: A process group of all ranks; None: the default one.
     """
     _, size = world()
     if size == 1:
         return [json.loads(json.dumps(value, allow_nan=False))]
-    message = _encoded(value)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=message_device()) for _ in range(size)]
+    message = _encoded(value, group)
+    device = message.device
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     with naming_lost_ranks():
-        dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=message_device()))
+        dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=device), group=group)
     sizes = [int(length) for length in lengths]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=message_device())
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: message.numel()] = message
     received = [torch.empty_like(padded) for _ in range(size)]
     with naming_lost_ranks():
-        dist.all_gather(received, padded)
+        dist.all_gather(received, padded, group=group)
     return [_decoded(part[:length]) for part, length in zip(received, sizes, strict=True)]
 
 
@@ -127,17 +129,18 @@ def require_agreement(what: str, value: Any, advice: str) -> None:
         raise ModelError(f"{what} differs between ranks: ranks {ranks} are not as rank 0{shown}; {advice}")
 
 
-def fail_together(error: Exception | None) -> None:
+def fail_together(error: Exception | None, group: Any = None) -> None:
     """Raise on every rank if any rank failed, so that none waits for one that is gone.
 
     Args:
         error: This rank's failure, None if all went well here.
+        group: A process group of all ranks; None: the default one.
 
     Raises:
         Exception: ``error`` itself on the rank that failed.
         NotReadyError: On the others; the text names the first rank that failed and repeats its error.
     """
-    failures = gather_json(None if error is None else f"{type(error).__name__}: {error}")
+    failures = gather_json(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for rank, text in enumerate(failures):
@@ -145,7 +148,7 @@ def fail_together(error: Exception | None) -> None:
             raise NotReadyError(f"rank {rank} failed: {text}")
 
 
-def together(work: Callable[[], T]) -> T:
+def together(work: Callable[[], T], group: Any = None) -> T:
     """Run ``work`` on this rank; if it fails on any rank, raise on all (see `fail_together`)."""
     result: T | None = None
     error: Exception | None = None
@@ -153,5 +156,5 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as failure:  # raised again by fail_together
         error = failure
-    fail_together(error)
+    fail_together(error, group)
     return result  # type: ignore[return-value]
