@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -102,11 +102,18 @@ _LINEAR = (Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT)
 _CERTIFIED = (*_LINEAR, Feature.START, Feature.TIED, Feature.SOLVER)
 
 
-def _built_in(name: str, target: str, *features: Feature, extra: str = "", needs: tuple[str, ...] = ()) -> Entry:
+def _built_in(
+    name: str,
+    target: str,
+    *features: Feature,
+    extra: str = "",
+    needs: tuple[str, ...] = (),
+    system: str = "training",
+) -> Entry:
     """An entry of this package; ``extra`` is the one that installs the packages it ``needs``."""
     install = f"pip install 'qsync-opt[{extra}]'" if extra else ""
     target = f"qsync_opt.{target}"
-    return Entry(name=name, target=target, features=frozenset(features), packages=needs, install=install)
+    return Entry(name=name, target=target, features=frozenset(features), packages=needs, install=install, system=system)
 
 
 def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
@@ -115,43 +122,14 @@ def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
 
 
 def _formulation(name: str, factory: str, *features: Feature, system: str = "training") -> Entry:
-    return replace(_built_in(name, f"formulations.{system}.{factory}", *features), system=system)
-
-
-_GRADIENTS = tuple(
-    replace(_built_in(name, f"formulations.gradients.{factory}", *features), system=system)
-    for system, name, factory, features in (
-        ("joint", "greedy", "joint:JointFormulation", _CERTIFIED),
-        ("joint", "exact", "joint:ExactJointFormulation", _CERTIFIED),
-        ("joint", "ilp", "joint:IlpJointFormulation", (*_LINEAR, Feature.SOLVER)),
-        ("gradients", "dynamic", "dynamic:DynamicFormulation", _LINEAR),
-        ("gradients", "exact", "dynamic:ExactFormulation", _LINEAR),
-        ("gradients", "ilp", "ilp:IlpFormulation", (*_LINEAR, Feature.SOLVER)),
-        ("gradients", "exhaustive", "exhaustive:ExhaustiveFormulation", (Feature.PROOF, Feature.TIME_LIMIT)),
-    )
-)
+    return _built_in(name, f"formulations.{system}.{factory}", *features, system=system)
 
 
 def _scheme(name: str) -> Entry:
     """A scheme of compressed all-reduce, by the lower-case name of its function."""
     factory = name.lower().replace("-", "_")
-    return replace(_built_in(name, f"gradients.compression:{factory}"), system="gradients")
+    return _built_in(name, f"gradients.compression:{factory}", system="gradients")
 
-
-def _messages(name: str, factory: str, *features: Feature) -> Entry:
-    entry = _built_in(name, f"formulations.messages.{factory}", *features)
-    return replace(entry, system="messages")
-
-
-_DECODING = tuple(
-    replace(_built_in(name, f"formulations.decoding.{factory}", *features), system="decoding")
-    for name, factory, features in (
-        ("default", "search:DefaultFormulation", (Feature.GAP, Feature.TIME_LIMIT)),
-        ("exact", "search:ExactFormulation", _LINEAR),
-        ("ilp", "ilp:IlpFormulation", (*_LINEAR, Feature.SOLVER)),
-        ("exhaustive", "exhaustive:ExhaustiveFormulation", (Feature.PROOF, Feature.TIME_LIMIT)),
-    )
-)
 
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
 """Indicators of statistics, too, each by a weighing of its own."""
@@ -171,13 +149,30 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
-            *_GRADIENTS,
-            _messages("threshold", "threshold:ThresholdFormulation", Feature.PROOF),
-            _messages("exact", "exact:ExactFormulation", Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT),
-            _messages("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER),
-            _messages("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF),
-            _messages("grouped", "ilp:GroupedFormulation", Feature.TIME_LIMIT, Feature.SOLVER),
-            *_DECODING,
+            _formulation("dynamic", "dynamic:DynamicFormulation", *_LINEAR, system="gradients"),
+            _formulation("exact", "dynamic:ExactFormulation", *_LINEAR, system="gradients"),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="gradients"),
+            _formulation(
+                "exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT, system="gradients"
+            ),
+            _built_in("greedy", "formulations.gradients.joint:JointFormulation", *_CERTIFIED, system="joint"),
+            _built_in("exact", "formulations.gradients.joint:ExactJointFormulation", *_CERTIFIED, system="joint"),
+            _built_in(
+                "ilp", "formulations.gradients.joint:IlpJointFormulation", *_LINEAR, Feature.SOLVER, system="joint"
+            ),
+            _formulation("threshold", "threshold:ThresholdFormulation", Feature.PROOF, system="messages"),
+            _formulation(
+                "exact", "exact:ExactFormulation", Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT, system="messages"
+            ),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="messages"),
+            _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, system="messages"),
+            _formulation("grouped", "ilp:GroupedFormulation", Feature.TIME_LIMIT, Feature.SOLVER, system="messages"),
+            _formulation("default", "search:DefaultFormulation", Feature.GAP, Feature.TIME_LIMIT, system="decoding"),
+            _formulation("exact", "search:ExactFormulation", *_LINEAR, system="decoding"),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="decoding"),
+            _formulation(
+                "exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT, system="decoding"
+            ),
             _formulation("chain", "certified:ChainFormulation", *_LINEAR, system="serving"),
             _formulation("exact", "certified:ExactFormulation", *_LINEAR, system="serving"),
             _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="serving"),
@@ -185,6 +180,10 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation(
                 "exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT, system="serving"
             ),
+            _formulation("wrap-around", "wrap_around:WrapAroundFormulation", system="checkpoints"),
+            _formulation("exact", "program:ExactFormulation", *_LINEAR, Feature.SOLVER, system="checkpoints"),
+            _formulation("ilp", "program:IlpFormulation", *_LINEAR, Feature.SOLVER, system="checkpoints"),
+            _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, system="checkpoints"),
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),

@@ -132,6 +132,17 @@ BUILT_IN = (
         plan_format="qsync-serving-plan/1",
         evaluation="qsync_opt.serving.evaluation:evaluate",
     ),
+    System(
+        name="checkpoints",
+        description="which rank writes which rows of a checkpoint, how often to save, and what a folder holds",
+        problem="qsync_opt.checkpoints.problem:Problem",
+        plan_class="qsync_opt.checkpoints.plan:Plan",
+        problem_format="qsync-writes/1",
+        plan_format="qsync-writes-plan/1",
+        evaluation="qsync_opt.checkpoints.evaluation:evaluate",
+        runtime="torch",
+        commands="qsync_opt.cli.checkpoints:app",
+    ),
 )
 
 
