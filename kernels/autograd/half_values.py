@@ -153,8 +153,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
         wide = query.float(), key.float(), value.float()
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        result, logarithms = run(*wide, 0.0, is_causal, scale=scale)
-        result = result.to(query.dtype)
+        wide_result, logarithms = run(*wide, 0.0, is_causal, scale=scale)
+        result: Tensor = wide_result.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, logarithms)
         ctx.is_causal, ctx.scale = is_causal, scale
         return result
