@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests run in as many processes as there are processors, each with one thread of its own; neighbours stay together.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test check lint format types test-gpu test-all bench-solvers wheel kernels kernels-check sanitize docs docs-serve docs-check clean
+.PHONY: demo test check lint format types test-gpu test-plain-cpu test-all bench-solvers wheel kernels kernels-check sanitize docs docs-serve docs-check clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -20,7 +20,7 @@ demo: $(STAMP) ## train a small GPT on two workers under a plan, and show every 
 # Compiled first, so that no test waits for it.
 LOOPS := $(PYTHON) -P -c "from qsync_opt.formulations.assignment import prepare; prepare()"
 
-test test-all docs-check: export OMP_NUM_THREADS := 1
+test test-all test-plain-cpu docs-check: export OMP_NUM_THREADS := 1
 
 test: $(STAMP) ## the CPU tests that a developer runs
 	$(LOOPS)
@@ -29,6 +29,13 @@ test: $(STAMP) ## the CPU tests that a developer runs
 test-all: $(STAMP) docs-check ## the rest: slow tests, and those of the documentation
 	$(LOOPS)
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" --ignore=tests/docs
+
+# Without the processor's 16-bit, 8-bit and 512-bit instructions, as on most laptops and many cloud machines.
+test-plain-cpu: export ATEN_CPU_CAPABILITY := avx2
+test-plain-cpu: export ONEDNN_MAX_CPU_ISA := AVX2
+test-plain-cpu: $(STAMP) ## kernels, execution, profiles and demo as on a processor with AVX2 alone
+	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" tests/kernels tests/runtimes/torch/execution \
+		tests/runtimes/torch/profiling tests/runtimes/torch/demo
 
 test-gpu: $(STAMP)
 	$(PYTHON) -m pytest -q -m gpu

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qsync_opt.training import Plan, Problem, evaluate, precisions_by_rank, problem_from_json
+from qsync_opt.training import Plan, Problem, evaluate, precisions_by_rank
 
 FAMILIES = ("cnn", "encoder", "decoder", "moe", "encoder_decoder", "dense")
 """Kinds of networks."""
@@ -260,7 +260,7 @@ def generate(recipe: Recipe) -> Problem:
         "optimizer_ns": 1_000_000, "latency_limit_ns": 1, "devices": devices, "cast_sharing": recipe.sharing,
         "optimum": None,
     }  # fmt: skip
-    loose = problem_from_json(data)
+    loose = Problem.from_json(data)
     low, high = (evaluate(loose, _uniform(loose, end)) for end in (0, -1))
     slack = max(low.iteration_ns, high.iteration_ns)
     between = low.iteration_ns + (recipe.latency or 0) * (high.iteration_ns - low.iteration_ns)
@@ -269,7 +269,7 @@ def generate(recipe: Recipe) -> Problem:
         least, most = (e.memory_kib[device["name"]] for e in (low, high))
         limit = least + (recipe.memory or 0) * (most - least)
         device["memory_limit_kib"] = 2 * max(least, most) if recipe.memory is None else int(limit)
-    return problem_from_json(data)
+    return Problem.from_json(data)
 
 
 def _uniform(problem: Problem, end: int) -> Plan:

@@ -8,7 +8,13 @@ import torch
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import UNITS, library
-from qsync_opt.kernels.matmul import has_native_product, has_onednn_convolution, has_onednn_linear
+from qsync_opt.kernels.matmul import (
+    has_half_attention,
+    has_half_units,
+    has_native_product,
+    has_onednn_convolution,
+    has_onednn_linear,
+)
 
 # The first compute capability with products in the format.
 _CUDA_FROM: dict[str, tuple[int, int]] = {
@@ -70,7 +76,9 @@ def half_format(device: torch.device | str) -> str:
 
 
 def explain(device: torch.device | str) -> dict[str, str]:
-    """By kind of 8-bit operator, the implementation that ``backend="auto"`` runs on a device, and why.
+    """By kind of operator, the implementation that ``backend="auto"`` runs on a device, and why.
+
+    On processors ``product`` and ``attention`` are those in 16 bits; all other kinds are in 8 bits.
 
     On a card this call builds and loads the compiled kernels; where that fails, the text says why and what to install.
     """
@@ -86,14 +94,24 @@ def explain(device: torch.device | str) -> dict[str, str]:
         ):
             fused = "oneDNN, scales and bias fused (one activation scale per tensor); otherwise "
             result[kind] = (fused if has_fused else "oneDNN operator absent or inexact, hence ") + other
+        for kind, has_units, units in (
+            ("product", has_half_units(device), "BF16 instructions"),
+            ("attention", has_half_attention(device), "BF16 matrix units"),
+        ):
+            result[kind] = units if has_units else f"FP32 arithmetic on 16-bit values: no {units} here"
         return result
     if native:
         result["convolution"] = "patches copied as INT8, then torch._int_mm"
     result["batched"] = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
     if "FP8" in precisions:
         result["fp8"] = "torch._scaled_mm"
-    result["quantize"] = "plain PyTorch"
-    kinds = {"quantize": ("quantize",), "matmul": ("linear", "batched", "fp8"), "convolution": ("convolution",)}
+    result["quantize"] = result["gradients"] = "plain PyTorch"
+    kinds = {
+        "quantize": ("quantize",),
+        "matmul": ("linear", "batched", "fp8"),
+        "convolution": ("convolution",),
+        "gradients": ("gradients",),
+    }
     for unit in UNITS:
         compiled, why = library.activate(unit), library.reason(unit)
         for kind in kinds[unit]:

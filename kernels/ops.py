@@ -11,8 +11,9 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
-from qsync_opt.kernels.autograd import convolution, float_modes, linear, product
+from qsync_opt.kernels.autograd import convolution, float_modes, half_values, linear, product
 from qsync_opt.kernels.backend import device_precisions
+from qsync_opt.kernels.matmul import has_half_attention, has_half_units
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import Quantized, quantize_fp8, quantize_int8
 
@@ -37,6 +38,7 @@ _OPERATORS: dict[str, frozenset[str]] = {
 }
 _EIGHT_BITS = convolution, linear, product
 _MODES = float_modes.convolution, float_modes.linear, float_modes.product
+_HALF_VALUES = half_values.convolution, half_values.linear, half_values.product
 _DEFAULTS = KernelOptions()
 
 
@@ -139,6 +141,37 @@ def _run_float(
     return function(*_cast_all(args, dtype), **_cast_named(kwargs, dtype))
 
 
+def in_half_values(op_type: str, precision: str, device: torch.device) -> bool:
+    """Whether an operator in 16 bits is computed in FP32 from 16-bit values: where the device has no units for it."""
+    if device.type != "cpu" or precision not in ("BF16", "FP16") or op_type == "embedding":
+        return False
+    has_units = has_half_attention if op_type == "scaled_dot_product_attention" else has_half_units
+    return not has_units(device)
+
+
+def takes_half_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call can be computed so: not into ``out=``, not inside a transform of ``torch.func``.
+
+    Those calls run as torch runs 16 bits, slowly but with the same meaning.
+    """
+    if kwargs.get("out") is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return function is not torch.einsum or isinstance(args[0], str)
+
+
+def _run_in_half_values(
+    op_type: str, dtype: torch.dtype, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    args, kwargs = _cast_all(args, dtype), _cast_named(kwargs, dtype)
+    if op_type in TF32_OPERATORS:
+        return _run_product(op_type, function, args, kwargs, _HALF_VALUES)
+    if op_type == "scaled_dot_product_attention":
+        return half_values.attention(*args, **kwargs)
+    equation, *operands = args
+    operands = list(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+    return half_values.einsum(equation, tuple(operands))
+
+
 def _run_product(
     op_type: str,
     function: Callable[..., Any],
@@ -194,6 +227,8 @@ def execute(
     if precision in ("INT8", "FP8"):
         how = (options or _DEFAULTS,) if op_type in CONVOLUTIONS else (precision, options or _DEFAULTS)
         return _run_product(op_type, function, args, kwargs, _EIGHT_BITS, *how)
+    if in_half_values(op_type, precision, device) and takes_half_values(function, args, kwargs):
+        return _run_in_half_values(op_type, _DTYPES[precision], function, args, kwargs)
     mode = "tf32" if precision == "TF32" else None
     if precision == "FP32" and device.type == "cuda" and op_type in TF32_OPERATORS:
         family = "conv" if op_type in CONVOLUTIONS else "matmul"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.capture import capture, capture_model
     from qsync_opt.runtimes.torch.checkpoints import Checkpoints, PlanState
     from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, apply, graphed, undo
+    from qsync_opt.runtimes.torch.gradients import compress_gradients
     from qsync_opt.runtimes.torch.job import (
         JobPlan,
         PlanAdapter,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         auto_plan,
         noise_horizon,
     )
+    from qsync_opt.runtimes.torch.messages import full_graph, partition_graph
     from qsync_opt.runtimes.torch.profiling import profile
     from qsync_opt.runtimes.torch.sensitivity import collect_statistics
     from qsync_opt.runtimes.torch.steps import profile_steps
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
         weight_sensitivities,
     )
     from qsync_opt.steps import StepCosts, StepPredictor, load_step_costs, profile_from_steps
-    from qsync_opt.systems import System, solve
+    from qsync_opt.systems import System, evaluate, load_plan, load_problem, solve
     from qsync_opt.training import (
         Evaluation,
         Explainer,
@@ -57,11 +59,8 @@ if TYPE_CHECKING:
         Timeline,
         build_problem,
         compare_plans,
-        evaluate,
         fastest,
         identical_blocks,
-        load_plan,
-        load_problem,
         memory_breakdown,
         pareto_front,
         replan,
@@ -77,11 +76,12 @@ __all__ = [
     "Explanation", "FastestPlan", "Front", "Indicator", "JobPlan", "LossScaler", "ModelKnowledge", "OpGraph",
     "Operator", "Plan", "PlanAdapter", "PlanRefresher", "PlanState", "PlanningOptions", "PointStatus", "Problem",
     "QSyncError", "Replanning", "Role", "RoleTable", "Runtime", "SensitivityTable", "Solution", "StepCosts",
-    "StepPredictor", "System", "TerminationStatus", "Timeline", "TrainingExample", "__version__", "apply",
-    "auto_plan", "build_problem", "capture", "capture_model", "collect_statistics", "compare_plans", "data_sheet",
-    "evaluate", "fastest", "graphed", "identical_blocks", "load_cluster", "load_graph", "load_plan", "load_problem",
-    "load_profile", "load_statistics", "load_step_costs", "make_report", "measure_iteration", "memory_breakdown",
-    "noise_horizon", "pareto_front", "plan_variance", "profile", "profile_from_steps", "profile_steps", "read_onnx",
-    "read_weights", "replan", "roofline_profile", "save_statistics", "sensitivities", "solve", "undo",
-    "uniform_plan", "weight_sensitivities", "write_report", "write_trace",
+    "StepPredictor", "System", "TerminationStatus", "Timeline", "TrainingExample", "__version__", "apply", "auto_plan",
+    "build_problem", "capture", "capture_model", "collect_statistics", "compare_plans", "compress_gradients",
+    "data_sheet", "evaluate", "fastest", "full_graph", "graphed", "identical_blocks", "load_cluster", "load_graph",
+    "load_plan", "load_problem", "load_profile", "load_statistics", "load_step_costs", "make_report",
+    "measure_iteration", "memory_breakdown", "noise_horizon", "pareto_front", "partition_graph", "plan_variance",
+    "profile", "profile_from_steps", "profile_steps", "read_onnx", "read_weights", "replan", "roofline_profile",
+    "save_statistics", "sensitivities", "solve", "undo", "uniform_plan", "weight_sensitivities", "write_report",
+    "write_trace",
 ]  # fmt: skip

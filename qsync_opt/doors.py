@@ -15,7 +15,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-_EXTRAS = {"torch": "torch", "onnxscript": "torch", "safetensors": "torch", "onnxruntime": "onnxruntime"}
+_EXTRAS = {
+    "torch": "torch",
+    "onnxscript": "torch",
+    "safetensors": "torch",
+    "onnxruntime": "onnxruntime",
+    "torch_geometric": "messages",
+}
 """Packages that only some names need, with the extra that installs them."""
 
 

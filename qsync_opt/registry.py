@@ -1,9 +1,10 @@
 """The registered plug-ins of each kind, by name; nothing is imported until it is asked for.
 
 Built-ins stand in the tables below. Other packages add theirs through entry points: the group is the kind's
-(``qsync_opt.solvers``, ``qsync_opt.indicators``, ...), for formulations of a system beside training
-``qsync_opt.formulations.<system>``. Such an object declares what it can do in a ``FEATURES`` attribute. Wherever a name
-is accepted, so is an instance. The contracts are protocols; `qsync_opt.testing` checks them.
+(``qsync_opt.solvers``, ``qsync_opt.indicators``, ...), for formulations and quantizers of a system beside training
+``qsync_opt.formulations.<system>`` and ``qsync_opt.quantizers.<system>``. Such an object declares what it can do in a
+``FEATURES`` attribute. Wherever a name is accepted, so is an instance. The contracts are protocols; `qsync_opt.testing`
+checks them.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class Feature(enum.StrEnum):
     TIED = "ties operators to one precision"
 
 
+_BY_SYSTEM = (Kind.FORMULATION, Kind.QUANTIZER)
+"""Kinds whose names belong to a system each."""
+
+
 def attribute(target: str) -> Any:
     """Import and return what ``"module:attribute"`` names."""
     module, _, name = target.partition(":")
@@ -73,7 +78,7 @@ class Entry:
     install: str = ""
     origin: str = "qsync_opt"
     system: str = "training"
-    """Of formulations: whose problems it solves."""
+    """Of formulations: whose problems it solves; of quantizers: what they round (``"training"``: operators)."""
 
     @property
     def available(self) -> bool:
@@ -97,11 +102,18 @@ _LINEAR = (Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT)
 _CERTIFIED = (*_LINEAR, Feature.START, Feature.TIED, Feature.SOLVER)
 
 
-def _built_in(name: str, target: str, *features: Feature, extra: str = "", needs: tuple[str, ...] = ()) -> Entry:
+def _built_in(
+    name: str,
+    target: str,
+    *features: Feature,
+    extra: str = "",
+    needs: tuple[str, ...] = (),
+    system: str = "training",
+) -> Entry:
     """An entry of this package; ``extra`` is the one that installs the packages it ``needs``."""
     install = f"pip install 'qsync-opt[{extra}]'" if extra else ""
     target = f"qsync_opt.{target}"
-    return Entry(name=name, target=target, features=frozenset(features), packages=needs, install=install)
+    return Entry(name=name, target=target, features=frozenset(features), packages=needs, install=install, system=system)
 
 
 def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
@@ -109,8 +121,14 @@ def _solver(name: str, factory: str, package: str, *features: Feature) -> Entry:
     return _built_in(name, target, *_LINEAR, *features, extra="solvers", needs=(package,))
 
 
-def _formulation(name: str, factory: str, *features: Feature) -> Entry:
-    return _built_in(name, f"formulations.training.{factory}", *features)
+def _formulation(name: str, factory: str, *features: Feature, system: str = "training") -> Entry:
+    return _built_in(name, f"formulations.{system}.{factory}", *features, system=system)
+
+
+def _scheme(name: str) -> Entry:
+    """A scheme of compressed all-reduce, by the lower-case name of its function."""
+    factory = name.lower().replace("-", "_")
+    return _built_in(name, f"gradients.compression:{factory}", system="gradients")
 
 
 _WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
@@ -131,6 +149,41 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
+            _formulation("dynamic", "dynamic:DynamicFormulation", *_LINEAR, system="gradients"),
+            _formulation("exact", "dynamic:ExactFormulation", *_LINEAR, system="gradients"),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="gradients"),
+            _formulation(
+                "exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT, system="gradients"
+            ),
+            _built_in("greedy", "formulations.gradients.joint:JointFormulation", *_CERTIFIED, system="joint"),
+            _built_in("exact", "formulations.gradients.joint:ExactJointFormulation", *_CERTIFIED, system="joint"),
+            _built_in(
+                "ilp", "formulations.gradients.joint:IlpJointFormulation", *_LINEAR, Feature.SOLVER, system="joint"
+            ),
+            _formulation("threshold", "threshold:ThresholdFormulation", Feature.PROOF, system="messages"),
+            _formulation(
+                "exact", "exact:ExactFormulation", Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT, system="messages"
+            ),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="messages"),
+            _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, system="messages"),
+            _formulation("grouped", "ilp:GroupedFormulation", Feature.TIME_LIMIT, Feature.SOLVER, system="messages"),
+            _formulation("default", "search:DefaultFormulation", Feature.GAP, Feature.TIME_LIMIT, system="decoding"),
+            _formulation("exact", "search:ExactFormulation", *_LINEAR, system="decoding"),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="decoding"),
+            _formulation(
+                "exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT, system="decoding"
+            ),
+            _formulation("chain", "certified:ChainFormulation", *_LINEAR, system="serving"),
+            _formulation("exact", "certified:ExactFormulation", *_LINEAR, system="serving"),
+            _formulation("ilp", "ilp:IlpFormulation", *_LINEAR, Feature.SOLVER, system="serving"),
+            _formulation("llm-pq", "paper:PaperFormulation", system="serving"),
+            _formulation(
+                "exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT, system="serving"
+            ),
+            _formulation("wrap-around", "wrap_around:WrapAroundFormulation", system="checkpoints"),
+            _formulation("exact", "program:ExactFormulation", *_LINEAR, Feature.SOLVER, system="checkpoints"),
+            _formulation("ilp", "program:IlpFormulation", *_LINEAR, Feature.SOLVER, system="checkpoints"),
+            _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, system="checkpoints"),
         ),
         Kind.INDICATOR: (
             _built_in("statistics", "sensitivity.indicators:StatisticsIndicator"),
@@ -152,7 +205,11 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 needs=("onnxruntime",),
             ),
         ),
-        Kind.QUANTIZER: tuple(_built_in(name, f"numerics.formats:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
+        Kind.QUANTIZER: (
+            *(_built_in(name, f"numerics.formats:{name}") for name in ("int8", "fp8", "bf16", "fp16")),
+            *(_scheme(name) for name in ("FP32", "BF16", "two8", "two-fp8", "sum8", "packed8")),
+            *(_scheme(name) for name in ("sum16", "sum10", "sum6", "sum4", "linear", "exponential")),
+        ),
         Kind.COMMUNICATION_HOOK: (),
         Kind.CHECKPOINT_WRITER: (
             _built_in(
@@ -168,13 +225,13 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
 
 @cache
 def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
-    """All registered names of one kind (of formulations: those of one system), built-ins first.
+    """All registered names of one kind (of formulations and quantizers: those of one system), built-ins first.
 
     Raises:
         UnsupportedError: Two packages claim the same name; both are shown.
     """
     result: dict[str, Entry] = {}
-    own = (entry for entry in BUILT_IN[kind] if kind is not Kind.FORMULATION or entry.system == system)
+    own = (entry for entry in BUILT_IN[kind] if kind not in _BY_SYSTEM or entry.system == system)
     for entry in (*own, *_foreign(kind, system)):
         if entry.name in result:
             raise UnsupportedError(
@@ -186,7 +243,7 @@ def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
 
 
 def _foreign(kind: Kind, system: str) -> Iterable[Entry]:
-    group = kind.group if kind is not Kind.FORMULATION or system == "training" else f"{kind.group}.{system}"
+    group = kind.group if kind not in _BY_SYSTEM or system == "training" else f"{kind.group}.{system}"
     for point in importlib.metadata.entry_points(group=group):
         origin = point.dist.name if point.dist else point.value
         yield Entry(name=point.name, target=point.value, features=frozenset(), origin=origin, system=system)

@@ -92,12 +92,14 @@ class SolveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a formulation claims, before it is checked; each use adds the decisions themselves.
+    """What a formulation claims, before it is checked.
 
-    ``objective`` is the claim for those decisions, ``bound`` a value that no feasible plan's objective is below.
+    ``plan`` holds the decisions (for training, whose formulations decide by device, a subclass does); ``objective`` is
+    the claim for them, ``bound`` a value that no feasible plan's objective is below.
     """
 
     termination: TerminationStatus
+    plan: Any = None
     objective: float | None = None
     bound: float | None = None
     solver: str | None = None

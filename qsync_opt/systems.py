@@ -7,16 +7,17 @@ Everything is named by texts ``"module:attribute"``, so that listing systems imp
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import near_match
-from qsync_opt.registry import Kind, attribute, entries
-from qsync_opt.solving import Solution
+from qsync_opt.io import load_file, near_match
+from qsync_opt.registry import Feature, Kind, attribute, create, entries, require
+from qsync_opt.solving import Answer, Solution, SolveOptions, TerminationStatus, check_claim
 
 if TYPE_CHECKING:
     from qsync_opt import training
@@ -26,15 +27,22 @@ if TYPE_CHECKING:
 class System:
     """One kind of plan.
 
-    ``problem`` names the class of its problems, ``plan`` the function that solves one (called with the problem, a
-    method and options). ``searches`` are further questions about a problem, by name. ``runtime`` is the registered
-    runtime that carries plans out, ``commands`` a ``typer.Typer`` that the command line mounts under the system's name.
+    ``problem`` and ``plan_class`` name the classes of its problems and plans; each has a class method ``from_json`` of
+    a file's data, and a method ``save``. ``problem_format`` and ``plan_format`` are the ``"format"`` of their files.
+    ``evaluation`` names the function of a problem and a plan that every plan is judged by, ``plan`` the function that
+    solves a problem (called with the problem, a method and options). ``searches`` are further questions about a
+    problem, by name. ``runtime`` is the registered runtime that carries plans out, ``commands`` a ``typer.Typer`` of
+    further commands under the system's name, beside ``solve`` and ``evaluate`` of files.
     """
 
     name: str
     description: str
     problem: str
-    plan: str
+    plan_class: str | None = None
+    problem_format: str | None = None
+    plan_format: str | None = None
+    evaluation: str | None = None
+    plan: str = "qsync_opt.systems:solve_by_formulation"
     searches: Mapping[str, str] = field(default_factory=dict)
     runtime: str | None = None
     commands: str | None = None
@@ -62,6 +70,10 @@ BUILT_IN = (
         name="training",
         description="a precision for every operator of data-parallel training on unlike devices",
         problem="qsync_opt.training.problem:Problem",
+        plan_class="qsync_opt.training.plan:Plan",
+        problem_format="qsync-problem/1",
+        plan_format="qsync-plan/1",
+        evaluation="qsync_opt.training.evaluation:evaluate",
         plan="qsync_opt.training.planner:solve",
         searches={
             "fastest": "qsync_opt.formulations.training.fastest:fastest_plan",
@@ -70,6 +82,66 @@ BUILT_IN = (
             "memory front": f"{_FRONT}:memory_front",
         },
         runtime="torch",
+    ),
+    System(
+        name="gradients",
+        description="a compression scheme for every gradient bucket's all-reduce",
+        problem="qsync_opt.gradients.problem:Problem",
+        plan_class="qsync_opt.gradients.plan:Plan",
+        problem_format="qsync-gradients/1",
+        plan_format="qsync-gradients-plan/1",
+        evaluation="qsync_opt.gradients.evaluation:evaluate",
+        runtime="torch",
+        commands="qsync_opt.cli.gradients:app",
+    ),
+    System(
+        name="joint",
+        description="operators' precisions and gradient buckets' schemes in one problem",
+        problem="qsync_opt.gradients.joint:JointProblem",
+        plan_class="qsync_opt.gradients.joint:JointPlan",
+        problem_format="qsync-joint/1",
+        plan_format="qsync-joint-plan/1",
+        evaluation="qsync_opt.gradients.joint:evaluate_joint",
+        runtime="torch",
+    ),
+    System(
+        name="messages",
+        description="a width for every message of full-graph GNN training, hidden behind computation",
+        problem="qsync_opt.messages.problem:Problem",
+        plan_class="qsync_opt.messages.plan:Plan",
+        problem_format="qsync-messages/1",
+        plan_format="qsync-messages-plan/1",
+        evaluation="qsync_opt.messages.evaluation:evaluate",
+    ),
+    System(
+        name="decoding",
+        description="a draft and its length for every regime of speculative decoding, or none",
+        problem="qsync_opt.decoding.problem:Problem",
+        plan_class="qsync_opt.decoding.plan:Plan",
+        problem_format="qsync-decoding/1",
+        plan_format="qsync-decoding-plan/1",
+        evaluation="qsync_opt.decoding.evaluation:evaluate",
+        commands="qsync_opt.cli.decoding:app",
+    ),
+    System(
+        name="serving",
+        description="stages, weight schemes and micro-batches of a language model over unequal devices",
+        problem="qsync_opt.serving.problem:Problem",
+        plan_class="qsync_opt.serving.plan:Plan",
+        problem_format="qsync-serving/1",
+        plan_format="qsync-serving-plan/1",
+        evaluation="qsync_opt.serving.evaluation:evaluate",
+    ),
+    System(
+        name="checkpoints",
+        description="which rank writes which rows of a checkpoint, how often to save, and what a folder holds",
+        problem="qsync_opt.checkpoints.problem:Problem",
+        plan_class="qsync_opt.checkpoints.plan:Plan",
+        problem_format="qsync-writes/1",
+        plan_format="qsync-writes-plan/1",
+        evaluation="qsync_opt.checkpoints.evaluation:evaluate",
+        runtime="torch",
+        commands="qsync_opt.cli.checkpoints:app",
     ),
 )
 
@@ -119,6 +191,54 @@ def system_of(problem: object) -> System:
     )
 
 
+def load_problem(path: str | os.PathLike[str]) -> Any:
+    """Read and check a problem file of any registered system.
+
+    Raises:
+        ProblemError: The file is missing, truncated, of another format version, or breaks a rule of the format; one
+            line that names the file, the place and what is allowed.
+
+    Source: formats of this package, such as ``"qsync-problem/1"``.
+    """
+    kinds = systems().values()
+    return load_file(path, {kind.problem_format: _reader(kind.problem) for kind in kinds if kind.problem_format})
+
+
+def load_plan(path: str | os.PathLike[str]) -> Any:
+    """Read and check a plan file of any registered system.
+
+    Raises:
+        ProblemError: The file is missing, truncated, of another format version, or holds anything but a plan.
+
+    Source: formats of this package, such as ``"qsync-plan/1"``.
+    """
+    kinds = systems().values()
+    return load_file(path, {kind.plan_format: _reader(kind.plan_class) for kind in kinds if kind.plan_format})
+
+
+def _reader(target: str | None) -> Callable[[Any], Any]:
+    return lambda data: attribute(str(target)).from_json(data)
+
+
+@overload
+def evaluate(problem: training.Problem, plan: training.Plan) -> training.Evaluation: ...
+@overload
+def evaluate(problem: object, plan: object) -> Any: ...
+def evaluate(problem: object, plan: object) -> Any:
+    """Objective, feasibility and costs of a plan, whatever it is of, by code that trusts no solver.
+
+    Raises:
+        ProblemError: The plan does not belong to the problem, or contradicts it, or is none.
+    """
+    kind = system_of(problem)
+    if kind.plan_class and not isinstance(plan, attribute(kind.plan_class)):
+        raise ProblemError(
+            f"plan is a {type(plan).__name__}, but a Plan is needed: solution.plan (None where none was found), or "
+            "load_plan(path)"
+        )
+    return attribute(str(kind.evaluation))(problem, plan)
+
+
 @overload
 def solve(problem: training.Problem, method: Any = None, **options: Any) -> training.Solution: ...
 @overload
@@ -128,8 +248,8 @@ def solve(problem: object, method: Any = None, **options: Any) -> Solution[Any, 
 
     Args:
         problem: A problem, such as `qsync_opt.load_problem` reads.
-        method: Name of a registered formulation of that system, or an instance; its first one by default (for
-            precision plans ``"greedy"``, which has a bound; ``"exact"`` proves the optimum).
+        method: Name of a registered formulation of that system, or an instance; its first one by default and for
+            the name ``"default"`` (for precision plans ``"greedy"``, with a bound; ``"exact"`` proves the optimum).
         options: What the system's own ``solve`` takes: ``solver``, ``time_limit_s``, ``gap``, ... (for precision
             plans see `qsync_opt.training.solve`).
 
@@ -148,5 +268,57 @@ def solve(problem: object, method: Any = None, **options: Any) -> Solution[Any, 
         0.25
     """
     chosen = system_of(problem)
-    solution: Solution[Any, Any] = attribute(chosen.plan)(problem, method or chosen.methods[0], **options)
+    if method is None or (method == "default" and "default" not in chosen.methods):
+        method = chosen.methods[0]
+    solution: Solution[Any, Any] = attribute(chosen.plan)(problem, method, **options)
     return solution
+
+
+def solve_by_formulation(
+    problem: Any,
+    method: Any,
+    *,
+    solver: Any = None,
+    time_limit_s: float | None = None,
+    gap: float | None = None,
+) -> Solution[Any, Any]:
+    """Solve a problem by one of its system's formulations, and check the plan that it returns.
+
+    Args:
+        problem: A problem of a system whose formulations return plans.
+        method: Name of a formulation of that system, or an instance of one.
+        solver: Name of a solver or an instance; the first that is installed by default.
+        time_limit_s: Seconds for the whole solve; without it a method ends by itself.
+        gap: Relative gap at which to stop; by default 0.
+
+    Raises:
+        ProblemError: An option is out of range.
+        UnsupportedError: No such method or solver, or it lacks what was asked for.
+        NotInstalledError: A solver's package is missing.
+        SolverError: A solver failed, or its plan is not what it claims.
+    """
+    kind = system_of(problem)
+    formulation = create(Kind.FORMULATION, method, kind.name)
+    name = method if isinstance(method, str) else type(formulation).__name__
+    if solver is not None:
+        require(Kind.FORMULATION, method, Feature.SOLVER, kind.name)
+        solver = create(Kind.SOLVER, solver)
+    options = SolveOptions(solver=solver, time_limit_s=time_limit_s, gap=0.0 if gap is None else gap)
+    answer: Answer = formulation.solve(problem, options)
+    reason = answer.reason
+    if answer.plan is None and reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
+        reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
+    evaluation = None if answer.plan is None else evaluate(problem, answer.plan)
+    if evaluation is not None:
+        check_claim(answer, evaluation, name)
+    return Solution(
+        termination=answer.termination,
+        plan=answer.plan,
+        evaluation=evaluation,
+        bound=answer.bound,
+        method=name,
+        solver=answer.solver,
+        build_seconds=answer.build_seconds,
+        solve_seconds=answer.solve_seconds,
+        reason=reason,
+    )

@@ -9,7 +9,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.formulations.training.certified import plan_certified
-    from qsync_opt.formulations.training.collapsed import collapse
+    from qsync_opt.formulations.training.collapsed import Collapsed, collapse
     from qsync_opt.formulations.training.exact import exact_effort
     from qsync_opt.formulations.training.exhaustive import ExhaustiveFormulation
     from qsync_opt.formulations.training.fastest import fastest_within
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
         keeps_limits,
         recover,
     )
-    from qsync_opt.formulations.training.tables import peers_ns, segments
+    from qsync_opt.formulations.training.tables import graph_tables, peers_ns, segments
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "DeviceState", "ExhaustiveFormulation", "FrontPoint", "GreedyFormulation", "Move", "QsyncFormulation", "Sweep",
-    "adjustable_positions", "collapse", "exact_effort", "fast_start", "fastest_within", "greedy_effort",
-    "keeps_limits", "latency_front", "least_latency", "memory_front", "peers_ns", "plan_certified", "recover",
-    "segments",
+    "Collapsed", "DeviceState", "ExhaustiveFormulation", "FrontPoint", "GreedyFormulation", "Move",
+    "QsyncFormulation", "Sweep", "adjustable_positions", "collapse", "exact_effort", "fast_start", "fastest_within",
+    "graph_tables", "greedy_effort", "keeps_limits", "latency_front", "least_latency", "memory_front", "peers_ns",
+    "plan_certified", "recover", "segments",
 ]  # fmt: skip

@@ -109,6 +109,7 @@ def collapse(
     latency_limit_ns: int | None = None,
     memory_limit_kib: int | None = None,
     tied: Sequence[Sequence[str]] = (),
+    all_rows: bool = False,
 ) -> Collapsed:
     """Write one device type as an assignment model.
 
@@ -119,6 +120,7 @@ def collapse(
         latency_limit_ns: Another limit than the problem's.
         memory_limit_kib: Another limit than the device's.
         tied: Groups of adjustable operators that must all run in one precision.
+        all_rows: Keep latency rows that other rows imply at these limits, for a caller who adds to them.
 
     Returns:
         The collapsed problem.
@@ -135,7 +137,7 @@ def collapse(
     folding = fold(graph, tables, _tied_to(problem, graph, tables, tied), shared=shared)
     sharing = share_casts(graph, tables, folding) if shared else SharedCasts()
     every_row = latency_rows(problem, graph, limit_ns)
-    rows = binding_rows(every_row, *_work_range(graph, tables, every_row))
+    rows = every_row if all_rows else binding_rows(every_row, *_work_range(graph, tables, every_row))
     num_times = len(rows.segment_K)
     time_of_segment = np.searchsorted(rows.segment_K, np.arange(rows.num_segments))
     time_of_segment[time_of_segment == num_times] = DROPPED

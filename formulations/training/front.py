@@ -24,7 +24,7 @@ from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import graph_tables, peers_ns
 from qsync_opt.io import Json
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, plan_from_json
+from qsync_opt.training import NO_LIMIT_NS, Plan, Problem
 
 _NO_LIMIT_KIB = 2**50
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
@@ -53,7 +53,7 @@ class FrontPoint:
     bound: float
     iteration_ns: int
     memory_kib: Mapping[str, int]
-    plan: Annotated[Plan, Json(read=plan_from_json, write=Plan.to_json)]
+    plan: Annotated[Plan, Json(read=Plan.from_json, write=Plan.to_json)]
 
 
 class PointStore(Protocol):

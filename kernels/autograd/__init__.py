@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.autograd import feed_forward_block, float_modes
+    from qsync_opt.kernels.autograd import feed_forward_block, float_modes, half_values
     from qsync_opt.kernels.autograd.convolutions import convolution, convolution_slices, scaled_convolution
     from qsync_opt.kernels.autograd.derivatives import EIGHT_BITS, differentiated_once
     from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
@@ -19,5 +19,5 @@ else:
 
 __all__ = [
     "EIGHT_BITS", "convolution", "convolution_slices", "differentiated_once", "feed_forward", "feed_forward_block",
-    "float_modes", "fp32_mode", "linear", "product", "product_slices", "scaled_convolution",
+    "float_modes", "fp32_mode", "half_values", "linear", "product", "product_slices", "scaled_convolution",
 ]  # fmt: skip

@@ -41,7 +41,7 @@ from qsync_opt.kernels.autograd.products import (
 )
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.convolution import scaled_conv2d
-from qsync_opt.kernels.matmul import exact_convolution, integer
+from qsync_opt.kernels.matmul import convolution_sums, integer, product_dtype
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import (
     INT8,
@@ -118,9 +118,12 @@ class _Convolution(torch.autograd.Function):
         x, x_scale, weight, weight_scale = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if options.backward == "half":
-            operands = dequantize(Quantized(x, x_scale), half), dequantize(Quantized(weight, weight_scale), half)
+            dtype = product_dtype(grad.device, half)
+            operands = dequantize(Quantized(x, x_scale), dtype), dequantize(Quantized(weight, weight_scale), dtype)
             mask = [wanted[0], wanted[1], False]
-            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(grad, *operands, None, *ctx.geometry, mask)
+            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+                grad.to(dtype), *operands, None, *ctx.geometry, mask
+            )
         elif wanted[0] or wanted[1]:
             g, transposed = _quantized_pixels(grad, "stochastic", options, _GRADIENT, ctx.product)
             if ctx.native:
@@ -132,10 +135,11 @@ class _Convolution(torch.autograd.Function):
             in_half = [wanted[0] and grad_x is None, wanted[1] and grad_weight is None, False]
             if any(in_half):
                 # An operand that only its own gradient depends on is not read: anything of its shape stands for it.
-                half_grad = dequantize(g, half)
+                dtype = product_dtype(grad.device, half)
+                half_grad = dequantize(g, dtype)
                 stand_in = half_grad.new_empty
-                half_x = dequantize(Quantized(x, x_scale), half) if in_half[1] else stand_in(ctx.shapes[0])
-                half_w = dequantize(Quantized(weight, weight_scale), half) if in_half[0] else stand_in(ctx.shapes[1])
+                half_x = dequantize(Quantized(x, x_scale), dtype) if in_half[1] else stand_in(ctx.shapes[0])
+                half_w = dequantize(Quantized(weight, weight_scale), dtype) if in_half[0] else stand_in(ctx.shapes[1])
                 first, second, _ = torch.ops.aten.convolution_backward(
                     half_grad, half_x, half_w, None, *ctx.geometry, in_half
                 )
@@ -164,7 +168,7 @@ def scaled_convolution(
     per_channel = (1, -1, *(1,) * (x.codes.dim() - 2))
     scale = x.scale * weight.scale.reshape(per_channel)
     shaped = None if bias is None else bias.reshape(per_channel)
-    return rescaled(exact_convolution(x.codes, weight.codes, geometry, backend), scale, shaped, dtype)
+    return rescaled(convolution_sums(x.codes, weight.codes, geometry, backend), scale, shaped, dtype)
 
 
 def _runs_compiled(x: Tensor, backend: str) -> bool:

@@ -76,6 +76,23 @@ def fp32_mode(family: str, mode: str) -> contextlib.AbstractContextManager[None]
     return _Mode(family, mode)
 
 
+def set_fp32_modes(modes: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Let CUDA multiply FP32 tensors in products, convolutions and recurrent layers as ``modes`` says, from now on.
+
+    Args:
+        modes: ``"ieee"`` or ``"tf32"`` for all three, or what an earlier call returned.
+
+    Returns:
+        What held before.
+    """
+    backends: Any = torch.backends
+    settings = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    before = tuple(setting.fp32_precision for setting in settings)
+    for setting, mode in zip(settings, (modes,) * 3 if isinstance(modes, str) else modes, strict=True):
+        setting.fp32_precision = mode
+    return before
+
+
 def _in_mode(family: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with a further, last argument: the mode that it runs in."""
 

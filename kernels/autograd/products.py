@@ -4,8 +4,8 @@ Forward: both operands are quantized and multiplied, exactly in INT8 and with FP
 FP32 and rounded once to the 16-bit format. Gradients pass straight through the quantizer, as if it were the identity
 (with stochastic rounding its expectation is), and are delivered in the element type of their operand.
 
-``backward="half"`` saves the codes of both operands, dequantizes them and multiplies in the 16-bit format. The gradient
-of an FP32 weight keeps its FP32 sums.
+``backward="half"`` saves the codes of both operands, dequantizes them and multiplies in the 16-bit format; devices
+without 16-bit units multiply the dequantized values in FP32. The gradient of an FP32 weight keeps its FP32 sums.
 
 ``backward="eight"`` multiplies x (N, K) and a weight w (M, K) in 8 bits three times, each time codes that are
 contiguous along the contraction:
@@ -32,7 +32,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.kernels.autograd.derivatives import EIGHT_BITS, differentiated_once
-from qsync_opt.kernels.matmul import activate, int8_bmm, int8_mm, integer, scaled_mm, scaled_mm_unchecked
+from qsync_opt.kernels.matmul import (
+    activate,
+    code_sums,
+    half_matmul,
+    integer,
+    product_dtype,
+    scaled_mm,
+    scaled_mm_unchecked,
+)
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import (
     E4M3,
@@ -131,12 +139,12 @@ class _HalfBackward(torch.autograd.Function):
         if ctx.is_linear:
             grad = flattened(grad)
         if ctx.needs_input_grad[0]:
-            b = dequantize(Quantized(b_codes, b_scale), ctx.half)
-            grad_a = converted(grad @ (b if ctx.is_linear else b.mT), a_dtype)
+            b = dequantize(Quantized(b_codes, b_scale), product_dtype(grad.device, ctx.half))
+            grad_a = converted(half_matmul(grad, b if ctx.is_linear else b.mT, ctx.half), a_dtype)
             if grad_a.dim() != len(ctx.shape):
                 grad_a = grad_a.view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            a = dequantize(Quantized(a_codes, a_scale), ctx.half)
+            a = dequantize(Quantized(a_codes, a_scale), product_dtype(grad.device, ctx.half))
             grad_b = _half_product(grad, a, b_dtype) if ctx.is_linear else _half_product(a, grad, b_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = bias_gradient(grad, bias_dtype)
@@ -287,10 +295,10 @@ def rescaled(sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtyp
 def _int8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
     """``(a @ b) + bias`` of INT8 operands: (N, K) (K, M) or (B, N, K) (B, K, M), in ``dtype``."""
     if a.codes.dim() == 3:
-        return rescaled(int8_bmm(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
+        return rescaled(code_sums(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
     if runs_onednn(a, dtype, backend) and b.codes.numel() > 0 and integer.has_onednn_linear():
         return integer.linear(a, b, bias, dtype)
-    return rescaled(int8_mm(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
+    return rescaled(code_sums(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
 
 
 def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
@@ -326,7 +334,7 @@ def _half_product(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
         if a.device.type == "cuda":
             return torch.mm(a.mT, grad, out_dtype=torch.float32)
         return a.float().mT @ grad.float()  # the same sums of the same products
-    return (a.mT @ grad).to(dtype)
+    return half_matmul(a.mT, grad, grad.dtype).to(dtype)
 
 
 def weight_gradient(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.compilation import builder, library
+    from qsync_opt.kernels.compilation import builder, host, library
     from qsync_opt.kernels.compilation.builder import UNITS
     from qsync_opt.kernels.compilation.compiler import find_toolchain
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["UNITS", "builder", "find_toolchain", "library"]
+__all__ = ["UNITS", "builder", "find_toolchain", "host", "library"]

@@ -122,8 +122,18 @@ def has_native_product(device: torch.device) -> bool:
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:
-    dtype = torch.float32 if a.shape[-1] <= _FP32_EXACT_TERMS else torch.float64
-    return torch.matmul(a.to(dtype), b.to(dtype)).to(torch.int32)
+    """Exact sums in FP32, or in INT32 where there are more terms than FP32 adds exactly: block by block."""
+    if a.device.type != "cpu" and a.shape[-1] > _FP32_EXACT_TERMS:
+        return torch.matmul(a.to(torch.float64), b.to(torch.float64)).to(torch.int32)
+    if a.shape[-1] <= _FP32_EXACT_TERMS:
+        return torch.matmul(a.to(torch.float32), b.to(torch.float32))
+    total: Tensor | None = None
+    for start in range(0, a.shape[-1], _FP32_EXACT_TERMS):
+        terms = slice(start, start + _FP32_EXACT_TERMS)
+        part = torch.matmul(a[..., terms].to(torch.float32), b[..., terms, :].to(torch.float32)).to(torch.int32)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
 
 
 def _cuda_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
@@ -141,6 +151,14 @@ def _cpu_product(a_NK: Tensor, b_KM: Tensor, out: Tensor | None = None) -> Tenso
     return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
 
 
+def code_sums(a: Tensor, b: Tensor, backend: str = "auto") -> Tensor:
+    """`int8_mm` or `int8_bmm`; sums of FP32 arithmetic stay in FP32 where they are exact, which saves a pass."""
+    plain = backend == "reference" or (backend == "auto" and not has_native_product(a.device))
+    if plain and a.device.type == "cpu" and min(a.numel(), b.numel()) > 0:
+        return _float_product(a, b)
+    return (int8_mm if a.dim() == 2 else int8_bmm)(a, b, backend)
+
+
 def int8_mm(a_NK: Tensor, b_KM: Tensor, backend: str = "auto") -> Tensor:
     """Exact product of two INT8 matrices.
 
@@ -148,7 +166,7 @@ def int8_mm(a_NK: Tensor, b_KM: Tensor, backend: str = "auto") -> Tensor:
         a_NK: Codes, int8, shape (N, K).
         b_KM: Codes, int8, shape (K, M).
         backend: ``"auto"``, ``"compiled"`` (integer hardware or an error) or ``"reference"`` (float arithmetic on
-            integer values: FP32 up to 1040 terms, where every partial sum is exact, FP64 beyond).
+            integer values: FP32, of more than 1040 terms in blocks, because their partial sums are exact).
 
     Returns:
         int32, shape (N, M).
@@ -164,7 +182,7 @@ def int8_mm(a_NK: Tensor, b_KM: Tensor, backend: str = "auto") -> Tensor:
             f"backend 'compiled': {a_NK.device} has no exact INT8 product; use 'auto' or 'reference'"
         )
     if not native:
-        return _float_product(a_NK, b_KM)
+        return _float_product(a_NK, b_KM).to(torch.int32)
     return (_cuda_product if a_NK.device.type == "cuda" else _cpu_product)(a_NK, b_KM)
 
 
@@ -177,12 +195,13 @@ def int8_bmm(a_BNK: Tensor, b_BKM: Tensor, backend: str = "auto") -> Tensor:
     columns = b_BKM.shape[2]
     if min(a_BNK.numel(), b_BKM.numel()) == 0:
         return torch.zeros((batch, rows, columns), dtype=torch.int32, device=a_BNK.device)
-    if backend == "reference":
-        return _float_product(a_BNK, b_BKM)
+    native = has_native_product(a_BNK.device)
+    if backend == "reference" or (backend == "auto" and not native):
+        return _float_product(a_BNK, b_BKM).to(torch.int32)
     if a_BNK.device.type == "cuda" and terms <= _FP32_EXACT_TERMS and backend == "auto":
         product = torch.bmm(a_BNK.to(torch.float16), b_BKM.to(torch.float16), out_dtype=torch.float32)
         return product.to(torch.int32)
-    if a_BNK.device.type == "cpu" and has_native_product(a_BNK.device):
+    if a_BNK.device.type == "cpu" and native:
         sums = torch.empty((batch, rows, columns), dtype=torch.int32)
         for a_NK, b_KM, out_NM in zip(a_BNK, b_BKM, sums, strict=True):
             _cpu_product(a_NK, b_KM, out_NM)
@@ -209,6 +228,14 @@ def _patch_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], bac
         sums = int8_mm(rows, weight_group.reshape(weight_group.shape[0], -1).t(), backend)
         outputs.append(sums.view(x.shape[0], *spatial, -1).movedim(-1, 1))
     return outputs[0] if groups == 1 else torch.cat(outputs, 1)
+
+
+def convolution_sums(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str = "auto") -> Tensor:
+    """`exact_convolution`; sums of FP32 arithmetic stay in FP32 where they are exact."""
+    if x.device.type == "cpu" and backend != "compiled" and weight[0].numel() <= _FP32_EXACT_TERMS:
+        # Rounded, because some FP32 convolutions on processors are computed by transforms.
+        return torch.convolution(x.to(torch.float32), weight.to(torch.float32), None, *geometry).round_()
+    return exact_convolution(x, weight, geometry, backend)
 
 
 def exact_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str = "auto") -> Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         quantize_fp8,
         quantize_int8,
     )
-    from qsync_opt.kernels.quantize.random_bits import signed, stepped_key, stream_key
+    from qsync_opt.kernels.quantize.random_bits import random_words, signed, stepped_key, stream_key
     from qsync_opt.kernels.quantize.weight_cache import cached_bytes, clear_weights, once_per_step
 else:
     __getattr__, __dir__ = lazy(__name__)
@@ -39,6 +39,6 @@ __all__ = [
     "BLOCK", "E4M3", "E5M2", "FORMATS", "GRANULARITIES", "INT8", "INT8_MAX", "PRECISIONS", "ROUNDINGS", "UNIT",
     "Quantized", "QuantizedMatrix", "amax", "cached_bytes", "clear_weights", "dequantize", "dequantize_matrix",
     "drawing", "format_of", "once_per_step", "plain_by_amax", "quantize_by_amax", "quantize_fp8", "quantize_int8",
-    "quantize_matrix", "quantize_unchecked", "scale_from", "signed", "spread", "stepped_key",
+    "quantize_matrix", "quantize_unchecked", "random_words", "scale_from", "signed", "spread", "stepped_key",
     "stream_key",
 ]  # fmt: skip

@@ -81,7 +81,9 @@ class _Commands(TyperGroup):
             target, description = GROUPS[cmd_name]
             holder.add_typer(_load(target), name=cmd_name, help=description)
         elif (system := _systems().get(cmd_name)) is not None:
-            holder.add_typer(_load(system.commands), name=cmd_name, help=system.description)
+            from qsync_opt.cli.systems import system_commands
+
+            holder.add_typer(system_commands(system), name=cmd_name, help=system.description)
         elif ctx.resilient_parsing:  # a shell asks for completions
             return None
         else:
@@ -115,7 +117,11 @@ class _Commands(TyperGroup):
 def _systems() -> dict[str, Any]:
     from qsync_opt.systems import systems
 
-    return {name: system for name, system in systems().items() if system.commands}
+    return {
+        name: system
+        for name, system in systems().items()
+        if name != "training" and (system.commands or system.plan_format)
+    }
 
 
 def _load(target: str) -> Any:

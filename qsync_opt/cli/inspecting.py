@@ -226,6 +226,12 @@ def diff(
 def _print_difference(difference: PlanDifference, shown: int | None) -> None:
     if difference.first.problem != difference.second.problem:
         print(f"note: the plans are for {difference.first.problem!r} and {difference.second.problem!r}")
+    if not difference.shared:
+        print("note: the plans have no operator in common, so they are of different models")
+    elif difference.one_sided:
+        print(
+            f"note: {difference.one_sided} of the operators are in one plan only: the plans may be of different models"
+        )
     for device, changes in difference.changes.items():
         if not changes:
             print(f"{device}: no change")

@@ -72,6 +72,10 @@ def doctor(
     return EXIT_OK if healthy else EXIT_UNHEALTHY
 
 
+_IN_HALF = ("product", "attention")
+"""Kinds of operators whose kernels are in 16 bits."""
+
+
 def _print_findings(findings: tuple[Finding, ...]) -> None:
     width = max(len(finding.name) for finding in findings)
     area = None
@@ -82,7 +86,7 @@ def _print_findings(findings: tuple[Finding, ...]) -> None:
         text = "; ".join(part for part in (finding.detail, finding.advice) if part)
         print(f"  {_SIGNS[finding.health]} {finding.name.ljust(width)}  {text}")
         for kind, kernel in finding.data.get("kernels", {}).items():
-            print(f"          8-bit {kind}: {kernel}")
+            print(f"          {'16-bit' if kind in _IN_HALF else '8-bit'} {kind}: {kernel}")
 
 
 def demo(

@@ -9,12 +9,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from qsync_opt.errors import ProblemError, QSyncError
 from qsync_opt.io.files import read_text, write_text
 
+T = TypeVar("T")
 EXTENSION_PREFIX = "x-"
 """Begins keys that are kept and never interpreted."""
 
@@ -51,6 +52,19 @@ def read_json(
     """
     text = read_text(path, "JSON", LARGEST_JSON_BYTES, error=error)
     return parse_json(text, formats, where=os.fspath(path), error=error, again=again)
+
+
+def load_file(path: str | os.PathLike[str], readers: Mapping[str, Callable[[Any], T]]) -> T:
+    """Read a JSON file and build what it describes; ``readers`` maps each accepted ``"format"`` to a builder.
+
+    Raises:
+        ProblemError: As `read_json` says, or the builder refuses the data; the text names the file.
+    """
+    data = read_json(path, readers)
+    try:
+        return readers[data["format"]](data)
+    except ProblemError as failure:
+        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
 
 
 def parse_json(

@@ -10,11 +10,13 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.model.graph import (
         DTYPE_BYTES,
+        HasGraph,
         Operator,
         OpGraph,
         ParameterSpec,
         Role,
         TensorSpec,
+        graph_of,
         graph_to_json,
         load_graph,
         parse_graph,
@@ -41,7 +43,7 @@ else:
 
 __all__ = [
     "ADJUSTABLE", "ATEN_PRODUCTS", "ATTENTION", "BYTE_MASKS", "DTYPE_BYTES", "INDEX_MASKS", "LOOKUPS", "PRODUCTS",
-    "ROLE_TABLE", "SAVES_NOTHING", "SAVES_OUTPUT", "OpGraph", "Operator", "ParameterSpec", "Role", "RoleTable",
-    "TensorSpec", "WeightStatistics", "base_kind", "decide_role", "graph_to_json", "load_graph", "parse_graph",
-    "save_graph", "weight_statistics",
+    "ROLE_TABLE", "SAVES_NOTHING", "SAVES_OUTPUT", "HasGraph", "OpGraph", "Operator", "ParameterSpec", "Role",
+    "RoleTable", "TensorSpec", "WeightStatistics", "base_kind", "decide_role", "graph_of", "graph_to_json",
+    "load_graph", "parse_graph", "save_graph", "weight_statistics",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from qsync_opt.errors import ModelError
 from qsync_opt.io import Fields, Json, decode, encode, parse_json, read_json, write_json
@@ -266,6 +266,30 @@ class OpGraph(Displayed, Tabular):
             for o in self.operators
         ]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+@runtime_checkable
+class HasGraph(Protocol):
+    """Anything that holds an operator graph, such as a captured model."""
+
+    @property
+    def graph(self) -> OpGraph:
+        """The operators."""
+
+
+def graph_of(source: OpGraph | HasGraph) -> OpGraph:
+    """The operator graph that is meant: the graph itself, or that of a captured model.
+
+    Raises:
+        ModelError: It is neither.
+    """
+    graph = source if isinstance(source, OpGraph) else getattr(source, "graph", None)
+    if not isinstance(graph, OpGraph):
+        raise ModelError(
+            f"graph is a {type(source).__name__}: an operator graph or a captured model is needed, as capture(...) or "
+            "capture_model(...) returns it"
+        )
+    return graph
 
 
 FORMAT = "qsync-graph/1"

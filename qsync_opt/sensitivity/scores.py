@@ -14,15 +14,16 @@ makes FP16 worse than BF16.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.io import check_integer, check_number
-from qsync_opt.model import Operator, OpGraph, Role
+from qsync_opt.model import HasGraph, Operator, OpGraph, Role, graph_of
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.sensitivity.propagation import Propagation, operand_edges, ratio
 from qsync_opt.sensitivity.rectifiers import Rectifiers
@@ -46,10 +47,18 @@ from qsync_opt.sensitivity.statistics import (
 from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
 
 
+class HasFormats(Protocol):
+    """Anything that holds the precisions of a device with their border formats, such as its profile."""
+
+    @property
+    def formats(self) -> Mapping[str, PrecisionFormats]:
+        """Border formats by precision."""
+
+
 def sensitivities(
-    graph: OpGraph,
+    graph: OpGraph | HasGraph,
     statistics: ModelStatistics,
-    device_formats: Mapping[str, PrecisionFormats],
+    device_formats: Mapping[str, PrecisionFormats] | HasFormats,
     *,
     options: NoiseOptions | None = None,
     kind: IndicatorKind | None = None,
@@ -60,9 +69,9 @@ def sensitivities(
     """Sensitivity of every adjustable operator at every precision of a device.
 
     Args:
-        graph: The model.
+        graph: The model: its graph, or as captured.
         statistics: Collected from it.
-        device_formats: The device's precisions with their border formats.
+        device_formats: The device's precisions with their border formats, or its profile, which has them.
         options: How the runtime rounds.
         kind: How noise is weighed; None is ``probed`` if the statistics hold gains, else ``progress`` if they hold
             adaptive ones, else ``propagated``. The table names the kind.
@@ -70,6 +79,8 @@ def sensitivities(
         seed: For ``kind="random"`` only.
         horizon: Weight of the gradient's variance against the immediate increase of the loss, for ``kind="loss"`` only;
             see ``noise_horizon``. At 0 only the immediate increase counts.
+
+    An operator that runs under ``torch.no_grad`` cannot be probed; for it alone, the propagated score stands in.
 
     Returns:
         Squared gradient units per training step of one worker (the baselines: ``kind.unit``). With gradients averaged
@@ -83,6 +94,13 @@ def sensitivities(
     Source: purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
     """
     check_number(gamma, "gamma", error=UnsupportedError)
+    graph = graph_of(graph)
+    device_formats = getattr(device_formats, "formats", device_formats)
+    if not isinstance(device_formats, Mapping):
+        raise UnsupportedError(
+            f"device_formats is a {type(device_formats).__name__}: needed are a profile, or its formats (precision to "
+            "border formats)"
+        )
     _check_model(graph, statistics)
     horizon = _check_horizon(horizon)
     kind = _checked_kind(kind, graph, statistics)
@@ -197,14 +215,17 @@ class _Scorer:
     horizon: float
 
     def __post_init__(self) -> None:
-        if self.kind is IndicatorKind.PROPAGATED:
-            self._propagation = Propagation(self.graph, self.statistics)
-        elif self.kind is IndicatorKind.DEPTH:
+        self._ratios: dict[str, float] = {}
+        if self.kind is IndicatorKind.DEPTH:
             # True distances, not QSync's layers, so that a residual shortcut does not make an operator shallow.
             self._to_input, self._to_loss = self.graph.distances_to_input(), self.graph.distances_to_loss()
         elif self.kind in (IndicatorKind.PROBED, IndicatorKind.LOSS, IndicatorKind.PROGRESS):
             is_adaptive = self.kind is IndicatorKind.PROGRESS
             self._rectifiers = Rectifiers(self.graph, self.statistics, adaptive=is_adaptive)
+
+    @functools.cached_property
+    def _propagation(self) -> Propagation:
+        return Propagation(self.graph, self.statistics)
 
     def __call__(self, operator: Operator, precision: str, formats: PrecisionFormats) -> OperatorSensitivity:
         statistics = self.statistics[operator.name]
@@ -215,10 +236,10 @@ class _Scorer:
             case IndicatorKind.DEPTH:
                 parts = self._by_depth(operator, statistics, results)
             case IndicatorKind.PROBED | IndicatorKind.PROGRESS:
-                parts = self._probed(statistics, precision, formats, results)
+                parts = self._probed(operator, precision, formats, results)
             case IndicatorKind.LOSS:
                 # The immediate increase of the loss arises in the forward pass; the rest is the cost of gradient noise.
-                probed = self._probed(statistics, precision, formats, results)
+                probed = self._probed(operator, precision, formats, results)
                 parts = _Parts(*(self.horizon * part for part in probed))
                 parts = parts._replace(forward=_fisher_score(statistics, results) + parts.forward)
             # A baseline's value counts where its noise arises: in the weights (own) or in the forward pass.
@@ -255,8 +276,32 @@ class _Scorer:
         forward = self.gamma * self._to_loss[operator.name] * results.output.total
         return _Parts(depth * own, depth * (gradients - own), forward)
 
+    def _gains(self, statistics: OperatorStatistics) -> Mapping[str, Gain]:
+        return statistics.adaptive_gains if self.kind is IndicatorKind.PROGRESS else statistics.gains
+
+    def _by_formula(
+        self, operator: Operator, precision: str, formats: PrecisionFormats, results: OperatorVariances
+    ) -> _Parts:
+        """The propagated score of an operator that could not be probed, as it runs without gradients.
+
+        In the unit of the indicator ``progress`` it is scaled by the ratio of both scores, summed over the others.
+        """
+        parts = self._propagated(operator, self.statistics[operator.name], results)
+        if self.kind is not IndicatorKind.PROGRESS or not any(parts):
+            return parts
+        if precision not in self._ratios:
+            probed = formula = 0.0
+            for other in self.graph.by_role(Role.ADJUSTABLE):
+                statistics = self.statistics[other.name]
+                if statistics.adaptive_gains and overflow_reason(statistics, precision, formats) is None:
+                    own = variances(statistics, precision, formats, self.options)
+                    probed += sum(self._probed(other, precision, formats, own)[:3])
+                    formula += sum(self._propagated(other, statistics, own)[:3])
+            self._ratios[precision] = ratio(probed, formula)
+        return _Parts(*(self._ratios[precision] * part for part in parts))
+
     def _probed(
-        self, statistics: OperatorStatistics, precision: str, formats: PrecisionFormats, results: OperatorVariances
+        self, operator: Operator, precision: str, formats: PrecisionFormats, results: OperatorVariances
     ) -> _Parts:
         """The probed total, which is exact to first order for independent errors, split by direction.
 
@@ -264,7 +309,10 @@ class _Scorer:
         by as much as their measured error exceeds that of independent errors, the total grows. The 16-bit rounding of
         8-bit operands when the backward pass reads them is left out: it is below a thousandth.
         """
-        gains = statistics.adaptive_gains if self.kind is IndicatorKind.PROGRESS else statistics.gains
+        statistics = self.statistics[operator.name]
+        gains = self._gains(statistics)
+        if not gains:
+            return self._by_formula(operator, precision, formats, results)
         flips = self._rectifiers.variance({statistics.name: results.output.total})
         noise = element_noise(statistics, precision, formats, self.options)
         effects = {name: _weighed(parts, gains[name]) if name in gains else 0.0 for name, parts in noise.items()}

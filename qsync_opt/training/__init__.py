@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         memory_timeline,
     )
     from qsync_opt.training.pareto import GAPS, Front, FrontCache, front_key, pareto_front
-    from qsync_opt.training.plan import Plan, load_plan, plan_from_json, uniform_plan
+    from qsync_opt.training.plan import Plan, load_plan, uniform_plan
     from qsync_opt.training.planner import Answer, FastestPlan, Solution, SolveOptions, fastest, solve
     from qsync_opt.training.pricing import problem_inputs, problem_role, uniform_precisions
     from qsync_opt.training.problem import (
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
         ProblemDevice,
         ProblemOperator,
         load_problem,
-        problem_from_json,
     )
     from qsync_opt.training.profile_choice import (
         ChoiceMethod,
@@ -97,7 +96,7 @@ __all__ = [
     "follow_inputs", "front_key", "gradient_buckets", "gradient_users", "identical_blocks", "interval_problem",
     "iteration_interval", "iteration_time", "load_plan", "load_problem", "memory_breakdown", "memory_timeline",
     "merge_by_operator", "merge_groups", "operator_buckets", "operator_intervals", "overview", "pareto_front",
-    "plan_from_json", "plan_regret", "precisions_by_rank", "problem_from_json", "problem_inputs", "problem_role",
-    "profile_groups", "propagate", "relative_gap", "replan", "replay", "solve", "trace_json", "uniform_choices",
-    "uniform_plan", "uniform_precisions", "write_trace",
+    "plan_regret", "precisions_by_rank", "problem_inputs", "problem_role", "profile_groups", "propagate",
+    "relative_gap", "replan", "replay", "solve", "trace_json", "uniform_choices", "uniform_plan",
+    "uniform_precisions", "write_trace",
 ]  # fmt: skip

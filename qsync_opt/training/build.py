@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
 
-from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
+from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, load_cluster
 from qsync_opt.costs import DeviceProfile, MeasuredCost, estimate_extras, load_profile
 from qsync_opt.costs.learned import at_quantile, has_intervals, with_times
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_number
-from qsync_opt.model import OpGraph, Role
+from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
 from qsync_opt.numerics import FORMATS, PrecisionFormats
 from qsync_opt.sensitivity import SensitivityTable, SensitivityValues
 from qsync_opt.training.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
@@ -39,10 +40,10 @@ _UNLIMITED_KIB = 2**50
 
 
 def build_problem(
-    graph: OpGraph,
+    graph: OpGraph | HasGraph,
     profiles: Mapping[str, DeviceProfile],
     sensitivities: Sensitivities,
-    cluster: Cluster,
+    cluster: Cluster | str | os.PathLike[str],
     *,
     slack: float = 0.0,
     cast_sharing: str = "edge",
@@ -55,12 +56,12 @@ def build_problem(
     """Build the precision-allocation problem of a model on a cluster.
 
     Args:
-        graph: The model.
+        graph: The model: its graph, or as captured.
         profiles: Profile per device type; where one is missing, the path in the cluster file is read.
         sensitivities: For each adjustable operator and precision the sensitivity of one worker; it is multiplied by
             the count of the type, because the gradient's variance adds up over workers. FP32 may be left out (0).
             Precisions that a `SensitivityTable` or `SensitivityValues` excludes are not planned.
-        cluster: Device types and network.
+        cluster: Device types and network, or the path of a cluster file.
         slack: Lengthens the iteration time of the fastest plan to the latency limit (0.1: by ten percent).
         cast_sharing: ``"edge"`` or ``"producer"``, how the runtime casts an output with several users.
         buckets: How DistributedDataParallel groups gradients.
@@ -85,6 +86,13 @@ def build_problem(
         `qsync_opt.training.memory`, launches by `qsync_opt.training.pricing`.
     """
     check_number(slack, "slack")
+    graph = graph_of(graph)
+    if isinstance(cluster, str | os.PathLike):
+        cluster = load_cluster(cluster)
+    if not isinstance(cluster, Cluster):
+        raise ProblemError(f"cluster is a {type(cluster).__name__}: a Cluster or the path of a cluster file is needed")
+    _check_mapping("profiles", profiles, "DeviceProfile by device type, as {'T4': profile(...)}")
+    _check_mapping("sensitivities", sensitivities, "table, as sensitivities(...) returns it")
     by_device = by_device or {}
     for name in by_device:
         cluster.device(name)  # sensitivities for a type that the cluster lacks are a misspelling
@@ -142,6 +150,11 @@ def build_problem(
     if latency_limit_ns is not None:
         return problem
     return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack))
+
+
+def _check_mapping(name: str, value: object, needed: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ProblemError(f"{name} is a {type(value).__name__}: needed is a {needed}")
 
 
 def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cluster) -> dict[str, DeviceProfile]:

@@ -43,6 +43,16 @@ class PlanDifference:
         """True if no operator changes on any device type."""
         return not any(self.changes.values())
 
+    @property
+    def shared(self) -> int:
+        """How many operators both plans name, on whatever device types."""
+        return len(_names(self.first) & _names(self.second))
+
+    @property
+    def one_sided(self) -> int:
+        """How many operators one plan names and the other does not."""
+        return len(_names(self.first) ^ _names(self.second))
+
     def counts(self, device: str) -> dict[tuple[str | None, str | None], int]:
         """How many decided operators of a device type change between each two precisions."""
         return dict(Counter((c.before, c.after) for c in self.changes[device] if c.decided))
@@ -58,6 +68,10 @@ class PlanDifference:
             "devices": {device: [encode(change) for change in changes] for device, changes in self.changes.items()},
             "cost": cost,
         }
+
+
+def _names(plan: Plan) -> set[str]:
+    return {name for chosen in plan.devices.values() for name in chosen}
 
 
 def compare_plans(first: Plan, second: Plan, problem: Problem | None = None) -> PlanDifference:

@@ -16,9 +16,9 @@ from qsync_opt.io import (
     decode,
     encode,
     freeze,
+    load_file,
     merge_extras,
     near_match,
-    read_json,
     split_extras,
     write_json,
 )
@@ -51,6 +51,12 @@ class Plan(Displayed, Tabular):
         check_fields(self, "plan")
         freeze(self, "devices", depth=2)
         freeze(self, "extras", *(() if self.solution is None else ("solution",)))
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "plan") -> Plan:
+        """The plan that the JSON data of a plan file describe; ``where`` names the data in errors."""
+        clean, extras = split_extras(data)
+        return decode(cls, clean, where, version=PLAN_FORMAT, extras=extras)
 
     def resolve(self, problem: Problem) -> dict[str, dict[str, str]]:
         """Device to operator to precision, in the problem's order, with dependent and fixed operators recomputed.
@@ -110,21 +116,12 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a plan file.
 
     Raises:
-        ProblemError: The file is missing, truncated, of another format version, or holds anything but a plan.
+        ProblemError: The file is missing, truncated, of another format version, or holds anything but a plan; one
+            line that names the file, the place and what is allowed.
 
     Source: the plan file format of this package, "qsync-plan/1".
     """
-    data = read_json(path, (PLAN_FORMAT,))
-    try:
-        return plan_from_json(data)
-    except ProblemError as failure:
-        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
-
-
-def plan_from_json(data: Any, where: str = "plan") -> Plan:
-    """Build a `Plan` from the JSON data of a plan file; see `load_plan`. ``where`` names the data in errors."""
-    clean, extras = split_extras(data)
-    return decode(Plan, clean, where, version=PLAN_FORMAT, extras=extras)
+    return load_file(path, {PLAN_FORMAT: Plan.from_json})
 
 
 def _some(names: list[str]) -> str:

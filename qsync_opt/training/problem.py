@@ -25,9 +25,9 @@ from qsync_opt.io import (
     decode,
     encode,
     freeze,
+    load_file,
     merge_extras,
     near_match,
-    read_json,
     split_extras,
     write_json,
 )
@@ -361,6 +361,12 @@ class Problem(Displayed, Tabular):
         """The operators that a plan decides on, in forward order."""
         return tuple(operator for operator in self.operators if operator.role is Role.ADJUSTABLE)
 
+    @classmethod
+    def from_json(cls, data: Any) -> Problem:
+        """The problem that the JSON data of a problem file describe."""
+        clean, extras = split_extras(data)
+        return decode(cls, clean, "problem", version=PROBLEM_FORMAT, extras=extras)
+
     def to_json(self) -> dict[str, Any]:
         """The problem as plain JSON data, extension keys included."""
         return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
@@ -379,14 +385,4 @@ def load_problem(path: str | os.PathLike[str]) -> Problem:
 
     Source: the problem file format of this package, "qsync-problem/1".
     """
-    data = read_json(path, (PROBLEM_FORMAT,))
-    try:
-        return problem_from_json(data)
-    except ProblemError as failure:
-        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
-
-
-def problem_from_json(data: Any) -> Problem:
-    """Build a `Problem` from the JSON data of a problem file; see `load_problem`."""
-    clean, extras = split_extras(data)
-    return decode(Problem, clean, "problem", version=PROBLEM_FORMAT, extras=extras)
+    return load_file(path, {PROBLEM_FORMAT: Problem.from_json})

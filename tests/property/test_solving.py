@@ -17,8 +17,6 @@ from qsync_opt.training import (
     TerminationStatus,
     evaluate,
     fastest,
-    plan_from_json,
-    problem_from_json,
     solve,
 )
 
@@ -231,12 +229,12 @@ def test_json_round_trips(problem, seed):
     extras = {("x-note",): [1, {"a": None}], ("operators", "op0", "x-id"): seed}
     problem = replace(problem, extras=extras)
     text = json.dumps(problem.to_json())
-    again = problem_from_json(parse_json(text, ["qsync-problem/1"], where="text"))
+    again = Problem.from_json(parse_json(text, ["qsync-problem/1"], where="text"))
     assert isinstance(again, Problem)
     assert again == problem
     assert json.dumps(again.to_json()) == text
     plan = random_plan(random.Random(seed), problem)
-    assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 @given(problem=problems)

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/random_words.cuh"
+
 namespace qsync {
 
 enum class Format : int { kInt8 = 0, kE4M3 = 1, kE5M2 = 2 };
@@ -22,10 +24,8 @@ constexpr float largest() {
 }
 
 constexpr float kSmallestNormal = 1.17549435e-38f;
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kMultiplier1 = 0xBF58476D1CE4E5B9ull;
 constexpr uint64_t kMultiplier2 = 0x94D049BB133111EBull;
-constexpr uint64_t kWordMultiplier = 0xD6E8FEB86659FD93ull;
 
 // Key of a call and, on the card, the step that is mixed into it (null: none).
 struct Stream {
@@ -39,16 +39,6 @@ __device__ __forceinline__ uint64_t stream_key(Stream stream) {
   v = (v ^ (v >> 30)) * kMultiplier1;
   v = (v ^ (v >> 27)) * kMultiplier2;
   return v ^ (v >> 31);
-}
-
-// Counter of word `index` of a stream; the next word's is kGolden more.
-__device__ __forceinline__ uint64_t counter(uint64_t key, uint64_t index) { return key + index * kGolden; }
-
-// The word of a counter; its four 16-bit lanes belong to elements 4 index .. 4 index + 3.
-__device__ __forceinline__ uint64_t random_word(uint64_t w) {
-  w = (w ^ (w >> 32)) * kWordMultiplier;
-  w = (w ^ (w >> 32)) * kWordMultiplier;
-  return w ^ (w >> 32);
 }
 
 // The largest of two magnitudes, NaN if one is NaN.

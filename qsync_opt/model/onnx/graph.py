@@ -16,7 +16,7 @@ from operator import or_
 
 from qsync_opt.errors import ModelError
 from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec, parse_graph
-from qsync_opt.model.roles import ROLE_TABLE, RoleTable, decide_role
+from qsync_opt.model.roles import ATEN_PRODUCTS, ROLE_TABLE, RoleTable, decide_role
 
 AttributeValue = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
 
@@ -108,6 +108,9 @@ def _check_products(graph: OpGraph, nodes: dict[str, list[OnnxNode]], model: Onn
         # Products of other kinds are decomposed in different ways.
         if ROLE_TABLE.get(operator.op_type) is not Role.ADJUSTABLE:
             continue
+        # Exporters drop what only buffers or nobody reads.
+        if not nodes[operator.name]:
+            continue
         # The library chooses the order of contracting three tensors or more, and so the operations.
         if operator.op_type == "einsum" and sum(spec.is_floating for spec in operator.input_specs) > 2:
             continue
@@ -162,7 +165,7 @@ class _Builder:
         self.unknown: set[str] = set()
         self._model = model
         self._roles = roles
-        self._groups = _grouped(model.nodes)
+        self._groups = _grouped(model)
         self._producers: dict[str, str] = {}
         # Values that do not depend on the inputs; results computed from them are FP32 under every plan.
         self._constants = set(model.states)
@@ -186,7 +189,7 @@ class _Builder:
         return Operator(name=name, op_type="input", role=Role.FIXED, output_specs=(spec,), signature=signature)
 
     def _operator(self, name: str, nodes: Sequence[OnnxNode]) -> Operator:
-        kind, module = _kind_and_module(nodes)
+        kind, module = _kind_and_module(nodes, self._model)
         inner = {value for node in nodes for value in node.outputs}
         reads = [v for node in nodes for v in node.inputs if v and v not in inner]
         outputs = [v for v in inner if self._users[v] - {name} or v in self._model.outputs]
@@ -250,17 +253,17 @@ class _Builder:
         )
 
 
-def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
+def _grouped(model: OnnxModel) -> dict[str, list[OnnxNode]]:
     """Operator name to nodes: those of one torch call together, each without torch's metadata alone."""
     by_call: dict[str, list[OnnxNode]] = {}
-    for node in nodes:
+    for node in model.nodes:
         by_call.setdefault(node.metadata.get(_CALL_KEY, f"\0{node.outputs}"), []).append(node)
-    order = {id(node): position for position, node in enumerate(nodes)}
+    order = {id(node): position for position, node in enumerate(model.nodes)}
     groups: dict[str, list[OnnxNode]] = {}
     occurrences: Counter[str] = Counter()
     # Ordered by last nodes, because constants shared with a later group come early.
     for members in sorted(by_call.values(), key=lambda members: order[id(members[-1])]):
-        kind, module = _kind_and_module(members)
+        kind, module = _kind_and_module(members, model)
         base = f"{module}/{kind}" if module else kind
         if _CALL_KEY not in members[0].metadata:
             base = members[0].name
@@ -269,22 +272,44 @@ def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
     return groups
 
 
-def _kind_and_module(nodes: Sequence[OnnxNode]) -> tuple[str, str]:
-    """Kind of operator and module path, from torch's metadata if present, else from the node's type."""
+def _kind_and_module(nodes: Sequence[OnnxNode], model: OnnxModel) -> tuple[str, str]:
+    """Kind of operator and module path, from torch's metadata if present, else from the node's type.
+
+    With metadata they are those that capture gives the operator, so that a plan of the file fits the model.
+    """
     first = nodes[0]
     target = _TARGET.search(first.metadata.get(_CALL_KEY, ""))
     if target is None:
         return first.kind, ""
     parts = target[1].split(".")
     kind = parts[1] if parts[0] == "aten" else parts[-1] if parts[0] == "operator" else ".".join(parts[:-1])
-    if ROLE_TABLE.get(kind) is not Role.ADJUSTABLE:
-        # Graph optimizers fuse products into calls of other kinds, such as a normalization and its convolution.
-        kind = next((node.kind for node in nodes if ROLE_TABLE.get(node.kind) is Role.ADJUSTABLE), kind)
     try:
         scopes = ast.literal_eval(first.metadata.get(_SCOPES_KEY, "[]"))
     except (SyntaxError, ValueError):
         scopes = []
-    return kind, str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""
+    module = str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""
+    product = next((node for node in nodes if ROLE_TABLE.get(node.kind) is Role.ADJUSTABLE), None)
+    if product is None or kind in ATEN_PRODUCTS or ROLE_TABLE.get(kind) is Role.ADJUSTABLE:
+        return kind, module
+    # Exporters decompose convolutions (aten.convolution); optimizers fuse products into calls of other kinds and
+    # modules, such as a convolution into the normalization after it. The weight tells whose product it is.
+    weight = next((value for value in product.inputs[1:2] if value in model.states), None)
+    if kind != "convolution" and weight is not None and "." in weight:
+        module = weight.rpartition(".")[0]
+    return _torch_kind(product, model), module
+
+
+_TORCH_KINDS = {
+    "MatMul": "matmul", "Gemm": "linear", "Einsum": "einsum", "Attention": "scaled_dot_product_attention"
+}  # fmt: skip
+
+
+def _torch_kind(product: OnnxNode, model: OnnxModel) -> str:
+    """Torch's name for the kind of a product's node."""
+    weight = model.specs.get(product.inputs[1]) if len(product.inputs) > 1 else None
+    if product.kind in ("Conv", "ConvTranspose") and weight is not None and 3 <= len(weight.shape) <= 5:
+        return f"{'conv' if product.kind == 'Conv' else 'conv_transpose'}{len(weight.shape) - 2}d"
+    return _TORCH_KINDS.get(product.kind, product.kind)
 
 
 def _signature(kind: str, specs: Iterable[TensorSpec], attributes: Sequence[object]) -> str:

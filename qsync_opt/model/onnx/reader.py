@@ -37,6 +37,8 @@ _SHAPE_TEXT = """
 """
 _SHAPE_KINDS = frozenset(_SHAPE_TEXT.split())
 _OWN_DOMAINS = ("", "ai.onnx")
+# What exporters call every graph: torch by dynamo and by tracing, and the default of this package.
+_GENERIC_NAMES = frozenset({"", "main_graph", "torch_jit", "torch-jit-export", "onnx", "graph"})
 _STATE_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _DOUBLE = onnx.TensorProto.DOUBLE
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
@@ -53,7 +55,7 @@ def read_onnx(
     There is one operator per torch operation where the metadata has them, else one per node.
 
     ``roles`` None is the default table; files written by ``capture`` contain their roles and take none. ``name`` None
-    is the one in the model.
+    is the one in the model, or that of the file where exporters give all models the same.
 
     Raises:
         ModelError: No such file, not ONNX or truncated, a shape that is not fixed or not known, control flow, or
@@ -70,6 +72,8 @@ def read_onnx(
         raise ModelError(f"{where} has no nodes: a model with at least one operation is needed")
     proto = inline_functions(proto, where)
     _check_texts(proto, where)
+    if name is None and not isinstance(source, onnx.ModelProto) and proto.graph.name in _GENERIC_NAMES:
+        name = Path(source).stem
     model = _records(_with_shapes(proto, where), where, name)
     if GRAPH_KEY in model.metadata:
         if roles is not None:

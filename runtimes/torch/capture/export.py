@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import tempfile
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -158,7 +159,9 @@ def locating(model: nn.Module, what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{what} in {running[-1]}: {_reason(error)}") from error
+        raise ModelError(
+            f"{what} in {running[-1]}: {_reason(error)}{_place(error)}{_remedy(model, running[-1], error)}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -170,6 +173,37 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in _ESCAPES.sub("", str(error)).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+_OWN_FILES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the model's code that an exception came from, as an addition to its reason, else nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN_FILES)]
+    inside = [frame for frame in frames if not frame.filename.startswith("<") and "qsync_opt" not in frame.filename]
+    return f" (at {inside[-1].filename}:{inside[-1].lineno}: {inside[-1].line})" if inside else ""
+
+
+def _remedy(model: nn.Module, where: str, error: BaseException) -> str:
+    """What to do about a forward pass that depends on the data, as an addition to the reason, else nothing."""
+    text = f"{type(error).__name__} {error}"
+    if not any(word in text for word in ("DataDependent", "data-dependent", "PendingUnbacked", "unbacked")):
+        return ""
+    config = getattr(model, "config", None)
+    lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+    if getattr(config, "layerdrop", 0) and any("skip" in line or "drop" in line for line in lines):
+        return "; layers that are skipped at random cannot be captured: set model.config.layerdrop = 0"
+    if "Experts" in where or any("expert" in line.lower() for line in lines):
+        return (
+            "; experts that are chosen by branches cannot be captured: of Transformers' models "
+            'model.set_experts_implementation("batched_mm") computes them without'
+        )
+    return (
+        "; what depends on the data cannot be captured: take .item(), .tolist(), nonzero() and branches on tensors "
+        "out of the forward pass (torch.where instead of a branch), or call this part, such as the loss, outside of "
+        "the model"
+    )
 
 
 # Tensor methods that may return their own tensor.
@@ -248,12 +282,32 @@ def _one_tf32_setting() -> Iterator[None]:
                 part.fp32_precision = precision
 
 
+_CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+
+
 def export_onnx(program: Any) -> Any:
     """Return the ``torch.onnx.ONNXProgram`` of an exported program, without optimizations, which would fuse operators.
 
     Raises:
-        ModelError: An operation has no translation; the text has the exporter's reason and the module.
+        ModelError: An operation has no translation, or one with branches or loops only; the text has the exporter's
+            reason, the module and the line of the model's code.
     """
+    onnx_program = _translated(program)
+    functions = {(function.domain, function.name): function for function in onnx_program.model.functions.values()}
+    for node in onnx_program.model.graph:
+        inside = functions.get((node.domain, node.op_type), [])
+        if node.op_type in _CONTROL_FLOW or any(inner.op_type in _CONTROL_FLOW for inner in inside):
+            call = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
+            nodes = {f"%{n.name}": n for n in onnx_program.exported_program.graph.nodes}
+            origin = nodes.get(call.split(" ", 1)[0])
+            raise ModelError(
+                f"the ONNX form of {_where_of(origin)} has branches ({node.op_type}), which cannot be planned"
+                f"{_line_of(origin)}"
+            )
+    return onnx_program
+
+
+def _translated(program: Any) -> Any:
     try:
         with _quiet(), _one_tf32_setting():
             return torch.onnx.export(
@@ -264,12 +318,26 @@ def export_onnx(program: Any) -> Any:
                 custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: _attention},
             )
     except Exception as error:
-        where = _module_of_failure(program, error)
-        raise ModelError(f"the ONNX exporter stopped in {where}: {_reason(error)}") from error
+        node = _failed_node(program, error)
+        raise ModelError(f"the ONNX exporter stopped in {_where_of(node)}: {_reason(error)}{_line_of(node)}") from error
 
 
-def _module_of_failure(program: Any, error: BaseException) -> str:
-    """The module of the node that the exporter's messages name."""
+def _where_of(node: Any) -> str:
+    """The module of a node of the program."""
+    stack = None if node is None else node.meta.get("nn_module_stack")
+    return describe_module(*list(stack.values())[-1]) if stack else "the model"
+
+
+def _line_of(node: Any) -> str:
+    """File and line of the model's code that a node stems from, as an addition to a reason, else nothing."""
+    trace = "" if node is None else node.meta.get("stack_trace") or ""
+    lines = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', trace)
+    own = [line for line in lines if not line[0].startswith(_OWN_FILES)]
+    return f" (at {own[-1][0]}:{own[-1][1]}: {own[-1][2]})" if own else ""
+
+
+def _failed_node(program: Any, error: BaseException) -> Any:
+    """The node that the exporter's messages name, None if they name none."""
     nodes = {node.name: node for node in program.graph.nodes}
     cause: BaseException | None = error
     while cause is not None:
@@ -279,12 +347,10 @@ def _module_of_failure(program: Any, error: BaseException) -> str:
             arguments = (nodes[name] for name in _NODE.findall(failed[2]) if name in nodes)
             users = (user for argument in arguments for user in argument.users)
             node = nodes.get(failed[1]) or nodes.get(failed[1].lstrip("_")) or next(users, None)
-            stack = node.meta.get("nn_module_stack") if node is not None else None
-            if stack:
-                path, kind = list(stack.values())[-1]
-                return describe_module(path, kind)
+            if node is not None and node.meta.get("nn_module_stack"):
+                return node
         cause = cause.__cause__
-    return "the model"
+    return None
 
 
 def save_onnx(onnx_program: Any, path: Path) -> Path:

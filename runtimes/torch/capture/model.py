@@ -1,13 +1,15 @@
 """Captures a PyTorch model in training mode as an operator graph.
 
 The model runs once, is exported with torch.export and the dynamo exporter to ONNX, and the ONNX model is read back: its
-nodes carry the operators that they belong to, its metadata all operators, also those without a node. The model is left
-unchanged: mode, buffers and random state are restored.
+nodes carry the operators that they belong to, its metadata all operators, also those without a node. Where ONNX has no
+form of some operation, the exported program alone gives the graph: the operation is opaque, fixed in FP32. The model is
+left unchanged: mode, buffers and random state are restored.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import tempfile
@@ -28,7 +30,9 @@ from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program,
 from qsync_opt.runtimes.torch.capture.operators import Operators
 from qsync_opt.runtimes.torch.capture.program import flatten
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
-from qsync_opt.runtimes.torch.support import model_unchanged
+from qsync_opt.runtimes.torch.support import call_arguments, model_unchanged
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class CapturedModel:
 
 def capture_model(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
+    args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     roles: RoleTable | None = None,
@@ -56,25 +60,28 @@ def capture_model(
 
     Args:
         model: In FP32, on any device. In evaluation mode it is captured in training mode and then restored.
-        args: Positional arguments of the forward pass, as in training; shapes are fixed. Pass the labels too if the
-            model computes its loss.
+        args: Positional arguments of the forward pass as a tuple or list; or a batch as `auto_plan` takes it: a
+            mapping of keyword arguments, or the single argument. As in training; shapes are fixed. Pass the labels too
+            if the model computes its loss.
         kwargs: Keyword arguments of the forward pass.
         roles: The role table with changes; None: the built-in one.
         name: Of the graph; None: the class name of the model.
-        onnx_path: Where to keep the ONNX file, its weights beside it if large; None keeps none.
+        onnx_path: Where to keep the ONNX file, its weights beside it if large; None keeps none, and captures models
+            that ONNX has no form for.
 
     Returns:
         The graph, the exported program, and the call of each operator.
 
     Raises:
-        ModelError: The forward pass or an exporter fails (with the reason and the module where it stopped), a
+        ModelError: The forward pass or an exporter fails (with the reason, the module and the line where it stopped), a
             parameter is not FP32, or the exported model is not the one that runs.
 
     Source:
         Ours. The exporters are torch.export and torch.onnx.
     """
-    kwargs = kwargs or {}
-    _check_model(model, args)
+    _check_model(model)
+    args, named = call_arguments(args)
+    kwargs = {**named, **(kwargs or {})}
     with training_mode(model):
         seen = _run_once(model, args, kwargs)
         with model_unchanged(model):  # tracing replaces buffers that the forward pass assigns
@@ -88,7 +95,7 @@ def capture_model(
 
 def capture(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
+    args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     roles: RoleTable | None = None,
@@ -99,13 +106,9 @@ def capture(
     return capture_model(model, args, kwargs, roles=roles, name=name, onnx_path=onnx_path).graph
 
 
-def _check_model(model: nn.Module, args: Any) -> None:
+def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot capture a {type(model).__name__}: a torch.nn.Module is needed")
-    if not isinstance(args, tuple):
-        raise ModelError(
-            f"args is a {type(args).__name__}: a tuple of the forward pass's positional arguments is needed"
-        )
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             raise ModelError(
@@ -155,8 +158,17 @@ def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:
 
 
 def _through_onnx(program: Any, operators: Operators, path: str | os.PathLike[str] | None) -> OpGraph:
-    """Export to ONNX and read the file back, which checks its nodes against the operators."""
-    onnx_program = export_onnx(program)
+    """Export to ONNX and read the file back, which checks its nodes against the operators.
+
+    Without a path, a model that ONNX has no form for keeps the graph of the exported program.
+    """
+    try:
+        onnx_program = export_onnx(program)
+    except ModelError as failure:
+        if path is not None:
+            raise
+        _LOGGER.info("the graph is taken from torch.export alone, without a second look through ONNX: %s", failure)
+        return operators.graph
     model = onnx_program.model
     model.metadata_props[GRAPH_KEY] = json.dumps(graph_to_json(operators.graph), separators=(",", ":"))
     owners = _owners(onnx_program.exported_program, operators)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_few
 from qsync_opt.model import (
     ATEN_PRODUCTS,
     ROLE_TABLE,
@@ -36,6 +36,7 @@ from qsync_opt.runtimes.torch.capture.program import (
     module_path,
     tensor_spec,
     tensors_of,
+    unused_calls,
 )
 from qsync_opt.runtimes.torch.interception import operator_name
 
@@ -53,6 +54,7 @@ class Operators:
         graph: The operators, without ONNX nodes.
         calls: The call of each operator by its name.
         by_node: The operator of each program node.
+        unused: Operators of adjustable kinds whose result nobody reads; they are fixed.
 
     Raises:
         ModelError: A shape or element type cannot be planned, there are no operators, or a role pattern fits none.
@@ -62,7 +64,9 @@ class Operators:
         self.calls: dict[str, RecordedCall] = {}
         self.by_node: dict[str, str] = {}
         self._operators: list[Operator] = []
+        self.unused: list[str] = []
         self._unknown: set[str] = set()
+        self._unread = unused_calls(program)
         self._roles = roles
         self._flow = Dataflow(program, model)
         self._occurrences: Counter[tuple[str, str]] = Counter()
@@ -89,6 +93,12 @@ class Operators:
                 "RoleTable(by_type={...}) gives them a role",
                 stacklevel=4,
             )
+        if self.unused:
+            warnings.warn(
+                f"nothing reads the result of {first_few([repr(name) for name in self.unused])}: kept in FP32, as its "
+                "precision does not matter; a model without that part would save its time",
+                stacklevel=4,
+            )
 
     def _read(self, node: fx.Node) -> None:
         """Read the next node; one without a tensor result (an assertion, a size) is no operator."""
@@ -112,6 +122,9 @@ class Operators:
         reads = call.args[0][call.args[1] : call.args[1] + 1] if kind == "getitem" else tuple(call.tensors())
         outputs = tuple(tensor_spec(tensor, node) for tensor in tensors_of(node))
         role = self._role(node, kind, name, outputs)
+        if role is Role.ADJUSTABLE and node in self._unread:
+            role = Role.FIXED
+            self.unused.append(name)
         signature = call.signature(kind)
         trained = (str(read.state) for read in reads if read.is_parameter and read.requires_gradient)
         self._operators.append(

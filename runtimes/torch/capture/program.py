@@ -170,8 +170,8 @@ def is_in_place(node: fx.Node) -> bool:
 class Dataflow:
     """Reads, writes and gradients of an exported program, followed node by node in execution order."""
 
-    def __init__(self, program: Any, model: nn.Module) -> None:
-        self._states = _states(program, model)
+    def __init__(self, program: Any, model: nn.Module | None) -> None:
+        self._states = {} if model is None else _states(program, model)
         self._gradients: set[fx.Node] = set()
         self._roots: dict[fx.Node, fx.Node] = {}
         self._writers: dict[fx.Node, fx.Node] = {}
@@ -213,7 +213,9 @@ class Dataflow:
         """Follow the effects of a call: views, writes, gradients."""
         reads = self.reads(node)
         detached = node.meta.get(NO_GRADIENT) or "detach" in str(node.target)
-        if not detached and any(self.requires_gradient(read) for read in reads):
+        # None flows through integers, such as the indices of topk.
+        floating = [read for read in reads if any(map(is_floating, tensors_of(read)))]
+        if not detached and any(map(self.requires_gradient, floating)):
             self._gradients.add(node)
         if not reads:
             return
@@ -242,6 +244,32 @@ class Dataflow:
 
         described = tuple(describe(tensor) for tensor in tensors_of(node))
         return described if isinstance(node.meta["val"], (list, tuple)) else described[0]
+
+
+def unused_calls(program: Any) -> frozenset[fx.Node]:
+    """The calls whose results reach neither what the model returns nor its buffers, such as a pooler that nobody reads.
+
+    A call that writes into a tensor is used if any reader of the tensor is.
+    """
+    roots: dict[fx.Node, fx.Node] = {}
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    flow = Dataflow(program, None)
+    waiting: list[fx.Node] = [program.graph.output_node()]
+    for node in program.graph.nodes:
+        reads = flow.reads(node) if node.op == "call_function" else ()
+        if reads and (is_in_place(node) or flow.shares_memory(node)):
+            roots[node] = roots.get(reads[0], reads[0])
+            if is_in_place(node):
+                writers.setdefault(roots[node], []).append(node)
+                if roots[node].op == "placeholder":
+                    waiting.append(node)
+    used: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in used:
+            used.add(node)
+            waiting += [*node.all_input_nodes, *writers.get(roots.get(node, node), ())]
+    return frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in used)
 
 
 def _states(program: Any, model: nn.Module) -> dict[str, State]:

@@ -9,13 +9,6 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-    from qsync_opt.runtimes.torch.checkpoints.files import (
-        begin,
-        file_facts,
-        files_in,
-        finish,
-        write_manifest,
-    )
     from qsync_opt.runtimes.torch.checkpoints.resuming import (
         PlanState,
         RankState,
@@ -25,10 +18,11 @@ if TYPE_CHECKING:
         resume_plan,
     )
     from qsync_opt.runtimes.torch.checkpoints.state import join_state, split_state
+    from qsync_opt.runtimes.torch.checkpoints.storage import RankFile, Reader, WritePlan, plan_writes, write_file
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Checkpoints", "PlanState", "RankState", "begin", "decide", "file_facts", "files_in", "finish",
-    "in_present_order", "join_state", "plan_of_ranks", "resume_plan", "split_state", "write_manifest",
+    "Checkpoints", "PlanState", "RankFile", "RankState", "Reader", "WritePlan", "decide", "in_present_order",
+    "join_state", "plan_of_ranks", "plan_writes", "resume_plan", "split_state", "write_file",
 ]  # fmt: skip

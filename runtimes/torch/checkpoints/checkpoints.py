@@ -1,7 +1,7 @@
 """Checkpoints of a job under a plan: weights by the plain model's names, the plan, and the position of its rounding.
 
-Tensors are written by ``torch.distributed.checkpoint`` as safetensors, the rest is JSON: reading a checkpoint executes
-nothing.
+Tensors are safetensors, the rest is JSON: reading a checkpoint executes nothing. Every rank writes a share, and reads
+the boxes that it holds now, so that a checkpoint of any number of ranks, sharded or not, is loaded by any other.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import qsync_opt
-from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
-from qsync_opt.io import check_integer, decode, encode, read_json, write_json
-from qsync_opt.runtimes.torch.checkpoints.files import (
+from qsync_opt.checkpoints import (
     Manifest,
     begin,
     file_facts,
-    files_in,
     finish,
+    flush,
     restore,
     step_folder,
     steps_in,
     verify,
+    verify_chunks,
+    verify_sizes,
 )
+from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
+from qsync_opt.io import check_integer, decode, encode, read_json, write_json
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
     RankState,
     Resumed,
@@ -47,7 +49,18 @@ from qsync_opt.runtimes.torch.checkpoints.resuming import (
     require_same_operators,
     resume_plan,
 )
-from qsync_opt.runtimes.torch.checkpoints.state import JobState, Values
+from qsync_opt.runtimes.torch.checkpoints.staging import Background, Staging
+from qsync_opt.runtimes.torch.checkpoints.state import OPTIMIZER, JobState, Sizes, Values, sizes_of_old
+from qsync_opt.runtimes.torch.checkpoints.storage import (
+    RankFile,
+    Reader,
+    WritePlan,
+    WritePlanner,
+    bytes_of,
+    pieces_of,
+    saved_sizes,
+    write_file,
+)
 from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
     gather_json,
@@ -58,7 +71,7 @@ from qsync_opt.runtimes.torch.ddp import (
 )
 from qsync_opt.runtimes.torch.job import JobPlan
 
-CHECKPOINT_FORMAT = "qsync-checkpoint/1"
+OLD_FORMAT, CHECKPOINT_FORMAT = "qsync-checkpoint/1", "qsync-checkpoint/2"
 STATE = "state.json"
 _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,7 +80,8 @@ T = TypeVar("T")
 class Checkpoints:
     """Checkpoints of one job in one folder, which all its ranks can read and write.
 
-    Every rank creates one and calls :meth:`save` and :meth:`load` at the same places. A checkpoint has the
+    Every rank creates one and calls :meth:`save` (or :meth:`save_in_background`) and :meth:`load` at the same places. A
+    checkpoint has the
     ``state_dict`` of the model, the optimizers and other objects, the precisions of every rank with their hash, the
     position of its rounding in the random stream, and torch's random states of every rank. It has no gradients: save
     after the optimizer's step, not while they accumulate. Buffers that differ between ranks are saved as rank 0 has
@@ -97,12 +111,12 @@ class Checkpoints:
                 states must be equal on all ranks.
 
         Raises:
-            NotInstalledError: safetensors is missing.
+            NotInstalledError: xxhash is missing.
             ModelError: One of ``others`` has no ``state_dict``.
             ProblemError: ``keep`` is below 1.
         """
-        if importlib.util.find_spec("safetensors") is None:
-            raise NotInstalledError("safetensors is missing, which checkpoints need: pip install 'qsync-opt[torch]'")
+        if importlib.util.find_spec("xxhash") is None:
+            raise NotInstalledError("xxhash is missing, which checkpoints need: pip install 'qsync-opt[torch]'")
         check_integer(keep, "keep", minimum=1)
         for name, other in others.items():
             if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
@@ -115,6 +129,12 @@ class Checkpoints:
         self._state = JobState(model, optimizers, others)
         self._plan = plan
         self._keep = keep
+        self._optimizers = optimizers
+        self._planner = WritePlanner()
+        self._staging = Staging()
+        self._background = Background()
+        self._group: Any = None
+        self._hooks: list[Any] = []
 
     @property
     def steps(self) -> list[int]:
@@ -135,8 +155,73 @@ class Checkpoints:
             ModelError: Some state cannot be written to a file.
             NotReadyError: Another rank failed; the text repeats its error.
         """
+        self.wait()
+        job = self._begin(step)
+        file = job.file
+        self._commit(job, lambda: map(_on_cpu, () if file is None else pieces_of(file, job.tensors)))
+        return step_folder(self._folder, step)
+
+    def save_in_background(self, step: int) -> None:
+        """Begin a checkpoint of the state as it is now, and return while it is still copied and written.
+
+        Parameters and the optimizers' states are copied while the next forward and backward pass runs, which does not
+        change them; the copy ends before an optimizer's step begins. All else (buffers, random states, other objects)
+        is copied at once. The copy is then written on a thread. Host memory for one copy of what this rank writes is
+        kept for the next save (`staged_bytes`). A second call first waits for the first one's checkpoint.
+
+        Parameters may be changed by optimizers' steps only; before anything else changes them, call `wait`. Call it,
+        too, before the process group is destroyed.
+
+        Args:
+            step: Number of training steps done. A checkpoint of the same step is replaced.
+
+        Raises:
+            ProblemError: This checkpoint, or the one begun before, cannot be written; the older ones are unchanged.
+            ModelError: Some state cannot be written to a file.
+            NotReadyError: Another rank failed; the text repeats its error.
+        """
+        self.wait()
+        if self._group is None and world()[1] > 1:
+            # Training goes on beside the thread: their messages must not meet in one group.
+            self._group = dist.new_group(backend="gloo")
+        if not self._hooks:
+            self._hooks = [
+                optimizer.register_step_pre_hook(lambda *_: self._staging.finish()) for optimizer in self._optimizers
+            ]
+        job = self._begin(step)
+        names = [] if job.file is None else [name for name, _ in job.file.boxes]
+        parts = [] if job.file is None else list(pieces_of(job.file, job.tensors))
+        stable = self._state.changed_by_steps_only()
+        later = [name in stable or (bool(stable) and name.startswith(f"{OPTIMIZER}.")) for name in names]
+        together(lambda: self._staging.begin(parts, later))
+
+        def write() -> None:
+            try:
+                self._commit(job, self._staging.parts, self._group)
+            except BaseException as failure:
+                _LOGGER.error("%s", failure)  # noqa: TRY400 (it is raised again, with its trace, by wait)
+                raise
+
+        self._background.start(write)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that `save_in_background` began, if any.
+
+        Raises:
+            ProblemError: It cannot be written (for example, the disk is full); the older checkpoints are unchanged.
+            NotReadyError: Another rank failed; the text repeats its error.
+        """
+        self._background.wait()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory of this rank that `save_in_background` keeps."""
+        return self._staging.num_bytes
+
+    def _begin(self, step: int) -> _Job:
+        """Agree on a save, plan who writes what, and create the folder."""
         check_integer(step, "step")
-        rank, size = world()
+        rank, _ = world()
         tensors, values = together(lambda: self._state.collect(rank))
         require_agreement(
             "the step or the model to be saved",
@@ -144,39 +229,45 @@ class Checkpoints:
             "save the same model at the same step on all ranks",
         )
         ranks = self._ranks()
+        layout = self._planner.plan(tensors)
+        create = _attempting(step, lambda: None if rank else str(begin(self._folder, step)))
+        temporary = Path(broadcast_json(together(create)))
+        plan = plan_of_ranks(ranks)
+        state = _State(
+            step=step,
+            versions={"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
+            plan=None if plan is None else plan.to_json(),
+            digest=digest_of_ranks(ranks),
+            memory_bytes={} if self._plan is None else self._plan.memory_bytes,
+            ranks=tuple(ranks),
+            values=values,
+        )
+        return _Job(
+            step=step, temporary=temporary, tensors=tensors, state=state, layout=layout, file=layout.files[rank]
+        )
 
-        def attempt(work: Callable[[], T]) -> T:
-            def translated() -> T:
-                with _translated(f"the checkpoint of step {step} was not written"):
-                    return work()
+    def _commit(self, job: _Job, parts: Callable[[], Iterator[memoryview]], group: Any = None) -> None:
+        """Write this rank's part and, once all ranks have, publish the checkpoint."""
+        rank, _ = world()
 
-            return together(translated)
+        def write() -> dict[str, Any]:
+            facts = {}
+            if job.file is not None:
+                facts[job.file.name] = write_file(job.temporary, job.file, parts())
+            if rank == 0:
+                write_json(job.temporary / STATE, encode(job.state, version=CHECKPOINT_FORMAT))
+                flush(job.temporary / STATE)
+                facts |= file_facts(job.temporary, [STATE])
+            return encode(Manifest(files=facts))
 
-        temporary = Path(broadcast_json(attempt(lambda: None if rank else str(begin(self._folder, step)))))
+        written = gather_json(together(_attempting(job.step, write), group), group)
+        facts = {name: fact for part in written for name, fact in decode(Manifest, part, "rank").files.items()}
 
-        def write() -> None:
-            writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-            save(tensors, storage_writer=writer, no_dist=size == 1)
-            if rank:
-                return
-            plan = plan_of_ranks(ranks)
-            state = _State(
-                step=step,
-                versions={"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
-                plan=None if plan is None else plan.to_json(),
-                digest=digest_of_ranks(ranks),
-                memory_bytes={} if self._plan is None else self._plan.memory_bytes,
-                ranks=tuple(ranks),
-                values=values,
-            )
-            write_json(temporary / STATE, encode(state, version=CHECKPOINT_FORMAT))
+        def publish() -> None:
+            if rank == 0:
+                finish(job.temporary, job.step, facts, self._keep, job.layout.tensors)
 
-        attempt(write)
-        own = attempt(lambda: file_facts(temporary, files_in(temporary)[rank::size]))
-        parts = gather_json(encode(Manifest(files=own)))
-        facts = {name: fact for part in parts for name, fact in decode(Manifest, part, "rank").files.items()}
-        attempt(lambda: None if rank else finish(temporary, step, facts, self._keep))
-        return step_folder(self._folder, step)
+        together(_attempting(job.step, publish), group)
 
     def load(self, step: int | None = None, *, plan: str = "checkpoint", model_only: bool = False) -> Resumed | None:
         """Resume from a checkpoint, if there is one.
@@ -201,23 +292,32 @@ class Checkpoints:
         """
         if plan not in ("checkpoint", "present"):
             raise ProblemError(f"plan is {plan!r}: allowed are 'checkpoint' and 'present'")
-        rank, size = world()
+        self.wait()
+        rank, _ = world()
         chosen = broadcast_json(together(lambda: self._chosen(step) if rank == 0 else None))
         if chosen is None:
             return None
         path = step_folder(self._folder, chosen)
-        state = together(lambda: self._checked(path))
+        manifest, state = together(lambda: self._checked(path))
         present = self._ranks()
         together(lambda: require_same_operators(state.ranks, present, state.versions))
         saved = in_present_order(state.ranks, present)
         tight = broadcast_json(self._tight(state.memory_bytes) if rank == 0 else None)
         resumed = decide(chosen, saved, present, tight, "present" if model_only else plan)
-        tensors, values = together(lambda: self._state.wanted(path, state.values, rank, model_only))
+        where = f"the checkpoint {str(path)!r}"
+        old = not manifest.tensors
+        sizes: Sizes = together(lambda: sizes_of_old(path, where) if old else saved_sizes(manifest, where))
+        tensors, values = together(lambda: self._state.wanted(sizes, state.values, rank, model_only, where))
+        reader = None if old else together(lambda: Reader(path, manifest, tensors))
+        if reader is not None:
+            together(lambda: self._advising(path, reader.verify))
 
         def read() -> None:
-            where = f"the checkpoint {str(path)!r}"
             with _translated(f"{where} was not loaded"):
-                load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
+                if reader is None:
+                    _load_old(path, tensors)
+                else:
+                    reader.read()
             self._state.load(tensors, values, rank, model_only, where)
 
         together(read)
@@ -241,11 +341,26 @@ class Checkpoints:
             raise ProblemError(f"there is no checkpoint of step {step} in {str(self._folder)!r}: there are {present}")
         return step
 
-    def _checked(self, path: Path) -> _State:
-        """The JSON part of a checkpoint, after comparing its files with the manifest (each rank checks a share)."""
+    def _checked(self, path: Path) -> tuple[Manifest, _State]:
+        """The manifest and the JSON part of a checkpoint; of old ones each rank compares a share of all bytes."""
+
+        def check() -> tuple[Manifest, _State]:
+            manifest = verify_sizes(path)
+            if manifest.tensors:
+                fact = manifest.files.get(STATE)
+                if fact is None:
+                    raise ProblemError(f"the checkpoint {str(path)!r} lacks {STATE!r}")
+                verify_chunks(path, STATE, fact, range(len(fact.chunks)))
+            else:
+                verify(path, *world())
+            return manifest, _state_of(path)
+
+        return self._advising(path, check)
+
+    def _advising(self, path: Path, check: Callable[[], T]) -> T:
+        """Run a check of a checkpoint; its error names an older one."""
         try:
-            verify(path, *world())
-            return _state_of(path)
+            return check()
         except ProblemError as failure:
             older = [step for step in self.steps if step_folder(self._folder, step) != path]
             advice = f"load(step={older[-1]}) takes an older one" if older else "there is no other one"
@@ -270,9 +385,39 @@ class _State:
     values: Values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One save: what this rank holds, and what it writes of it."""
+
+    step: int
+    temporary: Path
+    tensors: Mapping[str, Tensor]
+    state: _State
+    layout: WritePlan
+    file: RankFile | None
+
+
+def _on_cpu(tensor: Tensor) -> memoryview:
+    return bytes_of(tensor.cpu().contiguous())
+
+
+def _attempting(step: int, work: Callable[[], T]) -> Callable[[], T]:
+    def translated() -> T:
+        with _translated(f"the checkpoint of step {step} was not written"):
+            return work()
+
+    return translated
+
+
+def _load_old(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read tensors of the first format, which ``torch.distributed.checkpoint`` wrote."""
+    load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=world()[1] == 1)
+
+
 def _state_of(path: Path) -> _State:
     where = str(path / STATE)
-    state = decode(_State, read_json(where, (CHECKPOINT_FORMAT,)), where, version=CHECKPOINT_FORMAT)
+    data = read_json(where, (OLD_FORMAT, CHECKPOINT_FORMAT))
+    state = decode(_State, data, where, version=data["format"])
     if state.step != int(path.name.removeprefix("step-")):
         raise ProblemError(
             f"{where}: it is of step {state.step}, but the folder is named {path.name!r}: give the folder its name back"

@@ -13,7 +13,15 @@ import qsync_opt
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError, first_few
 from qsync_opt.io import Fields, Json, decode, encode, freeze
 from qsync_opt.runtimes.torch.ddp import digest, gather_json, world
-from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES, AppliedPlan, ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.execution import (
+    AUTOCAST_TYPES,
+    TORCH_MODES,
+    AppliedPlan,
+    ApplyOptions,
+    applied_plan,
+    apply,
+    undo,
+)
 from qsync_opt.runtimes.torch.job import JobPlan
 from qsync_opt.training import Change, Plan
 
@@ -21,8 +29,9 @@ _Any64 = Annotated[int, Json(minimum=-(2**63))]
 
 
 def _autocast(value: Any, place: str) -> str | None:
-    if value not in (None, *AUTOCAST_TYPES):
-        raise ProblemError(f"{place} is {value!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null")
+    allowed = (*AUTOCAST_TYPES, *TORCH_MODES)
+    if value not in (None, *allowed):
+        raise ProblemError(f"{place} is {value!r}, but allowed are {', '.join(allowed)} and null")
     return value  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_few, first_line
 from qsync_opt.io import LARGEST_INTEGER
+from qsync_opt.runtimes.torch.checkpoints.storage import dtype_name
 from qsync_opt.runtimes.torch.ddp import digest
 from qsync_opt.runtimes.torch.support import bare_model, first_device, plain_name
 
@@ -113,7 +114,7 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
 
 MODEL, OPTIMIZER, OTHER, RANDOM = "model", "optimizer", "other", "random"
 """First parts of the names of tensors."""
-_Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]
+Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,7 @@ class JobState:
         return digest([[name, [*tensor.shape]] for name, tensor in self._model_tensors()[0].items()])
 
     def collect(self, rank: int) -> tuple[dict[str, Tensor], Values]:
-        """The tensors that a rank saves, as safetensors stores them, and all that is no tensor.
+        """The tensors that a rank saves, not copied, and all that is no tensor.
 
         Raises:
             ModelError: A lazy module has no parameters yet, or a part of the state cannot be in a file.
@@ -169,17 +170,24 @@ class JobState:
         tensors[f"{RANDOM}.{rank}.cpu"] = torch.get_rng_state()
         if (device := first_device(self._model)).type == "cuda":
             tensors[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
-        return _separate(tensors), Values(model=extra, optimizers=optimizers, others=values)
+        _require_supported(tensors)
+        return tensors, Values(model=extra, optimizers=optimizers, others=values)
 
-    def wanted(self, path: Path, values: Values, rank: int, model_only: bool) -> tuple[dict[str, Tensor], Values]:
-        """The tensors to load from a checkpoint's folder into, and the values joined with them.
+    def changed_by_steps_only(self) -> frozenset[str]:
+        """Names of tensors that nothing changes but an optimizer's step: parameters of the model that have one."""
+        trained = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        return frozenset(f"{MODEL}.{plain_name(name)}" for name, p in parameters if id(p) in trained)
+
+    def wanted(
+        self, sizes: Sizes, values: Values, rank: int, model_only: bool, where: str
+    ) -> tuple[dict[str, Tensor], Values]:
+        """The tensors to load into, given what a checkpoint holds, and the values joined with them.
 
         Raises:
             ModelError: The checkpoint is of another model, other optimizers or others; the text names what differs.
             ProblemError: The checkpoint is not as this package writes it.
         """
-        where = f"the checkpoint {str(path)!r}"
-        sizes = _saved_sizes(path, where)
         blanks = _BlankTensors(sizes)
         wanted, _ = self._model_tensors()
         _require_same_tensors(wanted, sizes, where)
@@ -312,10 +320,8 @@ class JobState:
         return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in own}
 
 
-def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors stores them: contiguous, and tied weights as copies."""
-    seen: set[tuple[torch.device, int]] = set()
-    result = {}
+def _require_supported(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that safetensors cannot store."""
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if (kind := _unsupported(local)) is not None:
@@ -323,14 +329,6 @@ def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
                 "out of state_dict() (a buffer with persistent=False)"
             )
-        place = (local.device, local.untyped_storage().data_ptr())
-        if not local.is_contiguous():  # for example in the format channels_last
-            tensor = tensor.contiguous()
-        elif place in seen and local.numel():
-            tensor = tensor.clone()
-        seen.add(place)
-        result[name] = tensor
-    return result
 
 
 def _unsupported(tensor: Tensor) -> str | None:
@@ -339,7 +337,7 @@ def _unsupported(tensor: Tensor) -> str | None:
         return "sparse"
     if tensor.is_meta:
         return "on the device meta, without values"
-    if tensor.is_quantized or tensor.dtype in (torch.complex32, torch.complex128):
+    if tensor.is_quantized or dtype_name(tensor.dtype) is None:
         return f"of type {tensor.dtype}"
     return None
 
@@ -347,7 +345,7 @@ def _unsupported(tensor: Tensor) -> str | None:
 class _BlankTensors(dict[str, Tensor]):
     """Tensors to load into, created when `join_state` asks for them: on the CPU, or like ``like`` if of its shape."""
 
-    def __init__(self, sizes: _Sizes) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self._sizes = sizes
         self.like: Tensor | None = None
@@ -375,8 +373,12 @@ def _loading(what: str, where: str) -> Iterator[None]:
         ) from failure
 
 
-def _saved_sizes(path: Path, where: str) -> _Sizes:
-    """Shapes and types of the tensors that a checkpoint holds; its files must be large enough for each."""
+def sizes_of_old(path: Path, where: str) -> Sizes:
+    """Shapes and types of the tensors that a checkpoint of the first format holds, from the headers of its files.
+
+    Raises:
+        ProblemError: A header is not usable, or a file not large enough for its tensors.
+    """
     most_bytes = sum(entry.stat().st_size for entry in path.iterdir())
     try:
         known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
@@ -395,7 +397,7 @@ def _saved_sizes(path: Path, where: str) -> _Sizes:
     return sizes
 
 
-def _require_same_tensors(mine: Mapping[str, Tensor], sizes: _Sizes, where: str) -> None:
+def _require_same_tensors(mine: Mapping[str, Tensor], sizes: Sizes, where: str) -> None:
     """Refuse a checkpoint of another model, naming the first parameters or buffers that differ."""
     saved = {name for name in sizes if name.startswith(f"{MODEL}.")}
     plain = len(MODEL) + 1

@@ -17,10 +17,10 @@ from qsync_opt.errors import ModelError, NotReadyError, first_line
 T = TypeVar("T")
 
 
-def world() -> tuple[int, int]:
-    """Rank and number of workers; (0, 1) without a process group."""
+def world(group: Any = None) -> tuple[int, int]:
+    """Rank and number of workers of a group, the default one unless given; (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        return dist.get_rank(group), dist.get_world_size(group)
     return 0, 1
 
 
@@ -40,16 +40,16 @@ def naming_lost_ranks() -> Iterator[None]:
         ) from failure
 
 
-def message_device() -> torch.device:
+def message_device(group: Any = None) -> torch.device:
     """Device of messages: NCCL moves only what is on a card."""
-    if "nccl" in dist.get_backend():
+    if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _encoded(value: Any) -> Tensor:
+def _encoded(value: Any, group: Any = None) -> Tensor:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(message_device())
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(message_device(group))
 
 
 def _decoded(message: Tensor) -> Any:
@@ -79,25 +79,28 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     return _decoded(message)
 
 
-def gather_json(value: Any) -> list[Any]:
+def gather_json(value: Any, group: Any = None) -> list[Any]:
     """The values of all ranks in order, on every rank.
 
     Args:
         value: Anything that JSON can hold; numbers must be finite.
+        group: Process group; None: the default one.
     """
-    _, size = world()
+    _, size = world(group)
     if size == 1:
         return [json.loads(json.dumps(value, allow_nan=False))]
-    message = _encoded(value)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=message_device()) for _ in range(size)]
+    message = _encoded(value, group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=message_device(group)) for _ in range(size)]
     with naming_lost_ranks():
-        dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=message_device()))
+        dist.all_gather(
+            lengths, torch.tensor([message.numel()], dtype=torch.int64, device=message_device(group)), group=group
+        )
     sizes = [int(length) for length in lengths]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=message_device())
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=message_device(group))
     padded[: message.numel()] = message
     received = [torch.empty_like(padded) for _ in range(size)]
     with naming_lost_ranks():
-        dist.all_gather(received, padded)
+        dist.all_gather(received, padded, group=group)
     return [_decoded(part[:length]) for part, length in zip(received, sizes, strict=True)]
 
 
@@ -107,18 +110,19 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def require_agreement(what: str, value: Any, advice: str) -> None:
+def require_agreement(what: str, value: Any, advice: str, group: Any = None) -> None:
     """Raise on all ranks if their values differ.
 
     Args:
         what: Names the value in the error's text.
         value: JSON data that must be equal on all ranks.
         advice: What to do about a difference, for the error's text.
+        group: Process group; None: the default one.
 
     Raises:
         ModelError: Raised on every rank; the text names the ranks that differ from rank 0, with both values if short.
     """
-    values = gather_json({"digest": digest(value), "shown": value if len(json.dumps(value)) <= 80 else None})
+    values = gather_json({"digest": digest(value), "shown": value if len(json.dumps(value)) <= 80 else None}, group)
     different = [rank for rank, other in enumerate(values) if other["digest"] != values[0]["digest"]]
     if different:
         ranks = ", ".join(map(str, different[:8])) + (", ..." if len(different) > 8 else "")
@@ -127,17 +131,18 @@ def require_agreement(what: str, value: Any, advice: str) -> None:
         raise ModelError(f"{what} differs between ranks: ranks {ranks} are not as rank 0{shown}; {advice}")
 
 
-def fail_together(error: Exception | None) -> None:
+def fail_together(error: Exception | None, group: Any = None) -> None:
     """Raise on every rank if any rank failed, so that none waits for one that is gone.
 
     Args:
         error: This rank's failure, None if all went well here.
+        group: Process group; None: the default one.
 
     Raises:
         Exception: ``error`` itself on the rank that failed.
         NotReadyError: On the others; the text names the first rank that failed and repeats its error.
     """
-    failures = gather_json(None if error is None else f"{type(error).__name__}: {error}")
+    failures = gather_json(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for rank, text in enumerate(failures):
@@ -145,7 +150,7 @@ def fail_together(error: Exception | None) -> None:
             raise NotReadyError(f"rank {rank} failed: {text}")
 
 
-def together(work: Callable[[], T]) -> T:
+def together(work: Callable[[], T], group: Any = None) -> T:
     """Run ``work`` on this rank; if it fails on any rank, raise on all (see `fail_together`)."""
     result: T | None = None
     error: Exception | None = None
@@ -153,5 +158,5 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as failure:  # raised again by fail_together
         error = failure
-    fail_together(error)
+    fail_together(error, group)
     return result  # type: ignore[return-value]

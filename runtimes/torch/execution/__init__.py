@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.execution.operators import device_formats, operator_precisions, run_fixed
     from qsync_opt.runtimes.torch.execution.plans import (
         AUTOCAST_TYPES,
+        TORCH_MODES,
         AppliedPlan,
         ApplyOptions,
         ApplySettings,
@@ -27,7 +28,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "AUTOCAST_TYPES", "AppliedPlan", "ApplyOptions", "ApplySettings", "CapturedPasses",
+    "AUTOCAST_TYPES", "TORCH_MODES", "AppliedPlan", "ApplyOptions", "ApplySettings", "CapturedPasses",
     "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed",
     "is_sharded", "operator_kind", "operator_precisions", "run_fixed", "under_plan", "undo",
 ]  # fmt: skip

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError, UnsupportedError, first_few
+from qsync_opt.io import near_match
 from qsync_opt.kernels import ops
-from qsync_opt.model import OpGraph, Role
+from qsync_opt.model import ROLE_TABLE, OpGraph, Role, base_kind
 from qsync_opt.numerics import number_format
 
 
@@ -23,11 +24,27 @@ def some_names(names: list[str]) -> str:
 
 def operator_kind(name: str) -> str | None:
     """Kind of an adjustable operator by its name, None for the name of another."""
-    last = name.rsplit("/", 1)[-1]
-    if last in ops.ADJUSTABLE:
-        return last
-    kind = re.sub(r"_\d+$", "", last)
+    kind = _kind_among(name, ops.ADJUSTABLE)
     return kind if kind in ops.ADJUSTABLE else None
+
+
+def _kind_among(name: str, kinds: Container[str]) -> str:
+    """The kind in an operator's name, without the number of its occurrence unless it is one of ``kinds`` with it."""
+    last = name.rpartition("/")[2]
+    return last if last in kinds else re.sub(r"_\d+$", "", last)
+
+
+def _is_operator(name: str, precision: str, paths: Container[str]) -> bool:
+    """Whether a model with these module paths may have an operator of this name."""
+    if name.startswith("input/"):
+        return True
+    kind = _kind_among(name, ROLE_TABLE)
+    base = base_kind(kind)
+    # Capitals are kinds of ONNX nodes; products that write into an operand, and kinds of other libraries, which have a
+    # namespace, run in FP32.
+    listed = base.islower() and base in ROLE_TABLE and (base == kind or base not in ops.ADJUSTABLE)
+    full = precision == "FP32" and ("." in kind or base in ops.ADJUSTABLE)
+    return name.rpartition("/")[0] in paths and (listed or full)
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -93,13 +110,19 @@ def check_sharding(model: nn.Module, weights: str = "call") -> None:
 
 
 def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None) -> None:
-    """Refuse a plan for another model, naming the first operators that differ."""
+    """Refuse a plan in which an entry names no operator, naming the first ones and what they may stand for."""
     paths = {path for path, _ in model.named_modules()}
-    unknown = [n for n in plan if (n.rpartition("/")[0] not in paths if graph is None else n not in graph)]
+    if graph is None:
+        unknown = [name for name, precision in plan.items() if not _is_operator(name, precision, paths)]
+    else:
+        unknown = [name for name in plan if name not in graph]
     if unknown:
         where = "graph" if graph is not None else "model"
+        whose = "is for another model" if len(unknown) == len(plan) else "does not fit"
         raise ModelError(
-            f"the plan is for another model: it names {some_names(unknown)}, which this {where} does not have"
+            f"the plan {whose}: it names {some_names(unknown)}, which this {where} does not have; an operator is named "
+            "by module and kind, as 'layers.0/linear', and capture(model, ...) lists those of a model"
+            f"{_nearest(unknown[0], paths, graph)}"
         )
     if graph is None:
         return
@@ -112,11 +135,20 @@ def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None
         raise ModelError(f"the graph is of another model: parameters differ, first {some_names(different)}")
 
 
+def _nearest(name: str, paths: Collection[str], graph: OpGraph | None) -> str:
+    """The operator that a wrong name is nearest to, as a question, or an empty text."""
+    if graph is not None:
+        return near_match(name, (operator.name for operator in graph))
+    path, _, last = name.rpartition("/")
+    if path in paths:
+        return near_match(name, [f"{path}/{kind}" if path else kind for kind in sorted(ops.ADJUSTABLE)])
+    return near_match(name, [f"{known}/{last}" for known in paths if known])
+
+
 def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: torch.device) -> dict[str, str]:
     """Precision of each adjustable operator of the plan, checked against the device.
 
     Raises:
-        ModelError: Without a graph: no name of the plan is one of a captured model, as in plans of plain ONNX files.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it.
     """
     adjustable = {}
@@ -134,23 +166,18 @@ def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: tor
             allowed = ", ".join(ops.precisions_of(kind, device))
             raise UnsupportedError(f"operator {name!r} cannot run in {precision} on {device}: allowed are {allowed}")
         adjustable[name] = precision
-    if plan and graph is None and not any(map(operator_kind, plan)):
-        raise ModelError(
-            f"the plan is for another model: it names {some_names(list(plan))}, and an operator of a captured model is "
-            "named by module and kind, as 'layers.0/linear'; plan the graph that capture_model makes of this model"
-        )
     return adjustable
 
 
 def check_autocast(adjustable: Mapping[str, str], autocast: str, device: torch.device) -> None:
-    """Refuse ``torch.autocast`` in a precision for a plan that it cannot carry out."""
+    """Refuse that torch itself computes in a precision, for a plan that this would not carry out."""
     for name, precision in adjustable.items():
         kind = operator_kind(name)
         possible = kind is not None and ops.supports(kind, autocast, device)
         if precision != autocast and (possible or precision != "FP32"):
             raise UnsupportedError(
-                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {autocast}: leave the "
-                "option autocast out for a plan that mixes precisions"
+                f"operator {name!r} is planned in {precision}, but the option autocast runs all in {autocast}: leave "
+                "it out for a plan that mixes precisions"
             )
 
 

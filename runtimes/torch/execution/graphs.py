@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,7 +176,9 @@ class CapturedPasses:
         replayed: Whether the last pass of the model was a replay.
     """
 
-    def __init__(self, interception: Interception, model: nn.Module) -> None:
+    def __init__(self, interception: Interception, model: nn.Module, *, compiled: bool = False) -> None:
+        """``compiled``: what is captured is compiled before."""
+        self._compiled = compiled
         self.generation = 0
         self.replayed = False
         self._interception = interception
@@ -237,7 +239,11 @@ class CapturedPasses:
         count = None if counter is None else counter.clone()
         gc.collect()  # earlier graphs, which hold memory, may be part of a cycle
         try:
-            with torch.cuda.device(model_device(self._model)), model_unchanged(self._model):
+            with (
+                torch.cuda.device(model_device(self._model)),
+                model_unchanged(self._model),
+                _compiled_calls(self._model) if self._compiled else contextlib.nullcontext(),
+            ):
                 return self._warm_up_and_capture(leaves, spec)
         except torch.OutOfMemoryError:
             raise
@@ -293,6 +299,17 @@ class CapturedPasses:
                 "lost: run it operator by operator"
             )
         return passes
+
+
+@contextlib.contextmanager
+def _compiled_calls(model: nn.Module) -> Iterator[None]:
+    """Compile a model in place within the block."""
+    before: Any = model._compiled_call_impl
+    model.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = before
 
 
 def _record(

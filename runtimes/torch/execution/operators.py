@@ -134,6 +134,7 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
     family = "conv" if op_type in CONVOLUTIONS else "matmul"
     uncast = ops.uncast_types(dtype)
     general = precision == "TF32" or op_type in ("embedding", "einsum")
+    general = general or ops.in_half_values(op_type, precision, device)
     ops.require(op_type, precision, device)
 
     def run(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

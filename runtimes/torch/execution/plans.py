@@ -26,7 +26,7 @@ from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import signed
-from qsync_opt.model import OpGraph, Role
+from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
 from qsync_opt.runtimes.plans import DevicePlans, precisions_of
 from qsync_opt.runtimes.torch.ddp import world
 from qsync_opt.runtimes.torch.execution.audit import StepAudit
@@ -55,13 +55,16 @@ from qsync_opt.runtimes.torch.support import HALF, bare_model, full_precision, t
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Argument of ``torch.autocast`` for a precision."""
+TORCH_MODES = {"FP32": "ieee", "TF32": "tf32"}
+"""What torch's settings of FP32 products say for a precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplySettings:
     """How a plan with ``apply_settings()`` (a `JobPlan`) wants to be applied on this worker, beside its precisions.
 
-    ``worthwhile`` is False if the model is better left alone. ``autocast`` and ``captured`` are as in `ApplyOptions`.
+    ``worthwhile`` is False if the model is better left alone. ``autocast``, ``captured`` and ``compiled`` are as in
+    `ApplyOptions`.
     ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given. ``expected_ns`` is the
     predicted time of a step; ``expected_bytes`` its predicted peak memory, None if predicted for other conditions.
     """
@@ -69,6 +72,7 @@ class ApplySettings:
     worthwhile: bool
     autocast: str | None
     captured: bool
+    compiled: bool
     lifted_kinds: tuple[str, ...]
     expected_ns: int
     expected_bytes: int | None
@@ -85,11 +89,14 @@ class ApplyOptions:
             inputs give equal results. ``"FP32"``: it runs in FP32, as the plain model would.
         rank: Stream of random bits of this worker; None: the rank in the default process group, 0 without one. Workers
             with different streams make independent rounding errors, which average out.
-        autocast: ``"BF16"`` or ``"FP16"`` for a plan that has this precision alone: the forward pass runs under
-            ``torch.autocast`` without distinguishing operators, as fast as plain mixed precision. None: operator by
-            operator. A `JobPlan` sets it.
+        autocast: For a plan that has one precision alone, which torch then carries out without distinguishing
+            operators: ``"BF16"`` or ``"FP16"`` under ``torch.autocast``; ``"FP32"`` (IEEE) or ``"TF32"`` by torch's
+            settings ``fp32_precision`` of products, convolutions and recurrent layers, from `apply` until `undo`. None:
+            operator by operator. A `JobPlan` sets it.
         captured: Capture the first training pass in CUDA graphs and replay it from then on, as `graphed` does. A
             `JobPlan` sets it.
+        compiled: Compile the model in place (``model.compile()``), which the first passes do; with ``captured`` what is
+            captured is compiled, and other passes run as they are. A `JobPlan` sets it.
         outputs: ``"FP32"``: 16-bit outputs of the model, or of a module of it that the script calls by itself, are cast
             to FP32, so that losses and metrics outside the model compute as before; unless the model returns its own
             loss. ``"plan"``: outputs keep the format of the last operators.
@@ -103,16 +110,16 @@ class ApplyOptions:
     rank: int | None = None
     autocast: str | None = None
     captured: bool = False
+    compiled: bool = False
     outputs: str = "FP32"
 
     def __post_init__(self) -> None:
         for name, value in (("evaluate_in", self.evaluate_in), ("outputs", self.outputs)):
             if value not in ("plan", "FP32"):
                 raise UnsupportedError(f"option {name}={value!r}: allowed are plan, FP32")
-        if self.autocast not in (None, *AUTOCAST_TYPES):
-            raise UnsupportedError(
-                f"option autocast={self.autocast!r}: allowed are {', '.join(AUTOCAST_TYPES)} and None"
-            )
+        allowed = (*AUTOCAST_TYPES, *TORCH_MODES)
+        if self.autocast not in (None, *allowed):
+            raise UnsupportedError(f"option autocast={self.autocast!r}: allowed are {', '.join(allowed)} and None")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -172,8 +179,17 @@ class AppliedPlan:
         self.interception = Interception(model, self, lifted_kinds)
         self.interception.on_pass_begin, self.interception.on_pass_end = self._begin_pass, self._end_pass
         self.interception.recurrent_inputs = lifted
-        if options.autocast is not None:
+        self._modes_before: tuple[str, ...] | None = None
+        self._compiled_before: Any = None
+        if options.autocast in AUTOCAST_TYPES:
             self.interception.at_rest = self._under_autocast
+        elif options.autocast is not None:
+            self.interception.at_rest = self._as_set
+            self._modes_before = float_modes.set_fp32_modes(TORCH_MODES[options.autocast])
+        if options.compiled:
+            self._compiled_before = (model._compiled_call_impl,)
+            if not options.captured:
+                model.compile()
         if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own
             self.interception.finish = full_precision
         self.interception.prepares_evaluation = options.evaluate_in == "plan"
@@ -296,6 +312,29 @@ class AppliedPlan:
             return contextlib.nullcontext()
         return torch.autocast(kind, dtype=dtype)
 
+    def _as_set(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Context of a forward pass whose plan is carried out by torch's settings."""
+        if torch.is_autocast_enabled(self._device.type):
+            raise NotReadyError(
+                f"the model runs under torch.autocast, but its plan is {self._options.autocast}: leave autocast while "
+                "a plan is applied"
+            )
+        return contextlib.nullcontext()
+
+    def remove(self) -> None:
+        """Give the model and torch back as they were.
+
+        Raises:
+            NotReadyError: As `Interception.remove`.
+        """
+        self.interception.remove()
+        if self._modes_before is not None:
+            float_modes.set_fp32_modes(self._modes_before)
+        if self._compiled_before is not None:
+            (self._model._compiled_call_impl,) = self._compiled_before
+        if self.audit is not None:
+            self.audit.stop()
+
     def _begin_pass(self) -> None:
         if not torch.compiler.is_compiling():
             if self._kernels:
@@ -307,16 +346,21 @@ class AppliedPlan:
             self.counter.add_(1)
 
     def _end_pass(self, path: str) -> None:
-        """Check after the first whole forward pass that it ran every planned operator, and warn of unplanned ones."""
+        """Check after the first whole training pass that it ran every planned operator, and warn of unplanned ones.
+
+        An evaluation that runs all of them settles it too.
+        """
         # While a pass is compiled, nothing that changes between passes may be read: it would be compiled again.
         tracing = torch.compiler.is_compiling()
         if path or (not tracing and self._checked):
             return
         seen = set(self.interception.seen)
         missing = [name for name in self.precisions if name not in seen]
+        if missing and not (self.interception.training and torch.is_grad_enabled()):
+            return  # such as generation with an encoder's stored result; the first training pass will tell
         if missing:
             raise ModelError(
-                f"the first forward pass did not meet {some_names(missing)} of the plan: if the model skips layers "
+                f"the first training pass did not meet {some_names(missing)} of the plan: if the model skips layers "
                 "at times, run all of them in one forward pass first (model.eval(), or no chance of skipping), not "
                 "compiled; else the plan is for another model: undo it and capture this model again"
             )
@@ -340,7 +384,7 @@ def apply(
     plan: Mapping[str, str] | DevicePlans,
     device_type: str | None = None,
     *,
-    graph: OpGraph | None = None,
+    graph: OpGraph | HasGraph | None = None,
     options: ApplyOptions | None = None,
 ) -> nn.Module:
     """Run a model under a plan, until :func:`undo`.
@@ -350,8 +394,8 @@ def apply(
         plan: Operator to precision, or a plan with such a mapping per device type. A `JobPlan` that is not worthwhile
             changes nothing.
         device_type: Which entry of the plan; may be left out if there is only one.
-        graph: The captured graph; with it all names of the plan are checked at once, without it module paths now and
-            operators after the first forward pass.
+        graph: The captured graph or model; with it all names of the plan are checked at once, without it module paths
+            and kinds now, and operators after the first training pass.
         options: Kernels and evaluation.
 
     Returns:
@@ -360,7 +404,7 @@ def apply(
     Raises:
         ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
             the device type, parameters are not FP32, or an argument is no model or no plan. Raised also by the first
-            forward pass if it does not run an operator of the plan, and by any if the model was cast since.
+            training pass if it does not run an operator of the plan, and by any if the model was cast since.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is set
             for a plan that mixes precisions, or ``captured`` for a model that cannot be captured.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
@@ -389,10 +433,11 @@ def apply(
     options = options or ApplyOptions()
     check_master_weights(bare)
     check_sharding(bare, options.kernels.weights)
+    graph = None if graph is None else graph_of(graph)
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
     if settings is not None:
-        options = replace(options, autocast=settings.autocast, captured=settings.captured)
+        options = replace(options, autocast=settings.autocast, captured=settings.captured, compiled=settings.compiled)
     if options.captured:
         check_capturable(bare)
     if options.autocast is not None:
@@ -403,8 +448,8 @@ def apply(
     kinds = graph.lifted_kinds() if graph is not None else settings.lifted_kinds if settings is not None else ()
     applied = AppliedPlan(bare, adjustable, graph, options, device_type, kinds)
     if options.captured:
-        applied.interception.graphs = CapturedPasses(applied.interception, bare)
-    if settings is not None:
+        applied.interception.graphs = CapturedPasses(applied.interception, bare, compiled=options.compiled)
+    if settings is not None and not options.compiled:  # its hook would be compiled with the model
         applied.audit = StepAudit(bare, predicted_ns=settings.expected_ns, predicted_bytes=settings.expected_bytes)
     return model
 
@@ -428,9 +473,7 @@ def undo(model: nn.Module) -> nn.Module:
     applied = applied_plan(model)
     if applied is None:
         raise NotReadyError("no plan is applied to this model: apply(model, plan) comes first")
-    applied.interception.remove()
-    if applied.audit is not None:
-        applied.audit.stop()
+    applied.remove()
     return model
 
 
@@ -438,7 +481,7 @@ def undo(model: nn.Module) -> nn.Module:
 def under_plan(
     model: nn.Module,
     plan: Mapping[str, str] | DevicePlans,
-    graph: OpGraph | None = None,
+    graph: OpGraph | HasGraph | None = None,
     kernels: KernelOptions | None = None,
     **options: Any,
 ) -> Iterator[None]:

@@ -9,7 +9,14 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.job.adapting import PlanAdapter, PlanRefresher
-    from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime, fastest_plans, shortlist, uniform_times
+    from qsync_opt.runtimes.torch.job.candidates import (
+        FORMS,
+        ExecutionMode,
+        StepTime,
+        fastest_plans,
+        shortlist,
+        uniform_times,
+    )
     from qsync_opt.runtimes.torch.job.choosing import (
         choose_by_passes,
         choose_by_steps,
@@ -35,10 +42,41 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Alternative", "ExecutionMode", "Job", "JobModel", "JobPlan", "PlanAdapter", "PlanRefresher", "PlanningOptions",
-    "StepTime", "auto_plan", "cache_folder", "check_training", "choose_by_passes", "choose_by_steps",
-    "divides_by_squares", "example_of", "fastest_plans", "host_bound_words", "host_share", "job_indicator",
-    "least_sensitive", "load_job", "noise_horizon", "noise_of", "paired_times", "parameters_put_back", "plan_job",
-    "profile_job_steps", "save_job", "shortlist", "time_modes", "undecided", "uniform_times", "verdict",
-    "with_speed", "with_workers",
+    "FORMS",
+    "Alternative",
+    "ExecutionMode",
+    "Job",
+    "JobModel",
+    "JobPlan",
+    "PlanAdapter",
+    "PlanRefresher",
+    "PlanningOptions",
+    "StepTime",
+    "auto_plan",
+    "cache_folder",
+    "check_training",
+    "choose_by_passes",
+    "choose_by_steps",
+    "divides_by_squares",
+    "example_of",
+    "fastest_plans",
+    "host_bound_words",
+    "host_share",
+    "job_indicator",
+    "least_sensitive",
+    "load_job",
+    "noise_horizon",
+    "noise_of",
+    "paired_times",
+    "parameters_put_back",
+    "plan_job",
+    "profile_job_steps",
+    "save_job",
+    "shortlist",
+    "time_modes",
+    "undecided",
+    "uniform_times",
+    "verdict",
+    "with_speed",
+    "with_workers",
 ]  # fmt: skip

@@ -34,7 +34,7 @@ from qsync_opt.runtimes.torch.job.planning import shared_plan
 from qsync_opt.runtimes.torch.sensitivity import Step, collect_statistics
 from qsync_opt.runtimes.torch.support import bare_model, memory_budget
 from qsync_opt.sensitivity import ModelStatistics
-from qsync_opt.training import Plan, Problem, Replanning, plan_from_json, replan
+from qsync_opt.training import Plan, Problem, Replanning, replan
 
 _LOGGER = logging.getLogger(__name__)
 MakeProblem = Callable[[ModelStatistics], Problem]
@@ -143,7 +143,7 @@ class PlanRefresher:
         replaced = bool(broadcast_json(decision is not None and decision.replaced))
         if replaced:
             sent = broadcast_json(None if decision is None else decision.plan.to_json())
-            together(lambda: self._move(decision.plan if decision is not None else plan_from_json(sent)))
+            together(lambda: self._move(decision.plan if decision is not None else Plan.from_json(sent)))
         return replaced
 
     def _decide(self) -> Replanning:
@@ -345,8 +345,8 @@ def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return factors
 
 
-_Running = tuple[dict[str, str], str | None, bool]
-"""Precisions that a model runs under, format of autocast, and whether passes are captured."""
+_Running = tuple[dict[str, str], str | None, bool, bool]
+"""Precisions that a model runs under, what torch itself carries out, and whether passes are captured and compiled."""
 
 
 def _wanted(plan: JobPlan, applied: AppliedPlan | None) -> _Running | None:
@@ -355,8 +355,12 @@ def _wanted(plan: JobPlan, applied: AppliedPlan | None) -> _Running | None:
         return None
     own, name = plan.devices[plan.device_type], plan.device_type
     known = own if applied is None else applied.precisions
-    return {operator: own[operator] for operator in known}, plan.autocast.get(name), name in plan.captured
+    precisions = {operator: own[operator] for operator in known}
+    return precisions, plan.autocast.get(name), name in plan.captured, name in plan.compiled
 
 
 def _running(applied: AppliedPlan | None) -> _Running | None:
-    return None if applied is None else (dict(applied.precisions), applied.options.autocast, applied.options.captured)
+    if applied is None:
+        return None
+    options = applied.options
+    return dict(applied.precisions), options.autocast, options.captured, options.compiled

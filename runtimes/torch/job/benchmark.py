@@ -23,10 +23,11 @@ from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution import LossScaler, is_sharded
 from qsync_opt.runtimes.torch.job.candidates import (
+    LAUNCHED,
     Candidate,
     ExecutionMode,
     StepTime,
-    is_captured,
+    form_of,
     labels,
     shortlist,
     total_sensitivity,
@@ -171,7 +172,7 @@ class StepBenchmark:
         ]
         self._job, self._candidates, self._device_type, self._graph = job, candidates, device_type, graph
         self._sizing = sizing
-        self._captured = {i for i, candidate in enumerate(candidates) if is_captured(candidate)}
+        self._captured = {i for i, candidate in enumerate(candidates) if form_of(candidate) != LAUNCHED}
         self._device = job.example.device
         self._rank, self._size = world()
         self._model: nn.Module = job.model

@@ -15,7 +15,7 @@ from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.io import Json, freeze
 from qsync_opt.model import Role
 from qsync_opt.numerics import number_format
-from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES
+from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES, TORCH_MODES
 from qsync_opt.training import (
     BYTES_PER_KIB,
     Communication,
@@ -32,7 +32,9 @@ FULL = "FP32"
 PLANNED = "plan"
 OWN, OWN_UNSCALED = "own plan", "own plan without FP16"
 """The fastest plan of a device type by itself, among all formats and among those without loss scaling."""
-CAPTURED = ", captured"
+LAUNCHED, CAPTURED, COMPILED, COMPILED_CAPTURED = "launched", "captured", "compiled", "compiled, captured"
+FORMS = (LAUNCHED, CAPTURED, COMPILED, COMPILED_CAPTURED)
+"""How the passes of a mode are executed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,13 @@ class ExecutionMode:
     Attributes:
         name: ``"FP32"``, ``"BF16 autocast"``, ``"INT8"``, ``"plan"``, ``"own plan"`` and such.
         precisions: Of every adjustable operator.
-        autocast: Format of ``torch.autocast`` where that carries the mode out, else None.
+        autocast: Its precision where torch itself carries it out (``torch.autocast`` or TF32), else None.
         sensitivity: Total over the operators, for this device type.
         pass_ns: Forward and backward pass on the slowest of the workers.
         needed_bytes: Peak memory of a step on the worker that needs most; None if a worker ran out of memory, could
-            not run or capture the mode, or left capturing out because the launched mode is slow.
+            not run, capture or compile the mode, or left that out because other modes are faster.
         captured: Whether passes are replayed as CUDA graphs.
+        compiled: Whether the model is compiled.
     """
 
     name: str
@@ -57,19 +60,30 @@ class ExecutionMode:
     pass_ns: int = 0
     needed_bytes: int | None = 0
     captured: Annotated[bool, Json(omitted=True)] = False
+    compiled: Annotated[bool, Json(omitted=True)] = False
 
     def __post_init__(self) -> None:
         freeze(self, "precisions")
         for precision in set(self.precisions.values()):
             number_format(precision)
-        if self.autocast not in (None, *AUTOCAST_TYPES):
-            allowed = ", ".join(AUTOCAST_TYPES)
+        if self.autocast not in (None, *AUTOCAST_TYPES, *TORCH_MODES):
+            allowed = ", ".join((*AUTOCAST_TYPES, *TORCH_MODES))
             raise ProblemError(f"{self.name}: autocast is {self.autocast!r}, but allowed are {allowed} and null")
 
     @property
     def label(self) -> str:
-        """Name, with whether passes are captured."""
-        return f"{self.name}{CAPTURED}" if self.captured else self.name
+        """Name, with how passes are executed."""
+        return self.name if self.form == LAUNCHED else f"{self.name}, {self.form}"
+
+    @property
+    def form(self) -> str:
+        """How passes are executed: one of `FORMS`."""
+        return FORMS[self.captured + 2 * self.compiled]
+
+    @property
+    def carrier(self) -> str | None:
+        """`ApplyOptions.autocast`: what torch itself carries out, FP32 included."""
+        return FULL if self.autocast is None and set(self.precisions.values()) == {FULL} else self.autocast
 
     @property
     def is_solved(self) -> bool:
@@ -79,7 +93,7 @@ class ExecutionMode:
     @property
     def is_plain(self) -> bool:
         """Whether it is what the model does by itself."""
-        return self.autocast is None and not self.captured and set(self.precisions.values()) <= {FULL}
+        return self.autocast is None and self.form == LAUNCHED and set(self.precisions.values()) <= {FULL}
 
     @property
     def needs_scaling(self) -> bool:
@@ -138,6 +152,8 @@ def possible_modes(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> d
             mode = _predicted_mode(problem, device, precision, uniform_plan(problem, precision).devices[device.name])
             if precision in AUTOCAST_TYPES and set(mode.precisions.values()) <= {precision, FULL}:
                 mode = replace(mode, name=f"{precision} autocast", autocast=precision)
+            elif precision == "TF32" and set(mode.precisions.values()) <= {precision, FULL}:
+                mode = replace(mode, autocast=precision)
             modes[device.name].append(mode)
         planned = _predicted_mode(problem, device, PLANNED, plan[device.name])
         if not planned.is_plain:
@@ -236,9 +252,9 @@ def total_sensitivity(candidate: Candidate) -> float:
     return math.fsum(mode.sensitivity for mode in candidate.values())
 
 
-def is_captured(candidate: Candidate) -> bool:
-    """Whether any device type replays captured passes."""
-    return any(mode.captured for mode in candidate.values())
+def form_of(candidate: Candidate) -> str:
+    """How all device types execute their passes: one of `FORMS`."""
+    return next(iter(candidate.values())).form
 
 
 def passes_ns(candidate: Candidate, workers: Mapping[str, int] | None = None) -> float:
@@ -254,10 +270,10 @@ def passes_ns(candidate: Candidate, workers: Mapping[str, int] | None = None) ->
     return sum(workers.values()) / sum(workers[name] / max(1, mode.pass_ns) for name, mode in candidate.items())
 
 
-def fitting(modes: Modes, limits_bytes: Mapping[str, int], *, captured: bool) -> dict[str, list[ExecutionMode]]:
-    """The captured modes, or the others, that keep the memory limits."""
+def fitting(modes: Modes, limits_bytes: Mapping[str, int], form: str) -> dict[str, list[ExecutionMode]]:
+    """The modes of a form that keep the memory limits."""
     return {
-        name: [mode for mode in own if mode.captured is captured and mode.fits(limits_bytes[name])]
+        name: [mode for mode in own if mode.form == form and mode.fits(limits_bytes[name])]
         for name, own in modes.items()
     }
 
@@ -274,8 +290,8 @@ def uniform_candidates(modes: Modes) -> dict[str, dict[str, ExecutionMode]]:
 
 
 def uniform_times(modes: Modes, limits_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Nanoseconds of a pass for each of the `uniform_candidates` that fits, launched and captured, by label."""
-    kinds = (fitting(modes, limits_bytes, captured=captured) for captured in (False, True))
+    """Nanoseconds of a pass for each of the `uniform_candidates` that fits, in every form, by label."""
+    kinds = (fitting(modes, limits_bytes, form) for form in FORMS)
     return {
         label: round(passes_ns(candidate)) for fits in kinds for label, candidate in uniform_candidates(fits).items()
     }
@@ -315,14 +331,14 @@ _LEAN_FAR, _LEAN_NEAR = 2.5, 1.25
 """The candidate that needs the least memory is timed if its passes take at most so many times as long as the fastest
 ones, and with more precision beside it if they take at most so many times: in whole steps such a candidate was 3 %
 faster than one whose passes, timed alone, took 9 % less."""
-_SCALING = 1.05
+SCALING = 1.05
 """By how much loss scaling is expected to lengthen a step, which passes do not show: it was 10 % for ResNet-50."""
 
 
 def shortlist(
     modes: Modes, limits_bytes: Mapping[str, int], *, slack: float = 0.0, workers: Mapping[str, int] | None = None
 ) -> list[dict[str, ExecutionMode]]:
-    """A few candidates whose whole steps are worth timing, launched and captured.
+    """A few candidates whose whole steps are worth timing, launched and captured; compiling takes too long.
 
     Args:
         modes: With times of passes.
@@ -343,7 +359,7 @@ def shortlist(
 
     def expected_ns(candidate: Candidate) -> float:
         scaled = workers is not None and any(mode.needs_scaling for mode in candidate.values())
-        return (_SCALING if scaled else 1.0) * passes_ns(candidate, workers)
+        return (SCALING if scaled else 1.0) * passes_ns(candidate, workers)
 
     chosen: dict[tuple[str, ...], dict[str, ExecutionMode]] = {}
 
@@ -353,8 +369,8 @@ def shortlist(
         near = [label for label, candidate in distinct.items() if expected_ns(candidate) <= limit_ns]
         chosen.update({label: distinct[label] for label in near[:_MOST]})
 
-    for captured in (False, True):
-        fits = fitting(modes, limits_bytes, captured=captured)
+    for form in (LAUNCHED, CAPTURED):
+        fits = fitting(modes, limits_bytes, form)
         uniform = sorted(uniform_candidates(fits).values(), key=expected_ns)[:_UNIFORM]
         best = least_sensitive_candidate(fits, slack=slack, workers=workers)
         if workers is None:
@@ -362,7 +378,7 @@ def shortlist(
         else:
             unscaled = {name: [mode for mode in own if not mode.needs_scaling] for name, own in fits.items()}
             add([best, least_sensitive_candidate(unscaled, slack=slack, workers=workers), *uniform], _SIZED_NEAR)
-    launched = fitting(modes, limits_bytes, captured=False)
+    launched = fitting(modes, limits_bytes, LAUNCHED)
     if workers is None and all(launched.values()):
         lean = {n: min(own, key=lambda mode: (mode.needed_bytes or 0, mode.pass_ns)) for n, own in launched.items()}
         ratio = passes_ns(lean) / max(1.0, min(map(passes_ns, chosen.values())))

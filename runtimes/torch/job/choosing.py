@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qsync_opt.runtimes.torch.job.candidates import (
+    CAPTURED,
+    COMPILED,
+    COMPILED_CAPTURED,
+    FORMS,
     FULL,
+    LAUNCHED,
     PLANNED,
     SIZED_TOLERANCE,
     Candidate,
@@ -15,7 +20,7 @@ from qsync_opt.runtimes.torch.job.candidates import (
     Modes,
     StepTime,
     fitting,
-    is_captured,
+    form_of,
     labels,
     least_sensitive_candidate,
     passes_ns,
@@ -28,8 +33,10 @@ from qsync_opt.training import BYTES_PER_KIB, Evaluation, Problem, Solution, eva
 
 _STEP_TOLERANCE = 0.018
 """Relative difference of whole steps, timed in turn, that counts as none; with sized batches `SIZED_TOLERANCE`."""
-_WORTH_CAPTURING, _SIZED_WORTH_CAPTURING = 0.02, 0.005
-"""Share of the time that captured passes must save, with equal and with sized batches: they ask more of a model."""
+_WORTH = {LAUNCHED: 0.0, CAPTURED: 0.01, COMPILED: 0.01, COMPILED_CAPTURED: 0.015}
+"""Share of the time that a form of passes must save, because it asks more of a model."""
+_SIZED_WORTH = 0.005
+"""The same for all forms but launched ones with sized batches."""
 _WORTH_MOVING, _LESS_SENSITIVE = 0.03, 0.1
 """Relative gain of time, or of sensitivity, for which a running job moves to another plan."""
 TimedCandidate = tuple[Candidate, float]
@@ -127,36 +134,40 @@ def choose_by_passes(
         workers: As in `passes_ns`.
 
     Returns:
-        One mode per device type, all captured or none; None if a device type has none that fits into its memory. An
+        One mode per device type, all of one form; None if a device type has none that fits into its memory. An
         all-reduce that one worker begins while it computes and the other at its end would keep the first one's
         multiprocessors busy with waiting.
 
     Source:
         Ours; the objective is QSync's (IPDPS 2024): the least sensitivity among the fastest.
     """
-    launched, captured = (
-        least_sensitive_candidate(fitting(modes, limits_bytes, captured=kind), slack=slack, workers=workers)
-        for kind in (False, True)
+    of_forms = (
+        least_sensitive_candidate(fitting(modes, limits_bytes, form), slack=slack, workers=workers) for form in FORMS
     )
-    if launched is None or captured is None:
-        return launched or captured
-    is_worth = passes_ns(captured, workers) < (1 - _WORTH_CAPTURING) * passes_ns(launched, workers)
-    return captured if is_worth else launched
+    return min(
+        (candidate for candidate in of_forms if candidate is not None),
+        key=lambda candidate: passes_ns(candidate, workers) / (1 - _WORTH[form_of(candidate)]),
+        default=None,
+    )
 
 
 def choose_by_steps(timed: Sequence[TimedCandidate], *, slack: float = 0.0, sized: bool = False) -> Candidate:
     """The least sensitive of the candidates whose steps are as fast as any.
 
-    Captured candidates count as slower by what they must gain, and are taken only where no launched one is as fast.
+    Candidates that are not launched count as slower by what their form must gain, and are taken only where no candidate
+    of a form before theirs is as fast.
     """
     tolerance = step_tolerance(slack, sized=sized)
-    gain = _SIZED_WORTH_CAPTURING if sized else _WORTH_CAPTURING
-    launched, captured = ([entry for entry in timed if is_captured(entry[0]) is kind] for kind in (False, True))
-    limit_ns = tolerance * min([time for _, time in launched] + [time / (1 - gain) for _, time in captured])
-    near = [entry for entry in launched if entry[1] <= limit_ns]
-    if not near:
-        limit_ns = tolerance * min(time for _, time in captured)
-        near = [entry for entry in captured if entry[1] <= limit_ns]
+
+    def counted_ns(entry: TimedCandidate) -> float:
+        gain = _WORTH[form_of(entry[0])]
+        return entry[1] / (1 - (min(gain, _SIZED_WORTH) if sized else gain))
+
+    limit_ns = tolerance * min(map(counted_ns, timed))
+    form = next(form for form in FORMS if any(form_of(e[0]) == form and e[1] <= limit_ns for e in timed))
+    own = [entry for entry in timed if form_of(entry[0]) == form]
+    limit_ns = min(limit_ns, tolerance * min(time for _, time in own)) if form != LAUNCHED else limit_ns
+    near = [entry for entry in own if entry[1] <= limit_ns]
     return min(near, key=lambda entry: (total_sensitivity(entry[0]), entry[1]))[0]
 
 
@@ -203,7 +214,8 @@ def expected_step_ns(
     """The measured time of a candidate's step, else that of its passes and what other steps took beside theirs.
 
     Args:
-        candidate: Launched or captured; steps of the same kind are asked for what they took beside passes.
+        candidate: Steps of the same form are asked for what they took beside passes; of launched ones, where there are
+            none.
         timed: Candidates with measured steps.
         rest_ns: Predicted time beside the passes, where no step of the kind was timed.
         workers: As in `passes_ns`.
@@ -211,26 +223,34 @@ def expected_step_ns(
     for other, time in timed:
         if _is_same(candidate, other):
             return time
-    beside = [t - passes_ns(other, workers) for other, t in timed if is_captured(other) is is_captured(candidate)]
+    for form in (form_of(candidate), LAUNCHED):
+        beside = [t - passes_ns(other, workers) for other, t in timed if form_of(other) == form]
+        if beside:
+            break
     return max(0.0, passes_ns(candidate, workers) + (statistics.median(beside) if beside else rest_ns))
 
 
 def modes_now(
     job: JobModel, problem: Problem, solution: Solution, options: PlanningOptions
 ) -> dict[str, tuple[ExecutionMode, ...]]:
-    """The measured modes with the solver's present plan, and captured ones with the all-reduces that they expose.
+    """The measured modes with the solver's present plan, and with the all-reduces that they expose.
 
-    Captured passes hand over all gradients at their end, so that no all-reduce is hidden.
+    Captured and compiled passes hand over all gradients at their end, so that no all-reduce is hidden.
     """
     assert solution.evaluation is not None
     hidden_ns = _hidden_ns(problem, solution.evaluation)
     modes = {}
     for name, own in job.modes.items():
         modes[name] = tuple(
-            replace(mode, pass_ns=mode.pass_ns + hidden_ns) if captured else mode
-            for captured in ((False, True) if options.capture else (False,))
-            if (measured := [mode for mode in own if mode.captured is captured])
-            for mode in _with_present_plan(name, measured, problem, solution)
+            mode if form == LAUNCHED else replace(mode, pass_ns=mode.pass_ns + hidden_ns)
+            for form in FORMS
+            if options.allows(form)
+            if (measured := [mode for mode in own if mode.form == form])
+            for mode in (
+                measured
+                if "compiled" in form and all(mode.name != PLANNED for mode in measured)
+                else _with_present_plan(name, measured, problem, solution)
+            )
         )
     return modes
 
@@ -295,10 +315,7 @@ def shares(job: JobModel, candidate: Candidate | None) -> dict[str, float]:
 def _full_everywhere(modes: Modes, limits_bytes: Mapping[str, int]) -> dict[str, ExecutionMode] | None:
     """FP32 on every device type, None where one has no room for it."""
     full = {
-        name: mode
-        for name, own in fitting(modes, limits_bytes, captured=False).items()
-        for mode in own
-        if mode.name == FULL
+        name: mode for name, own in fitting(modes, limits_bytes, LAUNCHED).items() for mode in own if mode.name == FULL
     }
     return full if len(full) == len(modes) else None
 

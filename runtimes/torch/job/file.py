@@ -208,7 +208,7 @@ def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
 
 def steering(options: PlanningOptions) -> dict[str, Any]:
     """Options that decide for which stages ranks wait for each other: they must be equal on all."""
-    names = ("compare", "compiled", "capture", "local_batches", "trial")
+    names = ("compare", "compiled", "capture", "compile", "local_batches", "trial")
     return {**{name: getattr(options, name) for name in names}, "job_file": options.job_file is not None}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job.steps import profile_job_steps
 from qsync_opt.runtimes.torch.profiling import profile
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
-from qsync_opt.runtimes.torch.support import Loss, TrainingExample, default_loss, device_identity, memory_budget
+from qsync_opt.runtimes.torch.support import (
+    Loss,
+    TrainingExample,
+    call_arguments,
+    default_loss,
+    device_identity,
+    memory_budget,
+    wanted_bytes,
+)
 from qsync_opt.sensitivity import (
     IndicatorKind,
     ModelStatistics,
@@ -95,20 +104,24 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned, on this rank. ``optimizer`` itself takes no step; None: AdamW."""
+    """What is planned, on this rank. ``optimizer`` itself takes no step; None: AdamW. ``began`` is a clock's time."""
 
     model: nn.Module
     example: TrainingExample
     options: PlanningOptions
     optimizer: torch.optim.Optimizer | None = None
+    began: float = field(default_factory=time.perf_counter)
 
     def check(self) -> None:
         """Refuse a model that has a plan applied, or that no rank can run by itself.
 
         Raises:
             NotReadyError: A plan is applied.
-            UnsupportedError: A module is scripted, or parameters are sharded.
+            UnsupportedError: A module is scripted, or parameters are sharded; the memory limit is not above 0.
+            ProblemError: The memory limit is no quantity.
         """
+        if self.options.memory is not None:
+            wanted_bytes(self.options.memory)
         if interception_of(self.model) is not None:
             raise NotReadyError("a plan is applied to this model already: undo(model) before planning anew")
         for path, module in self.model.named_modules():
@@ -131,10 +144,8 @@ class DeviceTypes:
 
 def example_of(model: nn.Module, batch: Any, loss: Loss | None) -> TrainingExample:
     """An example from a batch as users pass it: a mapping, a tuple or list of arguments, or a single argument."""
-    if isinstance(batch, Mapping):
-        return TrainingExample(model=model, kwargs=batch, loss=loss)
-    args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
-    return TrainingExample(model=model, args=args, loss=loss)
+    args, kwargs = call_arguments(batch)
+    return TrainingExample(model=model, args=args, kwargs=kwargs, loss=loss)
 
 
 def require_one_model(captured: CapturedModel) -> None:

@@ -53,6 +53,11 @@ class PlanningOptions:
         capture: With ``compare``, time the passes of every execution mode on a card also as CUDA graphs (`graphed`),
             and take those where nothing else is as fast. The first training pass after `apply` is then captured, and
             what holds for `graphed` holds for the model.
+        compile: With ``compare``, also compile the fastest execution modes on a card, alone and in CUDA graphs if
+            ``capture`` is set, and take those where nothing else is as fast. `apply` then compiles the model in place,
+            from the compiler's cache, in the first pass.
+        planning_seconds: The time from the beginning of `auto_plan` after which no further mode is compiled, and none
+            that is expected to end later.
         compiled: The model will be compiled after `apply`, as one graph for each pass: steps are recorded and passes
             timed compiled, and whole steps are not compared. Every plan that is recorded or timed is compiled once,
             which takes minutes for large models; what this process has compiled before is compiled again.
@@ -61,6 +66,8 @@ class PlanningOptions:
             the plan of every device type that is fastest by itself. The batch for planning is the same on all ranks in
             either case; where all its tensors share their first dimension, it is cut or repeated to train for a few
             steps with sized batches. Only ``compare`` uses it.
+        noise_share: With ``auto_plan(compress=True)``, most variance of compressed gradients, as a share of the noise
+            that the workers' batches give the averaged gradient.
         progress: As in `profile`.
     """
 
@@ -81,13 +88,17 @@ class PlanningOptions:
     trial: bool = True
     compare: bool | str = True
     race_seconds: float = 16.0
-    capture: bool = False
+    capture: bool = True
+    compile: bool = True
+    planning_seconds: float = 90.0
     compiled: bool = False
     local_batches: str = "equal"
+    noise_share: float = 0.1
     progress: Report | bool | None = None
 
     def __post_init__(self) -> None:
         check_number(self.slack, "slack")
+        check_number(self.noise_share, "noise_share")
         check_number(self.profile_seconds, "profile_seconds")
         check_number(self.race_seconds, "race_seconds")
         if self.costs not in COSTS:
@@ -104,12 +115,15 @@ class PlanningOptions:
         check_number(self.least_gain, "least_gain")
         if self.least_gain >= 1:
             raise ProblemError(f"least_gain is {self.least_gain}: a share below 1 is needed, such as 0.02")
-        if self.compiled and self.capture:
-            raise ProblemError(
-                "compiled and capture are both set, but compiled passes are not captured: allowed is one of the two"
-            )
+        check_number(self.planning_seconds, "planning_seconds")
         if self.local_batches not in ("equal", "by speed"):
             raise ProblemError(f"local_batches is {self.local_batches!r}: allowed are 'equal' and 'by speed'")
+
+    def allows(self, form: str) -> bool:
+        """Whether passes may be executed in this form: ``"launched"``, ``"captured"``, ``"compiled"`` or both."""
+        if self.compiled:  # by the script, under whatever plan
+            return form == "launched"
+        return (self.capture or "captured" not in form) and (self.compile or "compiled" not in form)
 
     @property
     def sizes_batches(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,11 +18,22 @@ from torch._dynamo.exc import TorchDynamoException
 from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.io import decode, encode
 from qsync_opt.kernels import KernelOptions
+from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution import under_plan
-from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, Modes, fastest_modes, possible_modes
+from qsync_opt.runtimes.torch.job.candidates import (
+    CAPTURED,
+    COMPILED,
+    FORMS,
+    LAUNCHED,
+    SCALING,
+    ExecutionMode,
+    Modes,
+    fastest_modes,
+    possible_modes,
+)
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.steps import compiled_inside
@@ -41,6 +53,11 @@ _BLOCK_NS = 60e6
 _MOST_PASSES = 20
 _FAR_SLOWER = 3.0
 """Modes that take so many times the fastest one's time are not captured."""
+_NEAR_FASTEST, _MOST_COMPILED = 1.2, 3
+"""Modes are compiled whose passes, captured where they can be, take at most so many times the fastest one's time, and
+as many modes at most: what compiling saves differs little between precisions."""
+_OPERATOR_BY_OPERATOR = 3.0
+"""How many times as long it takes to compile a mode that torch does not carry out by itself."""
 _MODE_NS = 1.2e9
 """After a mode has taken so long in total, it is not timed again."""
 
@@ -78,6 +95,7 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
             job.options.kernels,
             kept_bytes=state_bytes + buckets,
             compiled=job.options.compiled,
+            until=job.began + job.options.planning_seconds,
         )
     )
     results = gather_json([[mode.pass_ns, mode.needed_bytes] for mode in timed])
@@ -97,17 +115,18 @@ def _untimed_modes(job: Job, measured: JobModel, plan: JobPlan) -> dict[str, lis
     if job.options.sizes_batches and not job.options.compiled:  # compiling each would take longer than it is worth
         own = fastest_modes(plan.problem, measured.modes or modes, slack=job.options.slack)
         modes = {name: [*modes.get(name, ()), *mine] for name, mine in own.items()}
-    return {name: captured_too(mine) for name, mine in modes.items()} if job.options.capture else modes
+    forms = [form for form in FORMS if job.options.allows(form)]
+    return {name: in_forms(mine, forms) for name, mine in modes.items()}
 
 
-def captured_too(modes: Sequence[ExecutionMode]) -> list[ExecutionMode]:
-    """The modes, followed by the same with captured passes."""
-    return [*modes, *(replace(mode, captured=True) for mode in modes)]
+def in_forms(modes: Sequence[ExecutionMode], forms: Sequence[str]) -> list[ExecutionMode]:
+    """Launched modes in each of some forms."""
+    return [replace(mode, captured=CAPTURED in form, compiled=COMPILED in form) for form in forms for mode in modes]
 
 
-def has_captured(modes: Modes) -> bool:
-    """Whether passes were timed captured."""
-    return any(mode.captured for own in modes.values() for mode in own)
+def has_form(modes: Modes, form: str) -> bool:
+    """Whether passes were to be timed in a form."""
+    return any(mode.form == form for own in modes.values() for mode in own)
 
 
 def _slowest(mode: ExecutionMode, results: Sequence[Sequence[int | None]]) -> ExecutionMode:
@@ -125,6 +144,7 @@ def time_modes(
     *,
     kept_bytes: int = 0,
     compiled: bool = False,
+    until: float = math.inf,
 ) -> list[ExecutionMode]:
     """The modes with the median time of a forward and backward pass on this rank, and on a card the peak memory.
 
@@ -139,6 +159,7 @@ def time_modes(
         kernels: Rounding and granularity.
         kept_bytes: What training keeps beside parameters, gradients and activations.
         compiled: Compile the model under every mode, one after the other.
+        until: Time of ``time.perf_counter`` after which no mode should still be compiled.
 
     Returns:
         In the same order. ``needed_bytes`` is None where memory ran out, an operation of the model refused the
@@ -150,14 +171,21 @@ def time_modes(
         if compiled:
             return [timing.once_prepared(mode) for mode in modes]
         results = timing.in_turn(modes)
-        times_ns = {mode.name: mode.pass_ns for mode in results if not mode.captured and mode.pass_ns}
+        times_ns = {mode.name: mode.pass_ns for mode in results if mode.form == LAUNCHED and mode.pass_ns}
         far_ns = _FAR_SLOWER * min(times_ns.values(), default=0)
         for index, mode in enumerate(modes):
-            if mode.captured and far_ns and times_ns.get(mode.name, far_ns) >= far_ns:
-                results[index] = replace(mode, pass_ns=0, needed_bytes=None)  # the host is not what it waits for
-            elif mode.captured:
-                results[index] = timing.once_prepared(mode)
+            if mode.form == CAPTURED:
+                if far_ns and times_ns.get(mode.name, far_ns) >= far_ns:
+                    results[index] = _not_timed(mode)  # the host is not what it waits for
+                else:
+                    results[index] = timing.once_prepared(mode)
+        if any(mode.compiled for mode in modes):
+            results = timing.compiled_modes(results, until)
         return results
+
+
+def _not_timed(mode: ExecutionMode) -> ExecutionMode:
+    return replace(mode, pass_ns=0, needed_bytes=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +206,7 @@ class _Timing:
         needs = [mode.needed_bytes for mode in modes]
         for turn in range(_ROUNDS):
             for index, mode in enumerate(modes):
-                if mode.captured or needs[index] is None or spent_ns[index] > _MODE_NS:
+                if mode.form != LAUNCHED or needs[index] is None or spent_ns[index] > _MODE_NS:
                     continue
                 began = time.perf_counter()
                 with carried_out(model, mode, self.graph, self.kernels):
@@ -201,6 +229,38 @@ class _Timing:
             for mode, own, needed in zip(modes, times_ns, needs, strict=True)
         ]
 
+    def compiled_modes(self, modes: Sequence[ExecutionMode], until: float) -> list[ExecutionMode]:
+        """The modes with times of compiled passes of those that are fastest otherwise, as far as time allows.
+
+        Args:
+            modes: In all forms; launched and captured ones are timed already.
+            until: As in `time_modes`.
+        """
+        fastest_ns: dict[str, float] = {}
+        carried: dict[str, bool] = {}
+        for mode in modes:
+            carried[mode.name] = mode.carrier is not None
+            if mode.pass_ns and mode.needed_bytes is not None and not mode.compiled:
+                spent_ns = mode.pass_ns * (SCALING if mode.needs_scaling else 1.0)
+                fastest_ns[mode.name] = min(spent_ns, fastest_ns.get(mode.name, spent_ns))
+        near_ns = _NEAR_FASTEST * min(fastest_ns.values(), default=0)
+        near = [name for name, ns in fastest_ns.items() if ns <= near_ns]
+        # What torch carries out by itself first: it compiles faster.
+        chosen = sorted(near, key=lambda name: (not carried[name], fastest_ns[name]))[:_MOST_COMPILED]
+        results, compiling_s = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}, 0.0
+        for name in chosen:
+            factor = 1.0 if carried[name] else _OPERATOR_BY_OPERATOR
+            # Captured passes first: launched ones are seldom faster, and compile from the cache then.
+            for mode in sorted((m for m in modes if m.name == name and m.compiled), key=lambda m: not m.captured):
+                if time.perf_counter() + factor * compiling_s > until:
+                    _LOGGER.info("%s is not timed: planning_seconds would not suffice", mode.label)
+                    continue
+                began = time.perf_counter()
+                results[mode.label] = self.once_prepared(mode)
+                compiling_s = max(compiling_s, (time.perf_counter() - began) / factor)
+        torch.compiler.reset()
+        return [results[mode.label] for mode in modes]
+
     def once_prepared(self, mode: ExecutionMode) -> ExecutionMode:
         """A mode timed with compiled passes, or captured ones: prepared once, which takes far longer than a pass."""
         model, device, needed = self.example.model, self.example.device, mode.needed_bytes
@@ -215,7 +275,9 @@ class _Timing:
                 compiled_inside(model) if self.compiled else contextlib.nullcontext(),
             ):
                 self._pass()  # compiles; or captures, and replays for the first time
-                if self.compiled and on_card:
+                if not mode.captured:
+                    self._pass()  # with cached guards
+                if on_card and not mode.captured:
                     needed = self._peak_bytes()
                 began = time.perf_counter()
                 while len(times_ns) < (_ROUNDS if self.compiled else _CAPTURED_ROUNDS):
@@ -227,7 +289,7 @@ class _Timing:
                     needed = resident_bytes(model) + reserved + self.kept_bytes
         except (torch.cuda.OutOfMemoryError, UnsupportedError, TorchDynamoException) as failure:
             reason = "memory ran out" if isinstance(failure, torch.cuda.OutOfMemoryError) else first_line(failure)
-            prepared = "compiled" if self.compiled else "captured"
+            prepared = "compiled" if self.compiled else mode.form
             _LOGGER.warning("%s is not timed %s: %s", mode.name, prepared, reason)
             model.zero_grad()
             times_ns, needed = [0.0], None
@@ -267,8 +329,19 @@ def carried_out(
 ) -> contextlib.AbstractContextManager[None]:
     """A block in which the model runs in a mode."""
     if mode.is_plain:
-        return contextlib.nullcontext()
-    return under_plan(model, mode.precisions, graph, kernels, autocast=mode.autocast, captured=mode.captured)
+        return _ieee()
+    form = {"captured": mode.captured, "compiled": mode.compiled}
+    return under_plan(model, mode.precisions, graph, kernels, autocast=mode.carrier, **form)
+
+
+@contextlib.contextmanager
+def _ieee() -> Iterator[None]:
+    """FP32 without TF32 within the block, whatever torch's settings are."""
+    before = float_modes.set_fp32_modes("ieee")
+    try:
+        yield
+    finally:
+        float_modes.set_fp32_modes(before)
 
 
 def _reserved_bytes(device: torch.device) -> int:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
+from qsync_opt.gradients import Plan as CompressionPlan
 from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
 from qsync_opt.sensitivity import SensitivityValues
-from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, plan_from_json, uniform_plan
+from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, uniform_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +116,6 @@ _LOCAL = Json(stored=False)
 """Of the fields of a `JobPlan` that are this rank's own; all others are the same on every rank, and sent as JSON."""
 
 
-def _read_plan(data: Any, _: str) -> Plan:
-    return plan_from_json(data)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
     """The plan of a job as one worker holds it; `apply` takes it as it is.
@@ -127,14 +124,15 @@ class JobPlan:
     model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
     predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
     ``taken`` names the execution mode of every device type where such times decided, ``autocast`` has the format of
-    those that run under ``torch.autocast``, ``captured`` names those whose passes are replayed as CUDA graphs, and
+    those that torch itself carries out, ``captured`` names those whose passes are replayed as CUDA graphs and
+    ``compiled`` those whose model is compiled;
     ``shares`` the share of the global batch for one worker of each type. ``measured`` says per device type how its
     costs were measured, and what of them was not; ``sensitivity_unit`` is the unit of sensitivities. ``problem``,
     ``solution`` and ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` are the captured graph's
     (`OpGraph.lifted_kinds`).
     """
 
-    plan: Annotated[Plan, Json(read=_read_plan, write=Plan.to_json)]
+    plan: Annotated[Plan, Json(read=Plan.from_json, write=Plan.to_json)]
     device_type: Annotated[str, _LOCAL]
     iteration_ns: int
     memory_bytes: Mapping[str, int]
@@ -148,6 +146,7 @@ class JobPlan:
     taken: Mapping[str, str] = field(default_factory=dict)
     autocast: Mapping[str, str] = field(default_factory=dict)
     captured: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     problem: Annotated[Problem | None, _LOCAL] = None
@@ -157,6 +156,16 @@ class JobPlan:
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
     sensitivity_unit: str = "squared gradient"
     lifted_kinds: tuple[str, ...] = ()
+    compression: Annotated[
+        CompressionPlan | None,
+        Json(
+            omitted=True,
+            read=lambda value, place: None if value is None else CompressionPlan.from_json(value, place),
+            write=lambda plan: None if plan is None else plan.to_json(),
+        ),
+    ] = None
+    """Schemes of the gradient buckets, where `auto_plan` was asked for them; it goes to `compress_gradients`."""
+    compression_note: Annotated[str, Json(omitted=True, empty=True)] = ""
     stages_s: Annotated[Mapping[str, float], _LOCAL] = field(default_factory=dict)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
@@ -176,11 +185,12 @@ class JobPlan:
         """What `apply` does with this worker's part beside the precisions."""
         captured = self.device_type in self.captured
         # The memory of graphs is not allocated in steps, and batches by speed are not the one that was planned with.
-        like_planned = not captured and len(set(self.shares.values())) <= 1
+        like_planned = not (captured or self.device_type in self.compiled) and len(set(self.shares.values())) <= 1
         return ApplySettings(
             worthwhile=self.worthwhile,
             autocast=self.autocast.get(self.device_type),
             captured=captured,
+            compiled=self.device_type in self.compiled,
             lifted_kinds=self.lifted_kinds,
             expected_ns=self.expected_ns or self.iteration_ns,
             expected_bytes=self.memory_bytes.get(self.device_type) if like_planned else None,
@@ -201,6 +211,8 @@ class JobPlan:
         rows += [f"  {name}: {mode}" for name, mode in self.taken.items()]
         if self.expected_ns is not None:
             rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
+        if self.compression_note:
+            rows.append(f"  gradients: {self.compression_note}")
         if self.stages_s:
             stages = ", ".join(f"{name} {spent:.1f}" for name, spent in self.stages_s.items() if spent >= 0.05)
             rows.append(f"  planned in {sum(self.stages_s.values()):.1f} s{f': {stages}' if stages else ''}")
@@ -226,8 +238,8 @@ def host_bound_words(shares: Mapping[str, float]) -> list[str]:
     """
     return [
         f"  {name} waits for its host, which launches operators for {share:.0%} of a pass: capture the passes after "
-        "apply (qsync_opt.graphed(model, batch)), let auto_plan time them captured (PlanningOptions(capture=True)), or "
-        "compile the model"
+        "apply (qsync_opt.graphed(model, batch)), or let auto_plan time them captured and compiled "
+        "(PlanningOptions(capture=True, compile=True))"
         for name, share in shares.items()
         if share >= HOST_BOUND
     ]

@@ -24,8 +24,9 @@ from qsync_opt.io import decode, encode
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
-from qsync_opt.runtimes.torch.job.candidates import PLANNED, labels
+from qsync_opt.runtimes.torch.job.candidates import FORMS, PLANNED, labels
 from qsync_opt.runtimes.torch.job.choosing import decide, shares
+from qsync_opt.runtimes.torch.job.compressing import with_compression
 from qsync_opt.runtimes.torch.job.file import job_facts, keep_job, load_job, steering, with_workers
 from qsync_opt.runtimes.torch.job.measuring import (
     DeviceTypes,
@@ -39,11 +40,19 @@ from qsync_opt.runtimes.torch.job.measuring import (
     require_one_model,
 )
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.passes import has_captured, measure_passes, with_host_shares
+from qsync_opt.runtimes.torch.job.passes import has_form, measure_passes, with_host_shares
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.profiling import try_plan
 from qsync_opt.runtimes.torch.steps import compiled_inside
-from qsync_opt.runtimes.torch.support import Loss, bare_model, default_loss, model_loss, model_unchanged, single
+from qsync_opt.runtimes.torch.support import (
+    Loss,
+    bare_model,
+    check_batches,
+    default_loss,
+    model_loss,
+    model_unchanged,
+    single,
+)
 from qsync_opt.training import Plan, Problem, Solution, evaluate, solve
 
 _LOGGER = logging.getLogger(__name__)
@@ -59,6 +68,7 @@ def auto_plan(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     batches: Iterable[Any] | None = None,
     options: PlanningOptions | None = None,
+    compress: bool = False,
 ) -> JobPlan:
     """Plan the precisions of a training job; every rank of the default process group must call it.
 
@@ -75,6 +85,8 @@ def auto_plan(
             indicator. None: AdamW.
         batches: For the statistics; None: ``batch`` alone. Two or more also tell how noisy the gradient is anyway.
         options: Everything else.
+        compress: Choose a compression for every gradient bucket too, given the precisions: the plan's ``compression``,
+            which goes to `compress_gradients`. The ranks' batches must then differ, as in training.
 
     Returns:
         The plan, equal on all ranks but for ``device_type``.
@@ -96,7 +108,7 @@ def auto_plan(
         The steps are QSync's (IPDPS 2024); ranks there are planned offline from files.
     """
     with measuring(bare_model(model)) as bare:
-        return _auto_plan(bare, batch, loss, optimizer, batches, options or PlanningOptions())
+        return _auto_plan(bare, batch, loss, optimizer, batches, options or PlanningOptions(), compress)
 
 
 def _auto_plan(
@@ -106,16 +118,22 @@ def _auto_plan(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     batches: Iterable[Any] | None,
     options: PlanningOptions,
+    compress: bool,
 ) -> JobPlan:
     stages = Stages()
+    if batches is not None:
+        together(lambda: check_batches(batches))
     job = together(lambda: Job(bare, example_of(bare, batch, loss), options, single(optimizer)))
     together(job.check)
+    if not any(gather_json(job.example.device.type == "cuda")):
+        job = replace(job, options=replace(job.options, capture=False, compile=False))
     require_agreement(
         "the version of qsync_opt or torch",
         {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "install the same versions everywhere",
     )
-    for name, value in steering(options).items():
+    require_agreement("compress of auto_plan", compress, "give the same on all ranks")
+    for name, value in steering(job.options).items():
         require_agreement(f"the option {name} of auto_plan", value, "give the same PlanningOptions on all ranks")
     plan = _plan_from_file(job, stages)
     if plan is None:
@@ -125,6 +143,9 @@ def _auto_plan(
             others = together(lambda: check_training(job))
         with gradients_put_back(others):
             plan = _plan_from_measurements(job, captured, batches, stages)
+    if compress:
+        with stages("compression"), gradients_put_back(together(lambda: check_training(job))):
+            plan = with_compression(job, plan)
     return replace(plan, stages_s=stages.seconds)
 
 
@@ -193,7 +214,7 @@ def _plan_from_file(job: Job, stages: Stages) -> JobPlan | None:
 
 
 def _is_compared(job: Job, measured: JobModel) -> bool:
-    if not measured.modes or (job.options.capture and not has_captured(measured.modes)):
+    if not measured.modes or not all(has_form(measured.modes, form) for form in FORMS if job.options.allows(form)):
         return not job.options.compare
     # Where the earlier start trained with equal batches, on as many workers, sized ones are tried now.
     unsized = bool(measured.steps) and not any(step.batches for step in measured.steps)
@@ -295,14 +316,14 @@ def shared_plan(
     local = together(work)
     sent = broadcast_json(None if local is None else encode(local))
     received = decode(JobPlan, sent, "the plan of rank 0", device_type=device_type)
-    if _digest(received.plan, received.autocast, received.captured) != received.digest:
+    if _digest(received.plan, received.autocast, received.captured, received.compiled) != received.digest:
         raise SolverError("the plan that arrived is not the one that was sent: its digest differs")
     require_agreement("the plan", received.digest, "report this: it is a fault of this package")
     return received if local is None else local
 
 
-def _digest(plan: Plan, autocast: Mapping[str, str], captured: Sequence[str]) -> str:
-    how = [*([dict(autocast)] if autocast else []), *([list(captured)] if captured else [])]
+def _digest(plan: Plan, autocast: Mapping[str, str], captured: Sequence[str], compiled: Sequence[str]) -> str:
+    how = [part for part in (dict(autocast), list(captured), compiled and {"compiled": list(compiled)}) if part]
     return digest([plan.to_json(), *how] if how else plan.to_json())
 
 
@@ -347,7 +368,8 @@ def _job_plan(
     if any(mode.name != PLANNED for mode in modes.values()):
         plan = Plan(problem=plan.problem, devices={name: mode.precisions for name, mode in modes.items()})
     evaluation = evaluate(problem, plan)
-    autocast = {name: mode.autocast for name, mode in modes.items() if mode.autocast is not None}
+    autocast = {name: mode.carrier for name, mode in modes.items() if mode.carrier is not None and not mode.is_plain}
+    compiled = tuple(name for name, mode in modes.items() if mode.compiled)
     captured = tuple(name for name, mode in modes.items() if mode.captured)
     return JobPlan(
         plan=plan,
@@ -359,11 +381,12 @@ def _job_plan(
         worthwhile=decision.worthwhile,
         reason=decision.reason,
         alternatives=others,
-        digest=_digest(plan, autocast, captured),
+        digest=_digest(plan, autocast, captured, compiled),
         expected_ns=decision.expected_ns,
         taken=labels(modes),
         autocast=autocast,
         captured=captured,
+        compiled=compiled,
         shares=shares(measured, decision.candidate if options.sizes_batches else None),
         measured={name: how_measured(profile) for name, profile in measured.profiles.items()},
         sensitivity_unit=next(iter(measured.sensitivities.values())).unit,

@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_line
 from qsync_opt.kernels import CONVOLUTIONS
 from qsync_opt.kernels.autograd import fp32_mode
-from qsync_opt.model import OpGraph, Role
+from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity.probes import MAX_POOLS, Probed, Prober
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
@@ -38,7 +40,7 @@ from qsync_opt.runtimes.torch.sensitivity.records import (
     signals_on_host,
 )
 from qsync_opt.runtimes.torch.sensitivity.replays import Replays
-from qsync_opt.runtimes.torch.support import model_unchanged
+from qsync_opt.runtimes.torch.support import Loss, call_arguments, check_batches, model_unchanged
 from qsync_opt.sensitivity import (
     GRADIENTS,
     Curvature,
@@ -67,6 +69,11 @@ def statistics_of_batch(
     for name, (elements, numbers) in signals_on_host(watched).items():
         means = [sum(values) / len(numbers) for values in zip(*numbers, strict=True)]
         input_squares, output_squares, curvature, spread = means
+        if not all(map(math.isfinite, means)):
+            raise ModelError(
+                f"operator {name!r}: input or result is not finite in batch {batch}, or their squares are not; "
+                "statistics need finite values in full precision; check the batch, the loss and the weights"
+            )
         signals[name] = Signal(
             elements=elements,
             input_square_sum=input_squares,
@@ -126,12 +133,8 @@ def default_step(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         ModelError: The model returns no scalar: neither itself, nor as ``.loss``, nor first in a tuple or mapping.
     """
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, list | tuple):
-        output = model(*batch)
-    else:
-        output = model(batch)
+    args, kwargs = call_arguments(batch)
+    output = model(*args, **kwargs)
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -139,10 +142,32 @@ def default_step(model: nn.Module, batch: Any) -> Tensor:
         loss = loss[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModelError(
-            f"the model returned {type(output).__name__} without a scalar loss: pass step=, a function of model and "
-            "batch that returns the loss"
+            f"the model returned {type(output).__name__} without a scalar loss: pass loss=, a function of the model's "
+            "output, or step=, a function of model and batch; both return the loss"
         )
     return loss
+
+
+def _loss_step(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
+    args, kwargs = call_arguments(batch)
+    return loss(model(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _step_of_batch(number: int, batch: Any) -> Iterator[None]:
+    """Turn what a step raises within the block into an error that names the batch."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        shapes = (
+            ", ".join(str(tuple(x.shape)) for x in tree_leaves(batch) if isinstance(x, Tensor)) or "without tensors"
+        )
+        raise ModelError(
+            f"the step failed on batch {number} ({shapes}): {type(error).__name__}: {first_line(error)}; a batch is "
+            "passed as model(**batch), model(*batch) or model(batch), unless step= says otherwise"
+        ) from error
 
 
 class _Collector:
@@ -156,7 +181,7 @@ class _Collector:
         self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[SignalTensors]] = {}
-        self._norms = Norms()
+        self._norms, self._unmasked = Norms(), Norms(masked=False)
         self.queue = MomentQueue()
 
     def __call__(self, call: OperatorCall) -> Any:
@@ -199,7 +224,7 @@ class _Collector:
         output = call.run()
         first_input = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
         if first_input is not None and _is_floating(output) and output.numel() > 0:
-            tensors = {"input": self._norms.of(first_input), "output": self._norms.of(output)}
+            tensors = {"input": self._unmasked.of(first_input), "output": self._unmasked.of(output)}
             if output.numel() == 1 and output.requires_grad and first_input.numel() > 1:
                 tensors["curvature"] = loss_curvature(call, _full(first_input))
             if call.op_type == "batch_norm":
@@ -306,7 +331,8 @@ def collect_statistics(
     batches: Iterable[Any],
     *,
     step: Step | None = None,
-    graph: OpGraph | None = None,
+    loss: Loss | None = None,
+    graph: OpGraph | HasGraph | None = None,
     probes: int = 0,
     curvature_probes: int = 0,
     sample_elements: int = 1 << 17,
@@ -322,16 +348,20 @@ def collect_statistics(
 
     Args:
         model: In the mode it is trained in, with FP32 parameters, not wrapped for data-parallel training.
-        batches: What ``step`` takes, at least one; all of one shape.
-        step: Function of model and batch that returns the loss; by default the model computes it itself.
-        graph: Captured from the model; its adjustable operators, and only they, are then measured.
+        batches: At least one, all of one shape; each as `auto_plan` takes it (keyword arguments as a mapping,
+            positional ones as a tuple or list, or the single argument), or what ``step`` takes.
+        step: Function of model and batch that returns the loss, in place of ``loss``.
+        loss: Function of the model's output that returns the loss; by default the model computes it itself.
+        graph: Captured from the model, or the captured model; its adjustable operators, and only they, are then
+            measured.
         probes: Random vectors per batch for the gains of the indicator ``kind="probed"``; 0 for none. Two quarters of
             each batch are then differentiated twice, each at the cost of about four steps of as many samples, after
             four forward passes of the whole batch if there are rectifiers or max-pools. 2 to 8 are enough.
         adaptive_probes: Random vectors per batch for the gains of ``kind="progress"``, at the same cost.
         whole_batches: Probe all samples of each batch together: more exact, with several times the memory of a
             training step, and with ``shift``, which ``plan_variance`` needs for models with rectifiers. Batches that
-            cannot be divided are always probed so.
+            cannot be divided are always probed so, and those whose loss is not the mean or sum over samples (losses
+            over pairs, such as contrastive ones), which one step of the batch and of each part tells.
         curvature_probes: Random vectors per batch for the traces of the indicator ``kind="hessian"``; 0 for none. 8 to
             64 are needed, each at the cost of about a training step.
         sample_elements: Approximate number of elements of an activation whose rounding errors are computed. Norms and
@@ -345,8 +375,8 @@ def collect_statistics(
         sensitivities.
 
     Raises:
-        ModelError: No batches; no loss; a value that is not finite; an operator of the graph that did not run;
-            operands that are not FP32; the model is wrapped.
+        ModelError: No batches, or a single one that is in no list; a step that fails; no loss; a value that is not
+            finite; an operator of the graph that did not run; operands that are not FP32; the model is wrapped.
         ProblemError: Batches of different shapes; a loss scale that is no power of two.
 
     Source:
@@ -363,25 +393,31 @@ def collect_statistics(
         if value < minimum:
             raise ModelError(f"{name} is {value}: at least {minimum} is needed")
     check_loss_scale(loss_scale, "loss_scale")
-    run = step or default_step
+    check_batches(batches)
+    if step is not None and loss is not None:
+        raise ModelError("step and loss are both given, but a step returns the loss itself: pass one of the two")
+    graph = None if graph is None else graph_of(graph)
+    run = step or (default_step if loss is None else functools.partial(_loss_step, loss))
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
     replays = Replays()
+    divide = not whole_batches and bool(probes or adaptive_probes)
     with model_unchanged(model), full_precision():
         scatter = GradientScatter(model)
         for number, batch in enumerate(batches):
             collector = _Collector(model, graph, sample_elements, replays, loss_scale)
-            with intercept(model, collector, _SIGNAL_KINDS):
-                loss = run(model, batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            with intercept(model, collector, _SIGNAL_KINDS), _step_of_batch(number, batch):
+                result = run(model, batch)
+            if not isinstance(result, Tensor) or result.numel() != 1:
+                is_tensor = isinstance(result, Tensor)
+                kind = f"a tensor of shape {tuple(result.shape)}" if is_tensor else type(result).__name__
                 raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
-            if not loss.requires_grad:
+            if not result.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
             cast_pending(itertools.chain.from_iterable(collector.records.values()), CAST_BEFORE_BACKWARD)
             with scatter.batch():
-                loss.backward()  # type: ignore[no-untyped-call]
-            del loss
+                result.backward()  # type: ignore[no-untyped-call]
+            del result
             roots = scatter.roots() if adaptive_probes else {}
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
@@ -392,13 +428,14 @@ def collect_statistics(
             measured = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:
-                prober = Prober(model, run, batch, measured, graph, number, divide=not whole_batches)
+                prober = Prober(model, run, batch, measured, graph, number, divide=divide)
                 measured = with_probes(
                     measured,
                     prober.gains(probes),
                     prober.gains(adaptive_probes, roots=roots),
                     prober.curvatures(curvature_probes),
                 )
+                divide = prober.divides  # what one batch forbids, all do
             total = measured if total is None else merge_statistics([total, measured])
             if progress is not None:
                 progress(number + 1)

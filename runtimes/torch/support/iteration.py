@@ -26,25 +26,51 @@ from qsync_opt.runtimes.torch.support.timing import cpu_clock, intervals_ns, syn
 Loss = Callable[[Any], Tensor]
 
 
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward pass from a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
+
+    Args:
+        batch: Keyword arguments as a mapping, positional ones as a tuple or list, or the single argument.
+
+    Returns:
+        Positional and keyword arguments.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def check_batches(batches: Any) -> None:
+    """Refuse a single batch where several are asked for.
+
+    Raises:
+        ModelError: ``batches`` is a tensor, whose rows would be taken for batches, or a mapping or text.
+    """
+    if isinstance(batches, Tensor | Mapping | str | bytes) or not hasattr(batches, "__iter__"):
+        shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, Tensor) else ""
+        raise ModelError(
+            f"batches is a {type(batches).__name__}{shape}: a list of batches is needed; for a single one pass [batch]"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingExample:
     """A model and one batch for it, enough to run an iteration.
 
+    ``args`` are the positional arguments, or a batch as `call_arguments` takes it.
     ``loss`` turns the model's output into the scalar to differentiate; None: the output itself if it is one, its
     ``loss`` if it has one (by attribute or key, or first in a tuple), else the sum of its floating-point tensors.
     """
 
     model: nn.Module
-    args: tuple[Any, ...] = ()
+    args: Any = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.args, tuple):
-            raise ModelError(
-                f"args is a {type(self.args).__name__}: a tuple of the forward pass's positional arguments is needed"
-            )
-        object.__setattr__(self, "kwargs", MappingProxyType(dict(self.kwargs)))
+        args, kwargs = call_arguments(self.args)
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "kwargs", MappingProxyType({**kwargs, **self.kwargs}))
 
     @property
     def device(self) -> torch.device:

@@ -22,6 +22,19 @@ _RESERVE = 0.05
 """Share left for fragmentation and for libraries that allocate without torch."""
 
 
+def wanted_bytes(wanted: str | int) -> int:
+    """Bytes of a requested amount of memory, such as ``"12 GiB"``.
+
+    Raises:
+        ProblemError: It is no quantity of memory.
+        UnsupportedError: It is not above 0.
+    """
+    number = wanted if isinstance(wanted, int) else round(parse_quantity(wanted, SIZE_BYTES, "memory"))
+    if isinstance(wanted, bool) or number <= 0:
+        raise UnsupportedError(f"memory is {wanted!r}: bytes above 0 are needed, or a text such as '12 GiB'")
+    return number
+
+
 def memory_budget(device: torch.device, wanted: str | int | None = None) -> int:
     """Bytes that a plan may use.
 
@@ -37,9 +50,7 @@ def memory_budget(device: torch.device, wanted: str | int | None = None) -> int:
         ProblemError: ``wanted`` is no quantity of memory.
         UnsupportedError: ``wanted`` is more than the device has.
     """
-    limit = wanted
-    if limit is not None and not isinstance(limit, int):
-        limit = round(parse_quantity(limit, SIZE_BYTES, "memory"))
+    limit = None if wanted is None else wanted_bytes(wanted)
     total, free = _cuda_memory(device) if device.type == "cuda" else _host_memory()
     if limit is None:
         return max(1, int(free * (1 - _RESERVE)))

@@ -21,12 +21,17 @@ def model_loss(output: Any) -> Tensor | None:
     """The loss that a model returns: its output, or the entry ``loss`` in it, or the first of a tuple.
 
     Returns:
-        A scalar tensor, None if there is none that gradients flow into.
+        A scalar tensor, None if there is none that gradients flow into (where gradients are enabled).
     """
     for value in (_named_loss(output), _first(output)):
-        if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and value.is_floating_point():
+        if isinstance(value, Tensor) and value.numel() == 1 and _is_differentiable(value):
             return value.reshape(())
     return None
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    """Whether gradients flow into a tensor; without gradients, whether they could."""
+    return tensor.is_floating_point() and (tensor.requires_grad or not torch.is_grad_enabled())
 
 
 def default_loss(output: Any) -> Tensor:
@@ -38,7 +43,7 @@ def default_loss(output: Any) -> Tensor:
     loss = model_loss(output)
     if loss is not None:
         return loss
-    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
+    tensors = list(filter(_is_differentiable, tensors_in(output)))
     if not tensors:
         raise ModelError(
             "the model's output has no floating-point tensor that gradients flow into; give a loss function"

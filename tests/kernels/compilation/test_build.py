@@ -145,4 +145,4 @@ def test_without_a_card_the_plain_operators_run_and_say_so():
         pytest.skip("this machine has a card")
     assert not library.activate("quantize")
     assert library.reason("quantize") == "torch sees no CUDA card"
-    assert set(backend.explain("cpu")) == {"linear", "convolution", "batched"}
+    assert set(backend.explain("cpu")) == {"linear", "convolution", "batched", "product", "attention"}

@@ -77,7 +77,7 @@ def test_compiled_refuses_where_there_is_no_integer_product(monkeypatch):
 
 def test_explain_says_what_runs():
     text = backend.explain("cpu")
-    assert set(text) == {"linear", "convolution", "batched"}
+    assert set(text) == {"linear", "convolution", "batched", "product", "attention"}
     assert all(text.values())
 
 

@@ -141,6 +141,23 @@ def test_diff_of_equal_plans_and_of_plans_for_different_devices(run, files):
     assert "the plans are for 'diamond' and 'elsewhere'" in out
     assert "T4: 3 FP16 > -" in out
     assert "A10: 1 - > FP16" in out
+    assert "2 of the operators are in one plan only: the plans may be of different models" in out
+    replace(plan, devices={"T4": {"x": "FP16"}}).save(files / "other.json")
+    status, out, _ = run("diff", files / "low.json", files / "other.json")
+    assert "the plans have no operator in common, so they are of different models" in out
+
+
+def test_a_plan_that_was_edited_as_the_documentation_says_is_taken(run, files):
+    data = json.loads((files / "low.json").read_text())
+    data["devices"]["T4"]["a"] = "FP32"
+    (files / "mine.json").write_text(json.dumps(data))
+    status, _, err = run("evaluate", files / "problem.json", files / "mine.json")
+    assert status != 0
+    assert "remove x-digest if the change was meant" in err
+    del data["x-digest"]
+    (files / "mine.json").write_text(json.dumps(data))
+    status, out, _ = run("diff", files / "low.json", files / "mine.json", "--problem", files / "problem.json")
+    assert (status, "T4: 1 FP16 > FP32" in out) == (0, True)
 
 
 def test_pareto_writes_table_json_csv_svg_and_plans(run, files):

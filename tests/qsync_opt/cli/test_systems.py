@@ -1,32 +1,28 @@
 """A registered system is mounted under its name, and its commands are loaded when one of them is run."""
 
+import json
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import typer
 
+import qsync_opt.systems
 from qsync_opt.errors import ProblemError, UnsupportedError
-
-
-@dataclass(frozen=True)
-class FakeSystem:
-    name: str
-    description: str
-    commands: str | None
+from qsync_opt.systems import System
 
 
 @pytest.fixture
 def fake(monkeypatch):
     """A system whose commands are in the module ``parcels``, and one without commands."""
     systems = {
-        "parcels": FakeSystem("parcels", "the size of every parcel", "parcels:commands"),
-        "silent": FakeSystem("silent", "no commands", None),
+        "parcels": System(
+            name="parcels", description="the size of every parcel", problem="", commands="parcels:commands"
+        ),
+        "silent": System(name="silent", description="no commands", problem=""),
     }
-    registry = types.ModuleType("qsync_opt.systems")
-    registry.systems = lambda: systems
-    monkeypatch.setitem(sys.modules, "qsync_opt.systems", registry)
+    monkeypatch.setattr(qsync_opt.systems, "systems", lambda: systems)
     commands = typer.Typer()
 
     @commands.command()
@@ -53,7 +49,7 @@ def test_systems_that_cannot_be_listed_exit_2_with_one_line(fake, run, monkeypat
     def claimed_twice():
         raise UnsupportedError("the system name 'parcels' is claimed twice")
 
-    monkeypatch.setattr(sys.modules["qsync_opt.systems"], "systems", claimed_twice)
+    monkeypatch.setattr(qsync_opt.systems, "systems", claimed_twice)
     assert run("--help") == (2, "", "qsync-opt: the system name 'parcels' is claimed twice\n")
 
 
@@ -69,3 +65,24 @@ def test_a_command_of_a_system_is_run(fake, run, monkeypatch):
     status, out, _ = run("parcels", "--help")
     assert (status, "--install-completion" in out) == (0, False)
     assert "the size of every parcel" in out
+
+
+def test_files_of_a_system_are_solved_and_evaluated_by_shared_commands(run, monkeypatch, tmp_path, instance_path):
+    again = replace(qsync_opt.systems.system("training"), name="again", searches={}, runtime=None)
+    monkeypatch.setattr(
+        qsync_opt.systems, "systems", lambda: {"training": qsync_opt.systems.BUILT_IN[0], "again": again}
+    )
+    problem, plan = str(instance_path("tiny")), str(tmp_path / "plan.json")
+    status, out, _ = run("again", "solve", problem, "--method", "default", "--output", plan, "--json")
+    solution = json.loads(out)
+    assert (status, solution["point"], solution["method"]) == (0, "feasible", "greedy")
+    status, out, _ = run("again", "evaluate", problem, plan, "--json")
+    assert (status, json.loads(out)["objective"]) == (0, solution["objective"])
+    status, out, _ = run("again", "evaluate", problem, plan)
+    assert (status, "feasible" in out) == (0, True)
+    status, _, err = run("again", "evaluate", plan, plan)
+    assert status == 2 and "'qsync-plan/1'" in err and err.count("\n") == 1
+    infeasible = {**json.loads(instance_path("tiny").read_text()), "latency_limit_ns": 1}
+    (tmp_path / "tight.json").write_text(json.dumps(infeasible))
+    status, out, _ = run("again", "solve", str(tmp_path / "tight.json"))
+    assert status == 3 and "infeasible" in out

@@ -83,6 +83,17 @@ def test_a_file_reads_as_the_model_and_the_model_is_left_alone(small: onnx.Model
     assert small.SerializeToString() == before
 
 
+def test_a_graph_that_exporters_gave_no_name_of_its_own_is_named_after_its_file(
+    small: onnx.ModelProto, tmp_path: Path
+) -> None:
+    own = small.graph.name
+    for given, name in (("main_graph", "resnet"), (own, own), ("", "resnet")):
+        small.graph.name = given
+        onnx.save(small, tmp_path / "resnet.onnx")
+        assert read_onnx(tmp_path / "resnet.onnx").name == name
+    assert read_onnx(tmp_path / "resnet.onnx", name="mine").name == "mine"
+
+
 def test_a_name_that_is_no_text_is_refused(small: onnx.ModelProto, tmp_path: Path) -> None:
     for name in (b"transB", b"head", b"Relu"):
         damaged = small.SerializeToString().replace(name, name[:-1] + b"\xff")

@@ -1,12 +1,14 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from qsync_opt.cluster import load_cluster
 from qsync_opt.costs import DeviceProfile
-from qsync_opt.errors import ProblemError
+from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.sensitivity import SensitivityValues
 from qsync_opt.testing import (
@@ -62,6 +64,26 @@ def test_times_roles_edges_and_sensitivities_arrive(graph: OpGraph) -> None:
 
 def _excluding(graph: OpGraph, reasons: dict[str, str]) -> SensitivityValues:
     return SensitivityValues(unit="made up", values_of=make_sensitivities(graph), excluded={"up": reasons})
+
+
+def test_captured_models_and_paths_are_taken(graph: OpGraph, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "name: c\nnetwork: {latency: 1 us, bandwidth: 1 GB/s, source: test}\n"
+        "devices: [{name: slow, count: 2, memory: 1 GiB, precisions: [INT8, BF16, FP32]}]\n"
+    )
+    captured: Any = SimpleNamespace(graph=graph)
+    problem = build_problem(captured, _profiles(graph), make_sensitivities(graph), file)
+    assert problem == _build(graph, cluster=load_cluster(file)) == _build(graph, cluster=str(file))
+    with pytest.raises(ModelError, match="graph is a str: an operator graph or a captured model is needed"):
+        build_problem("net", _profiles(graph), make_sensitivities(graph), file)  # type: ignore[arg-type]
+    for changes, text in (
+        ({"cluster": 3}, "cluster is a int: a Cluster or the path of a cluster file is needed"),
+        ({"profiles": make_profile(graph)}, "profiles is a DeviceProfile: needed is a DeviceProfile by device type"),
+        ({"sensitivities": 1.0}, "sensitivities is a float: needed is a table"),
+    ):
+        with pytest.raises(ProblemError, match=text):
+            _build(graph, **changes)
 
 
 def test_excluded_precisions_leave_the_table(graph: OpGraph) -> None:

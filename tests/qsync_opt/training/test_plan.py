@@ -2,7 +2,7 @@ import pytest
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.testing import chain, diamond
-from qsync_opt.training import Plan, load_plan, load_problem, plan_from_json
+from qsync_opt.training import Plan, load_plan, load_problem
 
 
 def _plan(**operators):
@@ -30,7 +30,7 @@ def test_round_trip_keeps_provenance_and_extension_keys(tmp_path):
         "solution": {"objective": 1.0},
         "x-note": [1],
     }
-    plan = plan_from_json(data)
+    plan = Plan.from_json(data)
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
     assert load_plan(tmp_path / "plan.json").to_json() == data
@@ -91,7 +91,7 @@ def test_unknown_and_missing_device_types(instance_path):
 )
 def test_bad_plan_files(data, needle):
     with pytest.raises(ProblemError) as caught:
-        plan_from_json(data)
+        Plan.from_json(data)
     assert needle in str(caught.value)
 
 

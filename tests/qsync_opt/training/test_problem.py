@@ -6,7 +6,7 @@ import pytest
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.testing import chain, diamond
-from qsync_opt.training import load_problem, problem_from_json
+from qsync_opt.training import Problem, load_problem
 
 INSTANCES = sorted((Path(__file__).resolve().parents[2] / "data" / "instances").glob("*.json"))
 
@@ -36,7 +36,7 @@ def test_extension_keys_are_kept_at_every_level(tiny_data):
         device["operators"]["fc1"]["FP16"],
     ):
         part["x-note"] = {"any": ["thing", 1]}
-    assert problem_from_json(tiny_data).to_json() == tiny_data
+    assert Problem.from_json(tiny_data).to_json() == tiny_data
 
 
 def _spoil(data, path, value):
@@ -112,7 +112,7 @@ FC1 = (*T4, "operators", "fc1", "FP16")
 def test_bad_data_is_refused_with_one_line(tiny_data, path, value, needle):
     _spoil(tiny_data, path, value)
     with pytest.raises(ProblemError) as caught:
-        problem_from_json(tiny_data)
+        Problem.from_json(tiny_data)
     assert needle in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -120,13 +120,13 @@ def test_bad_data_is_refused_with_one_line(tiny_data, path, value, needle):
 def test_a_fixed_operator_has_one_precision(tiny_data):
     tiny_data["devices"][0]["operators"]["loss"]["FP16"] = tiny_data["devices"][0]["operators"]["loss"]["FP32"]
     with pytest.raises(ProblemError, match="fixed operator 'loss' has costs for FP32, FP16"):
-        problem_from_json(tiny_data)
+        Problem.from_json(tiny_data)
 
 
 def test_a_table_for_no_operator_is_refused(tiny_data):
     tiny_data["devices"][0]["operators"]["fc9"] = tiny_data["devices"][0]["operators"]["fc1"]
     with pytest.raises(ProblemError, match="a table for 'fc9', which is no operator"):
-        problem_from_json(tiny_data)
+        Problem.from_json(tiny_data)
 
 
 def test_errors_name_the_file(tmp_path, tiny_data):

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
     from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import attention_twice, batch_norm_twice, product_twice
     from qsync_opt.runtimes.torch.sensitivity.probes.gradient import Probe, Probed
-    from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober, parts_of
+    from qsync_opt.runtimes.torch.sensitivity.probes.parts import parts_of
+    from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober
     from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
         MAX_POOLS,
         Contest,

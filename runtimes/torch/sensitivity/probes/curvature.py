@@ -47,6 +47,11 @@ class _Tapper:
         """Run an operator on aliases of its operands, and return an alias of its result."""
         if call.op_type not in ADJUSTABLE or (self._operators is not None and call.name not in self._operators):
             return call.run()
+        if not torch.is_grad_enabled():
+            raise ModelError(
+                f"operator {call.name!r} runs without gradients, where curvature_probes cannot follow its noise: "
+                "freeze parameters by requires_grad_(False) instead of torch.no_grad(), or do without curvature_probes"
+            )
         number = self._calls[call.name]
         self._calls[call.name] += 1
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
@@ -113,7 +118,8 @@ def probe_curvatures(
         each counted by its tensor's mean square over the mean of all calls.
 
     Raises:
-        ModelError: Some operation of the model has no second derivative, or there is not enough memory.
+        ModelError: Some operation of the model has no second derivative, an operator runs without gradients, or there
+            is not enough memory.
 
     Source:
         Hutchinson's estimator, as HAWQ-V2 (Dong et al., NeurIPS 2020) uses it for weights; over activations ours.

@@ -38,7 +38,7 @@ from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NoiseMeasurement
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
-from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
+from qsync_opt.runtimes.torch.sensitivity.products import dense_lookup
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm
 from qsync_opt.runtimes.torch.sensitivity.signs import signs_like
 from qsync_opt.sensitivity import Gain
@@ -66,19 +66,9 @@ class Probed(NamedTuple):
 
 @contextlib.contextmanager
 def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
-    """Pass every operator, rectifier and max-pool of the model to the handler within the block.
-
-    Raises:
-        ModelError: An operator runs where autograd is off, so that its noise cannot be followed.
-    """
+    """Pass every operator, rectifier and max-pool of the model to the handler within the block."""
 
     def watched(call: OperatorCall) -> Any:
-        if call.op_type in ADJUSTABLE and not torch.is_grad_enabled():
-            raise ModelError(
-                f"operator {call.name!r} runs without gradients, where probing cannot follow its noise: freeze "
-                "parameters by requires_grad_(False) instead of torch.no_grad(), checkpoint with use_reentrant=False, "
-                "or collect without probes"
-            )
         if call.op_type == "embedding":
             call.args, call.kwargs = dense_lookup(call.function, call.args, call.kwargs)
         return handler(call)
@@ -220,8 +210,8 @@ class Probe:
         """Sums of squared derivatives of one loss, given the noise at its rectifiers. Dropout draws anew in each pass.
 
         Raises:
-            ModelError: Some operation of the model has no second derivative; there is not enough memory; an operator
-                runs without gradients; with ``roots``, every gradient is zero.
+            ModelError: Some operation of the model has no second derivative; there is not enough memory; with
+                ``roots``, every gradient is zero.
 
         Source:
             Ours; the estimator of a squared norm from random signs is Hutchinson's.

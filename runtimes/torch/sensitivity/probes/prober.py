@@ -8,12 +8,10 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.errors import QSyncError, first_line
 from qsync_opt.model import OpGraph
@@ -29,6 +27,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
     has_kinks,
     probed,
 )
+from qsync_opt.runtimes.torch.sensitivity.probes.parts import Part, add_up, parts_of
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import NO_NOISE, PASSES, NoiseMeasurement, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import Key
 from qsync_opt.runtimes.torch.sensitivity.reductions import to_host
@@ -36,54 +35,6 @@ from qsync_opt.sensitivity import Curvature, ModelStatistics
 
 PASSES_OF_PARTS = 3
 """Noisy forward passes, over the whole batch, as the scale of its numbers is that of the largest of all samples."""
-PARTS = 4
-"""Number of parts of a batch: a step that is differentiated twice needs several times the memory."""
-_NORMALIZED = 8
-"""Smallest part for a model that normalizes over samples: means over fewer would differ too much."""
-
-
-class Part(NamedTuple):
-    """Some samples of a batch, their share of it, and their indices."""
-
-    batch: Any
-    share: float
-    chosen: range
-
-
-def parts_of(model: nn.Module, batch: Any) -> tuple[Part, Part] | None:
-    """Two of the equal parts of a batch, of interleaved samples; None if the batch cannot be divided.
-
-    Samples are the first dimension of all tensors of a batch, of one size.
-    """
-    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
-    sizes = {int(x.shape[0]) for x in leaves}
-    if len(sizes) != 1:
-        return None
-    (samples,) = sizes
-    least = _NORMALIZED if _couples_samples(model) else 1
-    size = max(samples // PARTS, least)
-    if 2 * size > samples:
-        return None
-    step = samples // size
-
-    def part(start: int) -> Part:
-        def some(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.dim():
-                return x
-            chosen = x.detach()[torch.arange(size, device=x.device) * step + start]
-            return chosen.requires_grad_(x.requires_grad)
-
-        return Part(tree_map(some, batch), size / samples, range(start, start + size * step, step))
-
-    return part(0), part(1)
-
-
-def _couples_samples(model: nn.Module) -> bool:
-    normalization = nn.modules.batchnorm._NormBase
-    return any(
-        isinstance(module, normalization) and (module.training or not module.track_running_stats)
-        for module in model.modules()
-    )
 
 
 def _elements(whole: ModelStatistics, key: Key) -> int:
@@ -161,7 +112,10 @@ class Prober:
         self._whole = functools.partial(run, model, batch)
         self._batch_statistics = batch_statistics
         self._run = run
-        self._parts = parts_of(model, batch) if divide else None
+        parts = parts_of(model, batch) if divide else None
+        if parts is not None and not add_up(model, run, batch, parts):
+            parts = None
+        self._parts = None if parts is None else parts[:2]
         self._noise_by_passes: dict[tuple[int, bool], NoiseMeasurement] = {}
 
     def gains(self, probes: int, *, roots: Mapping[int, Tensor] | None = None) -> Probed:
@@ -189,7 +143,7 @@ class Prober:
         sums = probe.run(self._model, self._whole, noise)
         return probed({key: gain_of(value) for key, value in sums.sums.items()}, sums.flips, noise, [sums])
 
-    def _gains_of_parts(self, probe: Probe, parts: tuple[Part, Part]) -> Probed:
+    def _gains_of_parts(self, probe: Probe, parts: tuple[Part, ...]) -> Probed:
         """Gains of the batch, estimated from two parts of it.
 
         Raises:
@@ -239,6 +193,11 @@ class Prober:
             counted = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
             flips[name] = [unscaled * counted * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
         return probed(gains, flips, noise, [a, b])
+
+    @property
+    def divides(self) -> bool:
+        """Whether some samples represent all."""
+        return self._parts is not None
 
     def curvatures(self, probes: int) -> dict[str, dict[str, Curvature]]:
         """Traces from random vectors, none with 0 probes; raises as `probe_curvatures`."""

@@ -281,7 +281,9 @@ class GainTapper:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def __call__(self, call: OperatorCall) -> Any:
-        """Run an operator, and watch its operands, its result and their gradients."""
+        """Run an operator, and watch its operands, its result and their gradients unless autograd is off there."""
+        if not torch.is_grad_enabled():
+            return call.run()
         if call.op_type in RECTIFIERS:
             return self._rectify(call)
         if call.op_type in MAX_POOLS:

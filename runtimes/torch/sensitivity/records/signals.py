@@ -103,7 +103,7 @@ def loss_curvature(call: OperatorCall, x: Tensor) -> Tensor:
         squares = _norms(function, part, random)
         if squares is not None:
             totals += squares
-    mean_square = square_sum(x) / x.numel()
+    mean_square = square_sum(without_masked(x)) / x.numel()
     return totals[0] * mean_square / totals[1].clamp(min=torch.finfo(torch.float64).tiny)
 
 
@@ -203,19 +203,34 @@ def normalized(call: OperatorCall, x: Tensor, output: Tensor) -> dict[str, Tenso
     return tensors
 
 
+MASKED = -65504.0
+"""Elements down here are no values but a mask (``-inf``, the least number of a format, -1e9): FP16 holds none below."""
+
+
+def without_masked(x: Tensor) -> Tensor:
+    """A copy with zeros in place of masked elements."""
+    return F.threshold(x, MASKED, 0.0)
+
+
 class Norms:
     """Norms of tensors, each computed once, although a result of one operator is an input of the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, masked: bool = True) -> None:
+        """Count masked elements, or leave them out."""
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._masked = masked
 
     def of(self, x: Tensor) -> Tensor:
         """The norm of a tensor's present values."""
         if x.is_inference():
-            return norm(x.detach().to(torch.float32))
+            return self._norm(x)
         entry = self._known.get(id(x))
         if entry is not None and entry[0]() is x and entry[1] == x._version:
             return entry[2]
-        value = norm(x.detach().to(torch.float32))
+        value = self._norm(x)
         self._known[id(x)] = weakref.ref(x), x._version, value
         return value
+
+    def _norm(self, x: Tensor) -> Tensor:
+        values = x.detach().to(torch.float32)
+        return norm(values if self._masked else without_masked(values))

@@ -359,6 +359,35 @@ def test_outputs_of_unknown_types_do_not_matter() -> None:
     assert [o.name for o in capture(Caching(), (torch.randn(2, 4),))] == ["input/x", "linear/linear", "sum"]
 
 
+class Kinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding="same"), nn.BatchNorm2d(4)
+        self.up1, self.up2, self.up3 = (
+            nn.ConvTranspose1d(4, 4, 2),
+            nn.ConvTranspose2d(4, 4, 2),
+            nn.ConvTranspose3d(4, 4, 1),
+        )
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.head(self.table(ids)) @ self.weight
+        rows = rows + torch.einsum("ij,jk->ik", rows, self.weight) + torch.mv(self.weight, rows[0])
+        x = self.up2(self.norm(self.conv(x))).flatten(2)
+        return self.up1(x).sum() + self.up3(x[:, :, :8].view(1, 4, 2, 2, 2)).sum() + rows.sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_plan_of_an_exported_file_names_the_operators_that_capture_names(tmp_path: Path, training: bool) -> None:
+    model, args = Kinds().train(training), (torch.randn(1, 4, 4, 4), torch.randint(0, 9, (3,)))
+    torch.onnx.export(model, args, tmp_path / "model.onnx", dynamo=True, verbose=False)
+    of_file, captured = read_onnx(tmp_path / "model.onnx"), capture(model, args)
+    names = {operator.name for operator in of_file.by_role(Role.ADJUSTABLE)}
+    assert names == {operator.name for operator in captured.by_role(Role.ADJUSTABLE)}
+
+
 def test_tf32_of_convolutions_alone_may_be_set():
     script = """
 import torch

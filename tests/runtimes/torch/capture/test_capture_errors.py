@@ -13,7 +13,8 @@ from torch import nn
 
 from qsync_opt.errors import ModelError
 from qsync_opt.model import Role, RoleTable
-from qsync_opt.runtimes.torch.capture import capture, save_onnx
+from qsync_opt.runtimes.torch.capture import capture, capture_model, save_onnx
+from qsync_opt.runtimes.torch.execution import apply, undo
 
 X = torch.ones(2, 4)
 
@@ -102,10 +103,6 @@ def refusal(model: Any, *args: Any, **options: Any) -> str:
     [
         (nn.Linear(7, 7), "the forward pass failed in module 'inner' (Linear): RuntimeError: mat1 and mat2 shapes"),
         (DataDependent(), "torch.export stopped in module 'inner' (DataDependent): GuardOnDataDependentSymNode:"),
-        (
-            Untranslatable(),
-            "the ONNX exporter stopped in module 'inner' (Untranslatable): DispatchError: No ONNX function",
-        ),
         (Autocast(), "module 'inner' (Autocast) enables autocast (cpu, torch.bfloat16) in its forward"),
         (Growing(), "operator 2 is 'inner.linear/linear_1' in the export and 'nothing more' at run time"),
         (Selecting(), "which depends on the data: only models with fixed shapes can be planned"),
@@ -116,12 +113,122 @@ def test_the_reason_and_the_module_are_named(inner: nn.Module, message: str, cap
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_depends_on_the_data_is_refused_with_file_and_line_and_a_remedy() -> None:
+    text = refusal(Outer(DataDependent()), X)
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "x * 2 if x.sum()" in text)
+    assert f"(at {__file__}:{line}: return x * 2 if x.sum() > 0 else x)" in text
+    assert "(torch.where instead of a branch)" in text
+
+
+class Config:
+    layerdrop = 0.5
+
+
+class Dropping(nn.Module):
+    """Skips a layer at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.linear = Config(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.rand([]) < self.config.layerdrop else self.linear(x)
+
+
+class NumberedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x.sum(1) > 0
+        for number, expert in enumerate(self.all):
+            if (chosen == number).any():
+                x = x + expert(x)
+        return x
+
+
+def test_remedies_for_layers_and_experts_that_run_at_times() -> None:
+    assert "set model.config.layerdrop = 0" in refusal(Dropping(), X)
+    assert 'model.set_experts_implementation("batched_mm")' in refusal(Outer(NumberedExperts()), X)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.top = nn.EmbeddingBag(100, 8, mode="sum"), nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor, *offsets: torch.Tensor) -> torch.Tensor:
+        return self.top(self.bag(ids, *offsets))
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (Bag(), (torch.randint(0, 100, (4, 3)),)),
+        (Bag(), (torch.randint(0, 100, (12,)), torch.tensor([0, 3, 5, 9]))),
+        (Outer(Untranslatable()), (X,)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:operations unknown")
+def test_what_onnx_has_no_form_for_is_fixed(model: nn.Module, args: tuple[Any, ...], tmp_path: Path) -> None:
+    captured = capture_model(model, args)
+    (linear,) = captured.graph.by_role(Role.ADJUSTABLE)
+    opaque = {"embedding_bag", "linalg_svd"}
+    (other,) = (o for o in captured.graph if o.op_type in opaque)
+    assert other.role is Role.FIXED
+    assert captured.calls.keys() == {operator.name for operator in captured.graph}
+    undo(apply(model, {linear.name: "BF16"}, graph=captured.graph))(*args)
+    text = refusal(model, *args, onnx_path=tmp_path / "m.onnx")
+    assert "the ONNX" in text
+    assert f"(at {__file__}:" in text
+
+
+class Pooled(nn.Module):
+    """A pooler that nobody reads, as BERT has it under mean pooling; a buffer that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.pooler, self.mean = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        torch.tanh(self.pooler(h)).mul_(2)
+        self.seen.add_(self.mean(x).mean(0).detach())
+        return h.relu_().mean(1)
+
+
+def test_what_nobody_reads_is_fixed_and_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"nothing reads the result of 'pooler/linear': kept in FP32"):
+        graph = capture(Pooled(), (X,), onnx_path=tmp_path / "m.onnx")
+    assert [operator.name for operator in graph.by_role(Role.ADJUSTABLE)] == ["body/linear", "mean/linear"]
+    assert graph["pooler/linear"].role is Role.FIXED
+    model = apply(Pooled(), {"body/linear": "BF16", "mean/linear": "BF16"}, graph=graph)
+    model(X)  # no warning about an operator without a plan
+
+
+def test_no_gradient_flows_through_integers() -> None:
+    class Routed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            values, indices = super().forward(x).topk(2)
+            return values.sum() * indices.float().cumsum(1).mean()
+
+    captured = capture_model(Routed(4, 4), (X,))
+    argument = captured.calls["cumsum"].args[0]
+    assert not argument.requires_gradient
+
+
+def test_a_batch_may_be_given_in_place_of_arguments() -> None:
+    model = Outer(nn.ReLU())
+    graphs = [capture(model, batch) for batch in ((X,), [X], X, {"x": X})]
+    assert graphs == [capture(model, (), {"x": X})] * 4
+
+
 def test_unusable_models_and_arguments() -> None:
     linear = nn.Linear(4, 4)
     assert "cannot capture a function: a torch.nn.Module is needed" in refusal(lambda x: x, X)
     assert "missing 1 required positional argument" in refusal(linear)
-    with pytest.raises(ModelError, match="args is a Tensor: a tuple"):
-        capture(linear, X)  # type: ignore[arg-type]
     assert "model 'Identity' does nothing" in refusal(nn.Identity(), X)
     assert "parameter 'weight' is bfloat16" in refusal(nn.Linear(4, 4).bfloat16(), X.bfloat16())
     assert "parameter 'weight' is on the meta device" in refusal(nn.Linear(4, 4, device="meta"), X)
@@ -149,7 +256,7 @@ def test_nothing_is_left_behind_by_a_failure(tmp_path: Path) -> None:
 
 
 def test_the_kind_of_the_model_itself_is_named() -> None:
-    assert re.search(r"in the model itself \(Untranslatable\)", refusal(Untranslatable(), X))
+    assert re.search(r"in the model itself \(DataDependent\)", refusal(DataDependent(), X))
 
 
 class TwoFiles:

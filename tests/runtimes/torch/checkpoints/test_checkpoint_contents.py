@@ -1,6 +1,5 @@
 """Checkpoints of jobs that are put together in less usual ways."""
 
-import hashlib
 import json
 
 import pytest
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from qsync_opt.checkpoints import hash_of
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 from qsync_opt.runtimes.torch.ddp import free_port, process_group
@@ -185,7 +185,7 @@ def test_memory_must_be_numbers(tmp_path):
     data = json.dumps({k: v for k, v in state.items() if k != "x-digest"}).encode()
     (path / "state.json").write_bytes(data)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["state.json"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest["files"]["state.json"] = {"bytes": len(data), "chunks": [hash_of(data)]}
     (path / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "x-digest"}))
     with pytest.raises(ProblemError, match="memory_bytes: T4 is '16 GiB'"):
         checkpoints.load()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from qsync_opt.checkpoints import file_facts, files_in, write_manifest
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.io import decode, encode
 from qsync_opt.kernels import KernelOptions
@@ -264,8 +265,6 @@ def test_a_plan_that_does_not_fit_its_digest_is_refused(folder):
 
 def _rewrite(path, change):
     """Change the JSON part as whoever forges a checkpoint would: the manifest with it."""
-    from qsync_opt.runtimes.torch.checkpoints import file_facts, files_in, write_manifest
-
     state = path / "state.json"
     state.write_text(json.dumps(change(json.loads(state.read_text()))))
     write_manifest(path, file_facts(path, files_in(path)))

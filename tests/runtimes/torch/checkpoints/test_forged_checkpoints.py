@@ -8,15 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from qsync_opt.checkpoints import begin, file_facts, files_in, finish, write_manifest
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.runtimes.torch.checkpoints import (
-    Checkpoints,
-    begin,
-    file_facts,
-    files_in,
-    finish,
-    write_manifest,
-)
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 from qsync_opt.runtimes.torch.execution import apply
 
 
@@ -130,9 +124,9 @@ def test_killed_between_taking_the_old_one_away_and_putting_the_new_one_in_its_p
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("qsync_opt.runtimes.torch.checkpoints.files.os.replace", killed)
+        patch.setattr("qsync_opt.checkpoints.folders.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            finish(begin(folder, 1), 1, {}, 1)
+            finish(begin(folder, 1), 1, {}, 1, {})
     assert not path.exists()
     assert Job(folder).checkpoints.load().step == 1
     os.rename(path, folder / ".step-00000001.old")

@@ -412,6 +412,31 @@ def test_layers_that_are_skipped_at_times_must_all_run_first():
     assert model[0].weight.grad is not None
 
 
+class Encoding(nn.Module):
+    """An encoder whose result may be passed in, as generation does."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, encoded=None):
+        return self.decoder(self.encoder(x) if encoded is None else encoded)
+
+
+def test_parts_of_a_model_may_run_before_it_is_trained():
+    model, x = Encoding(), torch.randn(5, 8)
+    apply(model, {"encoder/linear": "BF16", "decoder/linear": "BF16"})
+    with torch.no_grad():
+        assert model.eval()(x, model.encoder(x)).shape == (5, 4)
+        assert model.train()(x, model.encoder(x)).shape == (5, 4)
+    model(x).sum().backward()
+    undo(model)
+    apply(model, {"encoder/linear": "BF16", "encoder/matmul": "BF16", "decoder/linear": "BF16"})
+    model.eval()(x)
+    with pytest.raises(ModelError, match="the first training pass did not meet 'encoder/matmul'"):
+        model.train()(x)
+
+
 def test_plans_for_another_model():
     model, x = Mlp(), torch.randn(5, 12)
     with pytest.raises(ModelError, match="'left/linear'"):
@@ -420,10 +445,40 @@ def test_plans_for_another_model():
     with pytest.raises(ModelError, match=r"did not meet 'up/matmul', 'down/linear_1' .* another model: undo it"):
         model(x)
     undo(model)
-    with pytest.raises(ModelError, match="names 'fc1', 'fc2', and an operator of a captured model is named by module"):
+    with pytest.raises(ModelError, match=r"for another model: it names 'fc1', 'fc2', .* is named by module and kind"):
         apply(model, {"fc1": "BF16", "fc2": "FP32"})  # as nodes of an ONNX file are called
     with pytest.raises(NotReadyError, match="no plan is applied"):
         undo(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "meant"),
+    [
+        ("up/linear_", "INT8", "'up/linear'"),
+        ("up/Linear", "BF16", "'up/linear'"),
+        ("up/matmull", "FP32", "'up/matmul'"),
+        ("upp/linear", "BF16", "'up/linear'"),
+        ("up/ConvTranspose", "BF16", "'up/conv_transpose[123]d'"),
+    ],
+)
+def test_every_entry_of_a_plan_names_an_operator(name, precision, meant):
+    model = Mlp()
+    plan = {"up/linear": "BF16", "down/linear": "BF16", name: precision}
+    with pytest.raises(ModelError, match=f"the plan does not fit: it names '{name}', which this model .* mean {meant}"):
+        apply(model, plan)
+    with pytest.raises(ModelError, match=f"it names '{name}', which this graph does not have"):
+        apply(model, plan, graph=capture(model, (torch.randn(5, 12),)))
+    assert "forward" not in model.__dict__
+
+
+def test_a_plan_may_name_operators_that_are_not_adjustable():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.LayerNorm(8))
+    x = torch.randn(2, 4)
+    graph = capture(model, (x,))
+    plan = {operator.name: "FP32" for operator in graph}
+    assert {"0/linear", "1/relu_", "2/layer_norm"} < plan.keys()
+    for options in ({}, {"graph": graph}):
+        assert undo(apply(model, plan, **options))(x).shape == (2, 8)
 
 
 def test_operators_that_the_plan_does_not_name():

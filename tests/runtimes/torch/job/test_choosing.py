@@ -106,7 +106,7 @@ def test_by_steps_the_less_sensitive_of_equals_is_taken_and_a_faster_one_otherwi
 
 def test_by_steps_captured_passes_must_gain_something():
     captured = {"a": mode("INT8", 49, 9.0, captured=True)}
-    assert choose_by_steps([(FINE, 100.0), (captured, 97.0)]) == FINE
+    assert choose_by_steps([(FINE, 100.0), (captured, 97.5)]) == FINE
     assert choose_by_steps([(FINE, 100.0), (captured, 95.0)]) == captured
     finer = {"a": mode("FP32", 49, 0.0, captured=True)}
     assert choose_by_steps([(FINE, 100.0), (finer, 99.6)]) == FINE

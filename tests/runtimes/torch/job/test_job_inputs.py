@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qsync_opt
-from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.runtimes.torch.ddp import free_port, process_group
 from qsync_opt.runtimes.torch.execution import applied_plan
@@ -35,6 +35,27 @@ def mean_square(output):
 
 def job(model, loss=mean_square):
     return Job(model, example_of(model, torch.randn(4, 8), loss), qsync_opt.PlanningOptions())
+
+
+def test_a_model_without_loss_but_with_rectifiers_keeps_the_unit_of_its_optimizer(caplog):
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(16, 8)
+    options = qsync_opt.PlanningOptions(progress=False, trial=False, compare=False)
+    plan = qsync_opt.auto_plan(model, batch, options=options)
+    assert "no floating-point tensor" not in caplog.text
+    assert plan.sensitivity_unit == "share of progress"
+
+
+def test_wrong_options_and_batches_are_refused_before_anything_is_measured(monkeypatch):
+    def capture(*_):
+        raise AssertionError("captured")
+
+    monkeypatch.setattr("qsync_opt.runtimes.torch.job.planning.capture_model", capture)
+    for memory, text in ((-5, "memory is -5: bytes above 0 are needed"), ("-1 GiB", "memory"), ("3 parsecs", "memory")):
+        with pytest.raises((UnsupportedError, ProblemError), match=text):
+            qsync_opt.auto_plan(nn.Linear(8, 1), torch.randn(4, 8), options=qsync_opt.PlanningOptions(memory=memory))
+    with pytest.raises(ModelError, match=r"batches is a Tensor .* pass \[batch\]"):
+        qsync_opt.auto_plan(nn.Linear(8, 1), torch.randn(4, 8), batches=torch.randn(4, 8))
 
 
 def two():

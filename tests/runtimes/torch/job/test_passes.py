@@ -12,6 +12,7 @@ from qsync_opt.io import encode
 from qsync_opt.runtimes.torch.checkpoints import RankState, decide, resume_plan
 from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import (
+    FORMS,
     ExecutionMode,
     PlanAdapter,
     PlanningOptions,
@@ -264,11 +265,17 @@ def test_an_error_in_a_mode_leaves_the_model_alone():
     assert applied_plan(model) is None
 
 
-def test_every_mode_is_timed_captured_too():
-    modes = [mode("FP32"), mode("BF16")]
-    assert [each.label for each in job_passes.captured_too(modes)[2:]] == ["FP32, captured", "BF16, captured"]
-    assert job_passes.has_captured({"a": job_passes.captured_too(modes)})
-    assert not job_passes.has_captured({"a": modes})
+def test_every_mode_is_timed_in_every_form():
+    modes = job_passes.in_forms([mode("FP32"), mode("BF16")], FORMS)
+    assert [each.label for each in modes[::2]] == [
+        "FP32",
+        "FP32, captured",
+        "FP32, compiled",
+        "FP32, compiled, captured",
+    ]
+    assert [each.form for each in modes[1::2]] == [*FORMS]
+    assert all(job_passes.has_form({"a": modes}, form) for form in FORMS)
+    assert not job_passes.has_form({"a": modes[:2]}, "captured")
 
 
 def test_on_a_cpu_nothing_is_captured():

@@ -1,6 +1,7 @@
 """Statistics where a model does what few models do: parts without gradients, sparse tables, no gradient at all."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt import sensitivities
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.numerics import Rounding
-from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.capture import capture, capture_model
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 
@@ -65,16 +66,106 @@ class Inert(nn.Module):
         return self.after(h).square().mean()
 
 
-def test_what_runs_without_gradients_is_counted_by_formula_and_not_probed():
+def test_only_what_runs_without_gradients_is_counted_by_formula():
+    torch.manual_seed(0)
     model, batch = Inert(), torch.randn(16, 8)
-    graph = capture(model, (batch,))
+    graph, formats = capture(model, (batch,)), device_formats("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the loss does depend on it
-        found = collect_statistics(model, [batch], graph=graph)
-    assert sensitivities(graph, found, device_formats("cpu"))["before/linear"]["INT8"] > 0
-    for option in ("probes", "adaptive_probes", "curvature_probes"):
-        with pytest.raises(ModelError, match=r"'before/linear' runs without gradients.*requires_grad_\(False\)"):
-            collect_statistics(model, [batch], graph=graph, **{option: 2})
+        plain = sensitivities(graph, collect_statistics(model, [batch], graph=graph), formats)
+        found = collect_statistics(model, [batch], graph=graph, probes=16, adaptive_probes=16)
+    assert not found["before/linear"].gains
+    assert found["after/linear"].gains
+    assert found["after/linear"].adaptive_gains
+    probed, progress = (sensitivities(graph, found, formats, kind=kind) for kind in ("probed", "progress"))
+    for precision in ("INT8", "BF16"):
+        assert probed["before/linear"][precision] == plain["before/linear"][precision] > 0
+        # In the unit of progress, related to the other operator as it is by formula.
+        related = plain["before/linear"][precision] / plain["after/linear"][precision]
+        assert progress["before/linear"][precision] / progress["after/linear"][precision] == pytest.approx(related)
+    with pytest.raises(ModelError, match=r"'before/linear' runs without gradients.*requires_grad_\(False\)"):
+        collect_statistics(model, [batch], graph=graph, curvature_probes=2)
+
+
+class Masked(nn.Module):
+    """A mask that is added to a learned bias before attention, as T5 has it; or to the scores."""
+
+    def __init__(self, lowest, fused):
+        super().__init__()
+        self.qkv, self.out, self.bias = nn.Linear(16, 48), nn.Linear(16, 16), nn.Embedding(8, 1)
+        self.lowest, self.fused = lowest, fused
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        bias = self.bias(torch.arange(8)).view(1, 8)
+        bias = bias + torch.full((8, 8), self.lowest).triu(1)
+        if self.fused:
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            x = torch.softmax(q @ k.mT / 4 + bias, -1) @ v
+        return self.out(x).square().mean()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_masked_elements_leave_the_statistics(fused):
+    tables = []
+    x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(1))
+    for lowest in (torch.finfo(torch.float32).min, -1e9, -torch.inf):
+        torch.manual_seed(0)
+        model = Masked(lowest, fused)
+        graph = capture(model, (x,))
+        found = collect_statistics(model, [x], graph=graph)
+        assert max(signal.output_square_sum for signal in found.signals.values()) < 1e4
+        tables.append(
+            [value for row in sensitivities(graph, found, device_formats("cpu")).values() for value in row.values()]
+        )
+    assert tables[1] == pytest.approx(tables[0], rel=1e-4)
+    assert tables[2] == pytest.approx(tables[0], rel=1e-4)
+
+
+def test_an_operator_whose_values_are_not_finite_is_named():
+    class Huge(nn.Linear):
+        def forward(self, x):
+            return torch.sigmoid(super().forward(x) + torch.inf).mean()
+
+    with pytest.raises(ModelError, match=r"operator 'add': input or result is not finite in batch 0"):
+        collect_statistics(Huge(4, 4), [torch.randn(2, 4)])
+
+
+def test_batches_and_losses_are_taken_as_by_auto_plan():
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(16, 8)
+    captured = capture_model(model, x)
+    profile = SimpleNamespace(formats=device_formats("cpu"))
+    tables = []
+    for batch in (x, (x,), [x], {"input": x}):
+        found = collect_statistics(model, [batch], loss=lambda out: out.square().mean(), graph=captured, probes=1)
+        tables.append(sensitivities(captured, found, profile).values_only())
+    found = collect_statistics(model, [x], step=lambda m, x: m(x).square().mean(), graph=captured.graph, probes=1)
+    tables.append(sensitivities(captured.graph, found, profile.formats).values_only())
+    assert all(table == tables[0] for table in tables)
+
+
+def test_batches_that_are_none_are_refused_in_words():
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(16, 8)
+
+    def loss(output):
+        return output.square().mean()
+
+    with pytest.raises(ModelError, match=r"batches is a Tensor of shape \(16, 8\): .* for a single one pass \[batch\]"):
+        collect_statistics(model, x, loss=loss)
+    with pytest.raises(ModelError, match=r"batches is a dict: a list of batches"):
+        collect_statistics(model, {"input": x}, loss=loss)
+    with pytest.raises(
+        ModelError, match=r"the step failed on batch 1 \(\(16, 7\)\): RuntimeError: .*model\(\*\*batch\)"
+    ):
+        collect_statistics(model, [x, torch.randn(16, 7)], loss=loss)
+    with pytest.raises(ModelError, match=r"step and loss are both given"):
+        collect_statistics(model, [x], loss=loss, step=lambda m, b: loss(m(b)))
+    with pytest.raises(ModelError, match=r"graph is a Sequential: an operator graph or a captured model"):
+        collect_statistics(model, [x], loss=loss, graph=model)
+    graph = capture(model, x)
+    with pytest.raises(UnsupportedError, match=r"device_formats is a tuple: needed are a profile, or its formats"):
+        sensitivities(graph, collect_statistics(model, [x], loss=loss, graph=graph), ("INT8",))
 
 
 def test_where_nothing_is_learnt_no_share_of_progress_is_lost():

@@ -16,7 +16,7 @@ from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
-from qsync_opt.runtimes.torch.job import ExecutionMode, PlanningOptions, auto_plan, time_modes
+from qsync_opt.runtimes.torch.job import FORMS, ExecutionMode, PlanningOptions, auto_plan, time_modes
 from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, StepRecords, record_plan
 from qsync_opt.runtimes.torch.steps.compiled import (
     annotated_operators,
@@ -397,6 +397,8 @@ def test_a_job_whose_compiled_steps_cannot_be_recorded_says_so(block, monkeypatc
     assert "this model breaks into several graphs" in plan.describe()
 
 
-def test_compiled_passes_are_not_captured_too():
-    with pytest.raises(ProblemError, match="compiled and capture are both set"):
-        PlanningOptions(compiled=True, capture=True)
+def test_what_the_script_compiles_is_neither_captured_nor_compiled_by_the_plan():
+    options = PlanningOptions(compiled=True)
+    assert [form for form in FORMS if options.allows(form)] == ["launched"]
+    assert [form for form in FORMS if PlanningOptions(compile=False).allows(form)] == ["launched", "captured"]
+    assert [form for form in FORMS if PlanningOptions(capture=False).allows(form)] == ["launched", "compiled"]

@@ -16,9 +16,10 @@ def example() -> TrainingExample:
     return TrainingExample(model=model, args=(torch.randn(128, 64),), loss=lambda out: out.square().mean())
 
 
-def test_a_batch_without_its_tuple_is_refused(example: TrainingExample) -> None:
-    with pytest.raises(ModelError, match="args is a Tensor: a tuple of the forward pass's positional arguments"):
-        TrainingExample(model=example.model, args=torch.randn(128, 64))  # type: ignore[arg-type]
+def test_a_batch_is_taken_as_everywhere(example: TrainingExample) -> None:
+    x = torch.randn(128, 64)
+    for batch in ((x,), [x], x, {"input": x}):
+        assert TrainingExample(model=example.model, args=batch).forward().shape == ()
 
 
 def test_repeats_are_checked(example: TrainingExample) -> None:

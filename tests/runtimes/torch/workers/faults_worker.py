@@ -57,7 +57,7 @@ def arm(fault, model, optimizer):
         optimizer.register_step_pre_hook(die)
     elif fault == "checkpoint":
         # Its tensors are written by then, and the folder has not got its name.
-        sys.modules[Checkpoints.__module__].file_facts = die
+        sys.modules[Checkpoints.__module__].Manifest = lambda **_: die()
 
 
 def train(rank, world_size, port, folder, fault):

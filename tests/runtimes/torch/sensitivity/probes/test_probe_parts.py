@@ -70,7 +70,7 @@ def test_samples_that_differ_are_counted_as_often_as_they_are():
 
 def test_parts_are_every_fourth_sample_and_as_many_as_normalizations_need():
     x, labels = batch(32)
-    first, second = parts_of(nn.Linear(2, 2), {"x": x, "labels": labels, "flag": True})
+    first, second, *_ = parts_of(nn.Linear(2, 2), {"x": x, "labels": labels, "flag": True})
     assert torch.equal(first.batch["x"], x[::4])
     assert torch.equal(second.batch["labels"], labels[1::4])
     assert (first.batch["flag"], first.share) == (True, 0.25)
@@ -95,19 +95,50 @@ def test_batches_that_cannot_be_divided_are_probed_as_a_whole(caplog):
     assert found.operators == whole.operators
 
 
-def test_samples_that_an_operator_mixes_are_not_divided(caplog):
-    class Contrast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(6, 8)
+class Pairs(nn.Module):
+    """Each of the first half of the samples belongs to one of the second half; the others are negatives."""
 
-        def forward(self, x, labels):
-            z = self.a(x)
-            return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.a, self.b, self.dropout = nn.Linear(6, 16), nn.Linear(16, 8), nn.Dropout(dropout)
 
+    def forward(self, x, labels):
+        anchors, others = F.normalize(self.b(self.dropout(torch.tanh(self.a(x)))), dim=-1).chunk(2)
+        return F.cross_entropy(20 * anchors @ others.T, torch.arange(len(anchors)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("option", ["probes", "adaptive_probes"])
+def test_losses_over_pairs_are_probed_as_a_whole(dropout, option, caplog):
+    torch.manual_seed(0)
+    model, batches = Pairs(dropout), [batch(8), batch(8)]
     with caplog.at_level(logging.INFO, "qsync_opt"):
-        collect_statistics(Contrast(), [batch(8)], probes=2)
-    assert "elements in a part" in caplog.text
+        found = collect_statistics(model, batches, **{option: 2})
+    assert caplog.text.count("the loss couples samples") == 1
+    assert found.operators == collect_statistics(model, batches, whole_batches=True, **{option: 2}).operators
+
+
+class Tokens(nn.Module):
+    """A mean over the tokens that count, of which samples have unlike numbers; dropout and a normalization."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.a, self.b, self.norm, self.dropout = nn.Linear(6, 16), nn.Linear(16, 5), norm, nn.Dropout(0.3)
+
+    def forward(self, x, labels):
+        x = self.a(x).transpose(1, 2)
+        x = torch.relu(x if self.norm is None else self.norm(x)).transpose(1, 2)
+        return F.cross_entropy(self.b(self.dropout(x)).flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm1d(16), nn.BatchNorm1d(16, track_running_stats=False)])
+def test_means_over_what_counts_are_divided(norm, caplog):
+    torch.manual_seed(0)
+    x, labels = torch.randn(35, 7, 6), torch.randint(0, 5, (35, 7))
+    labels[torch.rand(35, 7) > torch.linspace(0.2, 0.9, 35)[:, None]] = -1
+    with caplog.at_level(logging.INFO, "qsync_opt"):
+        collect_statistics(Tokens(norm), [(x, labels)], probes=1)
+    assert "as a whole" not in caplog.text
 
 
 class Deep(nn.Module):

@@ -1,0 +1,104 @@
+"""The methods ``chain`` (the default: a plan and its bound, fast) and ``exact`` (searched until it is proved)."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.formulations.serving.chain import MOST_STATES, count_states
+from qsync_opt.formulations.serving.infeasible import harm_draft, simple_reason
+from qsync_opt.formulations.serving.search import Search
+from qsync_opt.formulations.serving.tables import build_tables, to_plan
+from qsync_opt.serving import Problem, evaluate
+from qsync_opt.solving import Answer, SolveOptions, TerminationStatus
+
+_ROOT_STEPS = 24
+_ROUNDS = 6
+_NODES = 40
+"""Nodes that the default method may look at: it ends by itself, whatever the problem."""
+_SMALL = 50
+"""Groups times devices up to which the default method searches on: there a node costs next to nothing."""
+_FEW_NODES = 4
+_POOR = 0.05
+"""Relative gap down to which the default method divides a large problem, by a few nodes."""
+_GOOD = 1e-3
+"""Relative gap at which the default method stops."""
+
+
+class ChainFormulation:
+    """Prices, a dynamic program over the chain of devices, and true transfers; a few nodes of the search of ``exact``.
+
+    Source: ours.
+    """
+
+    def solve(self, problem: Problem, options: SolveOptions) -> Answer:
+        """Plan the stages; see `Formulation.solve`."""
+        return _solve(problem, options, complete=False)
+
+
+class ExactFormulation:
+    """The same bounds, with the choices divided until nothing better can be left.
+
+    Source: ours.
+    """
+
+    def solve(self, problem: Problem, options: SolveOptions) -> Answer:
+        """Plan the stages; see `Formulation.solve`."""
+        return _solve(problem, options, complete=True)
+
+
+def _solve(problem: Problem, options: SolveOptions, *, complete: bool) -> Answer:
+    started = time.monotonic()
+    deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
+    tables, types = build_tables(problem)
+    if count_states(tables[0]) > MOST_STATES:
+        raise UnsupportedError(
+            f"problem {problem.name!r} has {len(problem.devices)} devices of {len(types)} different kinds, too many "
+            "orders to search; leave some out, or give equal devices equal costs, memory and links"
+        )
+    built = time.monotonic()
+
+    def answer(termination: TerminationStatus, search: Search | None = None, reason: str | None = None) -> Answer:
+        best = None if search is None else search.best
+        plan = None if best is None else to_plan(problem, types, best[0], best[1])
+        bound = None if search is None else search.bound
+        return Answer(
+            plan=plan,
+            termination=termination,
+            objective=None if plan is None else evaluate(problem, plan).objective,
+            bound=None if bound is None or math.isinf(bound) else float(bound),
+            build_seconds=built - started,
+            solve_seconds=time.monotonic() - built,
+            reason=reason,
+        )
+
+    reason = simple_reason(problem, tables)
+    if reason is not None:
+        return answer(TerminationStatus.INFEASIBLE, reason=reason)
+    gap = options.gap if complete else max(options.gap, _GOOD)
+    search = Search(tables, deadline)
+    search.root(_ROOT_STEPS)
+    search.climb(_ROUNDS, gap)
+    if search.best is None:
+        draft, reason = harm_draft(problem, tables, deadline)
+        if reason is not None:
+            return answer(TerminationStatus.INFEASIBLE, reason=reason)
+        if draft is not None:
+            search.offer(tables[draft[0]], draft[1], pairs=True, again=True)
+    if complete or search.best is None:
+        search.run(gap)
+    elif len(problem.groups) * len(problem.devices) <= _SMALL:
+        search.run(gap, most_nodes=_NODES)
+    else:
+        search.run(max(gap, _POOR), most_nodes=_FEW_NODES)
+    if search.best is None:
+        if search.exhausted:
+            return answer(TerminationStatus.INFEASIBLE, reason="every choice breaks the memory or the harm limit")
+        reason = f"no plan was found within the time limit of {options.time_limit_s} s; allow more time"
+        return answer(TerminationStatus.TIME_LIMIT, search, reason)
+    if search.upper - search.bound <= 1e-6 * search.upper:
+        return answer(TerminationStatus.OPTIMAL, search)
+    if time.monotonic() > deadline:
+        return answer(TerminationStatus.TIME_LIMIT, search)
+    return answer(TerminationStatus.FEASIBLE, search)

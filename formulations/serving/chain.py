@@ -1,0 +1,176 @@
+"""The least priced cost of a chain of stages, over all device orders, subsets, cuts and schemes: a dynamic program.
+
+At prices for time, memory and harm the choice of a group's scheme is free of all others, and what is left is a path:
+which device is next, and after which group. A state is (devices used by type, first type, last type); its value by
+number of groups done is a running minimum over where the stage began.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qsync_opt.formulations.serving.tables import Array, Draft, Tables
+
+MOST_STATES = 200_000
+"""States of one number of stages beyond which the program is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a unit of each resource costs: by type, time of both phases and memory; harm."""
+
+    time_T2: Array
+    memory_T: Array
+    harm: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The states of chains of one length, with the states they continue, padded by repeating the first."""
+
+    first: NDArray[np.intp]
+    last: NDArray[np.intp]
+    sources: NDArray[np.intp]
+
+
+@lru_cache(maxsize=512)
+def _levels(counts: tuple[int, ...], prefix: tuple[int, ...], closed: bool) -> tuple[_Level, ...]:
+    """States by number of stages, for chains that begin with ``prefix`` (and end there if ``closed``)."""
+    beginnings = prefix[:1] or range(len(counts))
+    states: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
+    for t in beginnings:
+        used = tuple(int(t == i) for i in range(len(counts)))
+        states[used, t, t] = [0]
+    levels = []
+    while states:
+        width = max(len(sources) for sources in states.values())
+        levels.append(
+            _Level(
+                first=np.asarray([first for _, first, _ in states]),
+                last=np.asarray([last for _, _, last in states]),
+                sources=np.asarray([[*s, *[s[0]] * (width - len(s))] for s in states.values()]),
+            )
+        )
+        depth = len(levels)
+        if closed and depth == len(prefix):
+            break
+        following: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
+        for k, (used, first, _) in enumerate(states):
+            for t in prefix[depth : depth + 1] or range(len(counts)):
+                if used[t] < counts[t]:
+                    more = (*used[:t], used[t] + 1, *used[t + 1 :])
+                    following.setdefault((more, first, t), []).append(k)
+        states = following
+    return tuple(levels)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of the choices.
+
+    Chains begin with ``prefix``, and end there where ``closed``; ``low`` and ``high`` are the range of each prefix
+    stage's end (the last one's is fixed), ``allowed_GS`` the schemes that each group may take.
+    """
+
+    prefix: tuple[int, ...]
+    closed: bool
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    allowed_GS: NDArray[np.bool_]
+
+
+def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float, Draft | None]:
+    """The least priced cost within a region, without constants, and a draft that has it; infinite if there is none."""
+    groups = tables.groups
+    weights = prices.time_T2
+    cost_KTS = (tables.time_KTS2 * weights[None, :, None, :]).sum(-1) + (
+        prices.memory_T[None, :, None] * tables.memory_KS[:, None, :]
+    )
+    extra_GS = np.where(region.allowed_GS, prices.harm * tables.harm_GS, np.inf)
+    cost_GTS = cost_KTS[tables.kind_G] + extra_GS[:, None, :]
+    sums_TG = np.zeros((tables.types, groups + 1))
+    np.cumsum(cost_GTS.min(2).T, axis=1, out=sums_TG[:, 1:])
+    begin_T = (tables.first_T2 * weights).sum(1) + prices.memory_T * tables.first_memory_T
+    finish_T = (tables.last_T2 * weights).sum(1) + prices.memory_T * tables.last_memory_T
+    use_T = -prices.memory_T * tables.limit_T
+    link_TT = (tables.link_TT2 * weights[:, None, :]).sum(-1)
+    levels = _levels(tuple(map(int, tables.count_T)), region.prefix, region.closed)
+    entries: list[Array] = []
+    values: list[Array] = []
+    best, best_at = np.inf, (0, 0)
+    for depth, level in enumerate(levels):
+        if depth == groups:
+            break
+        if depth == 0:
+            entry = np.full((len(level.last), groups + 1), np.inf)
+            entry[:, 0] = (begin_T + use_T)[level.last]
+        else:
+            sources = level.sources
+            link = link_TT[levels[depth - 1].last[sources], level.last[:, None]]
+            entry = (values[-1][sources] + link[:, :, None]).min(1) + use_T[level.last][:, None]
+        sums = sums_TG[level.last]
+        value = np.full_like(entry, np.inf)
+        value[:, 1:] = np.minimum.accumulate((entry - sums)[:, :-1], axis=1) + sums[:, 1:]
+        if depth + 1 >= len(region.prefix) and (not region.closed or depth + 1 == len(region.prefix)):
+            ends = value[:, -1] + finish_T[level.last]
+            if depth > 0:
+                ends = ends + link_TT[level.last, level.first]
+            k = int(ends.argmin())
+            if ends[k] < best:
+                best, best_at = float(ends[k]), (depth, k)
+        if depth < len(region.low):
+            value[:, : region.low[depth]] = np.inf
+            value[:, region.high[depth] + 1 :] = np.inf
+        entries.append(entry)
+        values.append(value)
+    if not np.isfinite(best):
+        return np.inf, None
+    depth, k = best_at
+    order, ends_of, position = [], [], groups
+    for d in range(depth, -1, -1):
+        last = int(levels[d].last[k])
+        order.append(last)
+        ends_of.append(position)
+        position = int((entries[d][k] - sums_TG[last])[:position].argmin())
+        if d:
+            sources = levels[d].sources[k]
+            link = link_TT[levels[d - 1].last[sources], last]
+            k = int(sources[(values[d - 1][sources, position] + link).argmin()])
+    order.reverse()
+    ends_of.reverse()
+    draft = Draft(tuple(order), tuple(ends_of), ())
+    kind_of_G = np.asarray(order)[draft.stage_G()]
+    schemes = cost_GTS[np.arange(groups), kind_of_G].argmin(1)
+    return best, Draft(draft.order, draft.ends, tuple(map(int, schemes)))
+
+
+def count_states(tables: Tables) -> int:
+    """An upper estimate of the states of the largest level, before they are listed."""
+    most = 1
+    for count in tables.count_T:
+        most *= int(count) + 1
+        if most > MOST_STATES:
+            break
+    return most * tables.types**2
+
+
+def all_choices(tables: Tables) -> Region:
+    """The region of everything that keeps the harm limit group by group."""
+    allowed = tables.harm_GS <= tables.harm_limit
+    return Region((), False, (), (), allowed)
+
+
+def children(tables: Tables, region: Region) -> list[Region]:
+    """An open region divided: it ends after its prefix, or goes on with each type in turn."""
+    used = [region.prefix.count(t) for t in range(tables.types)]
+    result = []
+    if region.prefix:
+        result.append(Region(region.prefix, True, (), (), region.allowed_GS))
+    free = [t for t in range(tables.types) if used[t] < tables.count_T[t]]
+    if len(region.prefix) < tables.groups:
+        result += [Region((*region.prefix, t), False, (), (), region.allowed_GS) for t in free]
+    return result

@@ -1,0 +1,424 @@
+// The codec of compressed all-reduce. The contract of every kernel is the function of kernels/gradients/reference.py that it
+// is named after, bit for bit: products, sums and quotients are rounded one by one, so they are written as intrinsics.
+#include <cuda_bf16.h>
+
+#include <algorithm>
+
+#include "cuda/random_words.cuh"
+#include "stable.cuh"
+
+namespace qsync {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlock = 256;                   // elements that share a scale: eight of each lane of a warp
+constexpr int kWarps = kThreads / 32;         // blocks of a CTA
+constexpr float kSmallestScale = 0x1p-100f;
+constexpr uint32_t kInfinity = 0x7f800000u;
+constexpr int kPiece = 4096;                  // elements of one CTA where a scale belongs to other than kBlock elements
+
+// Four elements from `e` on; those from `count` on are 0.
+__device__ __forceinline__ float4 load4(const float* x, int64_t e, int64_t count, bool aligned) {
+  if (aligned && e + 4 <= count) return __ldg(reinterpret_cast<const float4*>(x + e));
+  float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (e < count) v.x = x[e];
+  if (e + 1 < count) v.y = x[e + 1];
+  if (e + 2 < count) v.z = x[e + 2];
+  if (e + 3 < count) v.w = x[e + 3];
+  return v;
+}
+
+__device__ __forceinline__ void store4(float* out, int64_t e, int64_t count, bool aligned, float4 v) {
+  if (aligned && e + 4 <= count) {
+    *reinterpret_cast<float4*>(out + e) = v;
+    return;
+  }
+  if (e < count) out[e] = v.x;
+  if (e + 1 < count) out[e + 1] = v.y;
+  if (e + 2 < count) out[e + 2] = v.z;
+  if (e + 3 < count) out[e + 3] = v.w;
+}
+
+__device__ __forceinline__ void store4(int8_t* out, int64_t e, int64_t count, bool aligned, int4 c) {
+  if (aligned && e + 4 <= count) {
+    *reinterpret_cast<char4*>(out + e) = make_char4(c.x, c.y, c.z, c.w);
+    return;
+  }
+  if (e < count) out[e] = c.x;
+  if (e + 1 < count) out[e + 1] = c.y;
+  if (e + 2 < count) out[e + 2] = c.z;
+  if (e + 3 < count) out[e + 3] = c.w;
+}
+
+__device__ __forceinline__ int4 load_codes(const int8_t* codes, int64_t e, int64_t count, bool aligned) {
+  if (aligned && e + 4 <= count) {
+    const char4 c = __ldg(reinterpret_cast<const char4*>(codes + e));
+    return {c.x, c.y, c.z, c.w};
+  }
+  int4 c = {0, 0, 0, 0};
+  if (e < count) c.x = codes[e];
+  if (e + 1 < count) c.y = codes[e + 1];
+  if (e + 2 < count) c.z = codes[e + 2];
+  if (e + 3 < count) c.w = codes[e + 3];
+  return c;
+}
+
+__device__ __forceinline__ uint32_t magnitude(float v) { return min(__float_as_uint(v) & 0x7fffffffu, kInfinity); }
+
+__device__ __forceinline__ uint32_t magnitude(float4 v) {
+  return max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
+}
+
+__device__ __forceinline__ uint32_t warp_max(uint32_t bits) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
+  return bits;
+}
+
+__device__ __forceinline__ float floored(uint32_t bits) {
+  const float scale = __uint_as_float(bits);
+  return scale > 0.0f && scale < kSmallestScale ? kSmallestScale : scale;
+}
+
+__device__ __forceinline__ uint16_t rounded_up(uint32_t bits) {
+  return static_cast<uint16_t>((__float_as_uint(floored(bits)) + 0xffffu) >> 16);
+}
+
+__device__ __forceinline__ float inverse_of(float scale, float levels) {
+  return scale > 0.0f && scale < __uint_as_float(kInfinity) ? __fdiv_rn(levels, scale) : 0.0f;
+}
+
+__device__ __forceinline__ float step_of(float scale, float levels) {
+  return scale < __uint_as_float(kInfinity) ? __fdiv_rn(scale, levels) : __uint_as_float(0x7fc00000u);
+}
+
+__device__ __forceinline__ float scale_at(const uint16_t* scales, int64_t block) {
+  return __uint_as_float(static_cast<uint32_t>(__ldg(scales + block)) << 16);
+}
+
+// round(x * inverse + noise), the noise an odd multiple of 2**-16.
+__device__ __forceinline__ int code_of(float x, float inverse, float levels, uint32_t bits) {
+  const float noise = static_cast<float>(static_cast<int16_t>(bits | 1u));
+  const float y = __fadd_rn(__fmul_rn(x, inverse), __fmul_rn(noise, 0x1p-16f));
+  return __float2int_rn(fminf(fmaxf(y, -levels), levels));
+}
+
+__device__ __forceinline__ int4 codes_of(float4 v, float inverse, float levels, uint64_t key, int64_t e) {
+  if (!(inverse > 0.0f)) return {0, 0, 0, 0};
+  const uint64_t word = random_word(counter(key, static_cast<uint64_t>(e / 4)));
+  return {code_of(v.x, inverse, levels, static_cast<uint32_t>(word) & 0xffffu),
+          code_of(v.y, inverse, levels, static_cast<uint32_t>(word >> 16) & 0xffffu),
+          code_of(v.z, inverse, levels, static_cast<uint32_t>(word >> 32) & 0xffffu),
+          code_of(v.w, inverse, levels, static_cast<uint32_t>(word >> 48))};
+}
+
+// sum_scales() for blocks of kBlock. Grid: a warp per block, kWarps of a CTA. Traffic: each element read once.
+__global__ void __launch_bounds__(kThreads)
+    block_scales_kernel(const float* x, int64_t count, bool aligned, int64_t blocks, uint16_t* scales) {
+  const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (block >= blocks) return;
+  const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
+  const uint32_t bits = warp_max(max(magnitude(load4(x, e, count, aligned)), magnitude(load4(x, e + 128, count, aligned))));
+  if (threadIdx.x % 32 == 0) scales[block] = rounded_up(bits);
+}
+
+// Largest magnitudes of blocks of any length. Grid: x over pieces of kPiece elements of a block, block after block.
+// Traffic: each element read once, one atomic per warp.
+__global__ void __launch_bounds__(kThreads)
+    largest_kernel(const float* x, int64_t count, int64_t length, int64_t pieces, uint32_t* largest) {
+  const int64_t block = blockIdx.x / pieces;
+  const int64_t begin = block * length + (blockIdx.x - block * pieces) * kPiece;
+  const int64_t end = min(min(begin + kPiece, (block + 1) * length), count);
+  uint32_t bits = 0;
+  for (int64_t e = begin + threadIdx.x; e < end; e += kThreads) bits = max(bits, magnitude(__ldg(x + e)));
+  bits = warp_max(bits);
+  if (threadIdx.x % 32 == 0) atomicMax(largest + block, bits);
+}
+
+__global__ void round_up_kernel(const uint32_t* largest, int64_t blocks, uint16_t* scales) {
+  const int64_t block = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (block < blocks) scales[block] = rounded_up(largest[block]);
+}
+
+// encode_sum() to INT8. Grid: four elements of a thread. Traffic: 4 bytes read and 1 written per element.
+__global__ void __launch_bounds__(kThreads) encode_kernel(const float* x, int64_t count, bool aligned,
+                                                          const uint16_t* scales, float levels, int64_t length,
+                                                          uint64_t key, int8_t* codes) {
+  const int64_t e = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (e >= count) return;
+  const float inverse = inverse_of(scale_at(scales, e / length), levels);
+  store4(codes, e, count, true, codes_of(load4(x, e, count, aligned), inverse, levels, key, e));
+}
+
+// encode_sum() to lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per element, 4 written per word.
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const float* x, int64_t count, bool aligned, const uint16_t* scales, int levels, int width, int lanes,
+                int64_t words, int64_t length, uint64_t key, uint4* packed) {
+  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (i >= words) return;
+  uint4 word = {0, 0, 0, 0};
+  for (int lane = 0; lane < lanes; ++lane) {
+    const int64_t e = lane * words + i;
+    if (e >= count) break;
+    const float inverse = inverse_of(scale_at(scales, e / length), static_cast<float>(levels));
+    const int4 c = codes_of(load4(x, e, count, aligned), inverse, static_cast<float>(levels), key, e);
+    const int shift = lane * width;
+    word.x |= static_cast<uint32_t>(c.x + levels) << shift;
+    if (e + 1 < count) word.y |= static_cast<uint32_t>(c.y + levels) << shift;
+    if (e + 2 < count) word.z |= static_cast<uint32_t>(c.z + levels) << shift;
+    if (e + 3 < count) word.w |= static_cast<uint32_t>(c.w + levels) << shift;
+  }
+  packed[i / 4] = word;
+}
+
+// decode_sum() from INT8. Grid: four elements of a thread. Traffic: 1 byte read and 4 written per element.
+__global__ void __launch_bounds__(kThreads) decode_kernel(const int8_t* codes, int64_t count, const uint16_t* scales,
+                                                          float divisor, int64_t length, float* out) {
+  const int64_t e = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (e >= count) return;
+  const float step = step_of(scale_at(scales, e / length), divisor);
+  const int4 c = load_codes(codes, e, count, true);
+  store4(out, e, count, true,
+         make_float4(__fmul_rn(float(c.x), step), __fmul_rn(float(c.y), step), __fmul_rn(float(c.z), step),
+                     __fmul_rn(float(c.w), step)));
+}
+
+// decode_sum() from lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per word, 4 written per element.
+__global__ void __launch_bounds__(kThreads)
+    unpack_kernel(const uint4* packed, int64_t count, const uint16_t* scales, float divisor, int offset, int width,
+                  int lanes, int64_t words, int64_t length, float* out) {
+  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (i >= words) return;
+  const uint4 word = __ldg(packed + i / 4);
+  const uint32_t mask = (1u << width) - 1u;
+  for (int lane = 0; lane < lanes; ++lane) {
+    const int64_t e = lane * words + i;
+    if (e >= count) break;
+    const float step = step_of(scale_at(scales, e / length), divisor);
+    const int shift = lane * width;
+    const auto value = [&](uint32_t w) { return __fmul_rn(float(int((w >> shift) & mask) - offset), step); };
+    store4(out, e, count, true, make_float4(value(word.x), value(word.y), value(word.z), value(word.w)));
+  }
+}
+
+// What a warp does with one block whose elements it holds: its scale, and codes of four elements at e and at e + 128.
+__device__ __forceinline__ void encode_block(float4 a, float4 b, int64_t block, int64_t count, uint64_t key,
+                                             int8_t* codes, float* scales) {
+  const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
+  const float scale = floored(warp_max(max(magnitude(a), magnitude(b))));
+  const float inverse = inverse_of(scale, 127.0f);
+  store4(codes, e, count, true, codes_of(a, inverse, 127.0f, key, e));
+  store4(codes, e + 128, count, true, codes_of(b, inverse, 127.0f, key, e + 128));
+  if (threadIdx.x % 32 == 0) scales[block] = scale;
+}
+
+// encode() to INT8. Grid: a warp per block. Traffic: 4 bytes read and 1 written per element.
+__global__ void __launch_bounds__(kThreads) encode_int8_kernel(const float* x, int64_t count, bool aligned,
+                                                               int64_t blocks, uint64_t key, int8_t* codes,
+                                                               float* scales) {
+  const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (block >= blocks) return;
+  const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
+  encode_block(load4(x, e, count, aligned), load4(x, e + 128, count, aligned), block, count, key, codes, scales);
+}
+
+__device__ __forceinline__ void add(float4& sum, int4 c, float step, bool first) {
+  const float4 v = {__fmul_rn(float(c.x), step), __fmul_rn(float(c.y), step), __fmul_rn(float(c.z), step),
+                    __fmul_rn(float(c.w), step)};
+  sum = first ? v
+              : make_float4(__fadd_rn(sum.x, v.x), __fadd_rn(sum.y, v.y), __fadd_rn(sum.z, v.z), __fadd_rn(sum.w, v.w));
+}
+
+__device__ __forceinline__ float4 scaled(float4 v, float share) {
+  return {__fmul_rn(v.x, share), __fmul_rn(v.y, share), __fmul_rn(v.z, share), __fmul_rn(v.w, share)};
+}
+
+// reduce() of INT8. Grid: a warp per block. Traffic: 1 byte read per element and worker, 1 written per element.
+__global__ void __launch_bounds__(kThreads)
+    reduce_int8_kernel(const int8_t* codes, const float* scales, int64_t workers, int64_t count, bool aligned,
+                       int64_t blocks, float share, uint64_t key, int8_t* out, float* out_scales) {
+  const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (block >= blocks) return;
+  const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
+  float4 a = {0.0f, 0.0f, 0.0f, 0.0f}, b = a;
+  for (int64_t worker = 0; worker < workers; ++worker) {
+    const float step = step_of(__ldg(scales + worker * blocks + block), 127.0f);
+    const int8_t* own = codes + worker * count;
+    add(a, load_codes(own, e, count, aligned), step, worker == 0);
+    add(b, load_codes(own, e + 128, count, aligned), step, worker == 0);
+  }
+  // Past the end there are zeros, or NaN where all of the block is.
+  a = scaled(a, share);
+  b = scaled(b, share);
+  encode_block(a, b, block, count, key, out, out_scales);
+}
+
+// decode() of INT8. Grid: four elements of a thread. Traffic: 1 byte read and 4 written per element.
+__global__ void __launch_bounds__(kThreads)
+    decode_int8_kernel(const int8_t* codes, int64_t count, bool aligned, const float* scales, int64_t length, float* out) {
+  const int64_t e = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (e >= count) return;
+  const float step = step_of(__ldg(scales + e / length), 127.0f);
+  const int4 c = load_codes(codes, e, count, aligned);
+  store4(out, e, count, true,
+         make_float4(__fmul_rn(float(c.x), step), __fmul_rn(float(c.y), step), __fmul_rn(float(c.z), step),
+                     __fmul_rn(float(c.w), step)));
+}
+
+template <typename T>
+const T* input(const Tensor& x) {
+  return static_cast<const T*>(x.const_data_ptr());
+}
+
+template <typename T>
+T* output(const Tensor& x) {
+  return static_cast<T*>(x.mutable_data_ptr());
+}
+
+bool starts_on(const Tensor& x, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % bytes == 0; }
+
+unsigned grid(int64_t count, int64_t per_block) {
+  const int64_t blocks = (count + per_block - 1) / per_block;
+  STD_TORCH_CHECK(blocks <= 0x7fffffff, "gradients: ", count, " elements are more than one launch takes");
+  return static_cast<unsigned>(std::max<int64_t>(blocks, 1));
+}
+
+void check_gradient(const Tensor& x, int64_t block) {
+  STD_TORCH_CHECK(x.dim() == 1 && x.is_contiguous() && x.scalar_type() == ScalarType::Float,
+                  "gradients: a flat contiguous float32 tensor is needed");
+  STD_TORCH_CHECK(block > 0 && (block % 4 == 0 || block >= x.size(0)), "gradients: blocks of ", block,
+                  ": a multiple of 4 elements is needed");
+}
+
+void check_scales(const Tensor& scales, ScalarType dtype, int64_t blocks) {
+  STD_TORCH_CHECK(scales.scalar_type() == dtype && scales.is_contiguous() && scales.numel() == blocks,
+                  "gradients: ", blocks, " contiguous scales are needed");
+}
+
+Tensor sum_scales_cuda(const Tensor& x, int64_t block) {
+  check_gradient(x, block);
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = stream_of(x);
+  const int64_t count = x.size(0), blocks = (count + block - 1) / block;
+  Tensor scales = empty_on(x, {blocks}, ScalarType::BFloat16);
+  if (count == 0) return scales;
+  if (block == kBlock) {
+    block_scales_kernel<<<grid(blocks, kWarps), kThreads, 0, stream>>>(input<float>(x), count, starts_on(x, 16), blocks,
+                                                                       output<uint16_t>(scales));
+  } else {
+    const int64_t pieces = (std::min(block, count) + kPiece - 1) / kPiece;
+    Tensor largest = empty_on(x, {blocks}, ScalarType::Int);
+    STD_CUDA_CHECK(cudaMemsetAsync(output<void>(largest), 0, blocks * sizeof(uint32_t), stream));
+    largest_kernel<<<grid(blocks * pieces, 1), kThreads, 0, stream>>>(input<float>(x), count, block, pieces,
+                                                                      output<uint32_t>(largest));
+    round_up_kernel<<<grid(blocks, kThreads), kThreads, 0, stream>>>(input<uint32_t>(largest), blocks,
+                                                                     output<uint16_t>(scales));
+  }
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return scales;
+}
+
+Tensor encode_sum_cuda(const Tensor& x, const Tensor& scales, int64_t levels, int64_t width, int64_t lanes,
+                       int64_t words, int64_t block, int64_t key) {
+  check_gradient(x, block);
+  const int64_t count = x.size(0);
+  check_scales(scales, ScalarType::BFloat16, (count + block - 1) / block);
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = stream_of(x);
+  Tensor codes = empty_on(x, {words}, lanes == 1 ? ScalarType::Char : ScalarType::Int);
+  if (count == 0) return codes;
+  if (lanes == 1) {
+    encode_kernel<<<grid(count, kThreads * 4), kThreads, 0, stream>>>(
+        input<float>(x), count, starts_on(x, 16), input<uint16_t>(scales), static_cast<float>(levels), block,
+        static_cast<uint64_t>(key), output<int8_t>(codes));
+  } else {
+    STD_TORCH_CHECK(words % 4 == 0 && words * lanes >= count && width * lanes <= 32, "gradients: ", words, " words of ",
+                    lanes, " lanes do not hold ", count, " codes");
+    pack_kernel<<<grid(words, kThreads * 4), kThreads, 0, stream>>>(
+        input<float>(x), count, starts_on(x, 16), input<uint16_t>(scales), static_cast<int>(levels),
+        static_cast<int>(width), static_cast<int>(lanes), words, block, static_cast<uint64_t>(key),
+        output<uint4>(codes));
+  }
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return codes;
+}
+
+Tensor decode_sum_cuda(const Tensor& codes, const Tensor& scales, int64_t levels, int64_t workers, int64_t width,
+                       int64_t lanes, int64_t words, int64_t block, int64_t elements) {
+  check_scales(scales, ScalarType::BFloat16, (elements + block - 1) / block);
+  STD_TORCH_CHECK(codes.is_contiguous() && codes.numel() == words, "gradients: ", words, " contiguous codes are needed");
+  STD_TORCH_CHECK(starts_on(codes, lanes == 1 ? 4 : 16), "gradients: codes must begin on a whole word");
+  const OnDeviceOf guard(codes);
+  const cudaStream_t stream = stream_of(codes);
+  Tensor out = empty_on(codes, {elements}, ScalarType::Float);
+  if (elements == 0) return out;
+  const float divisor = static_cast<float>(levels * workers);
+  if (lanes == 1) {
+    decode_kernel<<<grid(elements, kThreads * 4), kThreads, 0, stream>>>(
+        input<int8_t>(codes), elements, input<uint16_t>(scales), divisor, block, output<float>(out));
+  } else {
+    unpack_kernel<<<grid(words, kThreads * 4), kThreads, 0, stream>>>(
+        input<uint4>(codes), elements, input<uint16_t>(scales), divisor, static_cast<int>(levels * workers),
+        static_cast<int>(width), static_cast<int>(lanes), words, block, output<float>(out));
+  }
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return out;
+}
+
+std::tuple<Tensor, Tensor> encode_int8_cuda(const Tensor& x, int64_t block, int64_t key) {
+  check_gradient(x, block);
+  STD_TORCH_CHECK(block == kBlock, "gradients: blocks of ", block, ": compiled are those of 256");
+  const OnDeviceOf guard(x);
+  const int64_t count = x.size(0), blocks = (count + kBlock - 1) / kBlock;
+  Tensor codes = empty_on(x, {count}, ScalarType::Char), scales = empty_on(x, {blocks}, ScalarType::Float);
+  if (count == 0) return {codes, scales};
+  encode_int8_kernel<<<grid(blocks, kWarps), kThreads, 0, stream_of(x)>>>(input<float>(x), count, starts_on(x, 16),
+                                                                          blocks, static_cast<uint64_t>(key),
+                                                                          output<int8_t>(codes), output<float>(scales));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {codes, scales};
+}
+
+std::tuple<Tensor, Tensor> reduce_int8_cuda(const Tensor& codes, const Tensor& scales, int64_t block, int64_t key) {
+  STD_TORCH_CHECK(codes.dim() == 2 && codes.is_contiguous() && codes.scalar_type() == ScalarType::Char,
+                  "gradients: contiguous int8 codes of (workers, elements) are needed");
+  STD_TORCH_CHECK(block == kBlock, "gradients: blocks of ", block, ": compiled are those of 256");
+  const OnDeviceOf guard(codes);
+  const int64_t workers = codes.size(0), count = codes.size(1), blocks = (count + kBlock - 1) / kBlock;
+  check_scales(scales, ScalarType::Float, workers * blocks);
+  Tensor out = empty_on(codes, {count}, ScalarType::Char), out_scales = empty_on(codes, {blocks}, ScalarType::Float);
+  if (count == 0) return {out, out_scales};
+  const bool aligned = count % 4 == 0 && starts_on(codes, 4);
+  reduce_int8_kernel<<<grid(blocks, kWarps), kThreads, 0, stream_of(codes)>>>(
+      input<int8_t>(codes), input<float>(scales), workers, count, aligned, blocks,
+      static_cast<float>(1.0 / static_cast<double>(workers)), static_cast<uint64_t>(key), output<int8_t>(out),
+      output<float>(out_scales));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {out, out_scales};
+}
+
+Tensor decode_int8_cuda(const Tensor& codes, const Tensor& scales, int64_t block) {
+  STD_TORCH_CHECK(codes.dim() == 1 && codes.is_contiguous() && codes.scalar_type() == ScalarType::Char && block % 4 == 0,
+                  "gradients: flat contiguous int8 codes in blocks of a multiple of 4 are needed");
+  const OnDeviceOf guard(codes);
+  const int64_t count = codes.size(0);
+  check_scales(scales, ScalarType::Float, (count + block - 1) / block);
+  Tensor out = empty_on(codes, {count}, ScalarType::Float);
+  if (count == 0) return out;
+  decode_int8_kernel<<<grid(count, kThreads * 4), kThreads, 0, stream_of(codes)>>>(
+      input<int8_t>(codes), count, starts_on(codes, 4), input<float>(scales), block, output<float>(out));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return out;
+}
+
+}  // namespace
+}  // namespace qsync
+
+STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, library) {
+  library.impl("gradient_sum_scales", TORCH_BOX(&qsync::sum_scales_cuda));
+  library.impl("gradient_encode_sum", TORCH_BOX(&qsync::encode_sum_cuda));
+  library.impl("gradient_decode_sum", TORCH_BOX(&qsync::decode_sum_cuda));
+  library.impl("gradient_encode_int8", TORCH_BOX(&qsync::encode_int8_cuda));
+  library.impl("gradient_reduce_int8", TORCH_BOX(&qsync::reduce_int8_cuda));
+  library.impl("gradient_decode_int8", TORCH_BOX(&qsync::decode_int8_cuda));
+}

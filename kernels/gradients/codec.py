@@ -1,0 +1,252 @@
+"""The codec by the fastest implementation on a tensor's device: CUDA kernels, compiled loops, or plain PyTorch.
+
+All give the bits of `reference`. The compiled forms cover sums and two-shot INT8; what else there is runs in plain
+PyTorch everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.gradients import reference
+from qsync_opt.kernels.gradients.reference import Encoded, Layout
+from qsync_opt.kernels.quantize import signed
+
+UNIT = "gradients"
+_CUDA_BLOCK = 256
+BACKENDS = ("auto", "compiled", "reference")
+
+
+@functools.cache
+def _loops() -> Any:
+    if importlib.util.find_spec("numba") is None:
+        return None
+    return importlib.import_module("qsync_opt.kernels.gradients.loops")
+
+
+def compiled_by(device: torch.device | str) -> str | None:
+    """What compiles the codec on a device: ``"numba"``, ``"CUDA"``, or None where it runs in plain PyTorch."""
+    if torch.device(device).type == "cuda":
+        return "CUDA" if library.activate(UNIT) else None
+    return "numba" if _loops() is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Encodes, reduces and decodes flat contiguous FP32 tensors.
+
+    ``backend``: ``"compiled"`` refuses where nothing is compiled, ``"reference"`` takes plain PyTorch, ``"auto"`` the
+    compiled form where there is one.
+
+    Raises:
+        UnsupportedError: An unknown backend; when used, ``"compiled"`` where there is no compiled form.
+    """
+
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise UnsupportedError(f"backend={self.backend!r}: allowed are {', '.join(BACKENDS)}")
+
+    def _on(self, device: torch.device) -> str | None:
+        compiler = None if self.backend == "reference" else compiled_by(device)
+        if compiler is None and self.backend == "compiled":
+            why = (
+                library.reason(UNIT) if device.type == "cuda" else "numba is missing: pip install 'qsync-opt[solvers]'"
+            )
+            raise UnsupportedError(f"backend 'compiled': the codec runs in plain PyTorch here: {why}")
+        return compiler
+
+    def _on_int8(self, device: torch.device, form: str, block: int) -> str | None:
+        """As `_on`; other forms, and on cards other blocks, are not compiled."""
+        compiler = self._on(device) if form == "int8" else None
+        return None if compiler == "CUDA" and block != _CUDA_BLOCK else compiler
+
+    def sum_scales(self, x: Tensor, block: int) -> Tensor:
+        """BF16 scales before their MAX all-reduce; see `reference.sum_scales`."""
+        compiler = self._on(x.device)
+        if compiler is None or not len(x):
+            return reference.sum_scales(x, block)
+        if compiler == "CUDA":
+            scales: Tensor = _OPERATORS["scales"](x, block)
+            return scales
+        scales = torch.empty(-(-len(x) // block), dtype=torch.int16)
+        _loops().sum_scales(x.view(torch.int32).numpy(), block, scales.numpy())
+        return scales.view(torch.bfloat16)
+
+    def encode_sum(self, x: Tensor, scales: Tensor, levels: int, layout: Layout, key: int) -> Tensor:
+        """Codes under common scales; see `reference.encode_sum`."""
+        compiler = self._on(x.device)
+        if compiler is None or not len(x):
+            return reference.encode_sum(x, scales, levels, layout, key)
+        words = layout.words(len(x))
+        if compiler == "CUDA":
+            codes: Tensor = _OPERATORS["encode"](
+                x, scales, levels, layout.width, layout.lanes, words, layout.block, signed(key)
+            )
+            return codes
+        out = torch.empty(words, dtype=torch.int8) if layout.lanes == 1 else torch.zeros(words, dtype=torch.int32)
+        _loops().encode_sum(
+            x.numpy(), scales.float().numpy(), levels, layout.width, layout.lanes, words, layout.block,
+            _word(key), out.numpy(),
+        )  # fmt: skip
+        return out
+
+    def decode_sum(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        levels: int,
+        workers: int,
+        layout: Layout,
+        elements: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The mean gradient from summed codes; see `reference.decode_sum`. On CPUs ``out`` may receive it."""
+        compiler = self._on(codes.device)
+        if compiler is None or not elements:
+            return reference.decode_sum(codes, scales, levels, workers, layout, elements)
+        words = layout.words(elements)
+        if compiler == "CUDA":
+            mean: Tensor = _OPERATORS["decode"](
+                codes, scales, levels, workers, layout.width, layout.lanes, words, layout.block, elements
+            )
+            return mean
+        out = torch.empty(elements) if out is None else out
+        _loops().decode_sum(
+            codes.numpy(), scales.float().numpy(), levels, workers, layout.width, layout.lanes, words, layout.block,
+            out.numpy(),
+        )  # fmt: skip
+        return out
+
+    def encode(self, x: Tensor, form: str, block: int, key: int) -> Encoded:
+        """Codes with scales of this worker's own; see `reference.encode`."""
+        compiler = self._on_int8(x.device, form, block)
+        if compiler is None or not len(x):
+            return reference.encode(x, form, block, key)
+        if compiler == "CUDA":
+            return Encoded(*_OPERATORS["encode_int8"](x, block, signed(key)))
+        codes, scales = torch.empty(len(x), dtype=torch.int8), torch.empty(-(-len(x) // block))
+        _loops().encode_int8(x.numpy(), x.view(torch.int32).numpy(), block, _word(key), codes.numpy(), scales.numpy())
+        return Encoded(codes, scales)
+
+    def reduce(self, codes_ND: Tensor, scales_NB: Tensor, form: str, block: int, key: int) -> Encoded:
+        """The mean of the workers' values, encoded again; see `reference.reduce`."""
+        compiler = self._on_int8(codes_ND.device, form, block)
+        if compiler is None or not codes_ND.shape[1]:
+            return reference.reduce(codes_ND, scales_NB, form, block, key)
+        if compiler == "CUDA":
+            return Encoded(*_OPERATORS["reduce_int8"](codes_ND, scales_NB, block, signed(key)))
+        codes, scales = torch.empty_like(codes_ND[0]), torch.empty_like(scales_NB[0])
+        _loops().reduce_int8(codes_ND.numpy(), scales_NB.numpy(), block, _word(key), codes.numpy(), scales.numpy())
+        return Encoded(codes, scales)
+
+    def decode(self, encoded: Encoded, form: str, block: int, out: Tensor | None = None) -> Tensor:
+        """Values of codes; see `reference.decode`. On CPUs ``out`` may receive them."""
+        compiler = self._on_int8(encoded.codes.device, form, block)
+        if compiler is None or not len(encoded.codes):
+            return reference.decode(encoded, form, block)
+        if compiler == "CUDA":
+            values: Tensor = _OPERATORS["decode_int8"](*encoded, block)
+            return values
+        out = torch.empty(len(encoded.codes)) if out is None else out
+        _loops().decode_int8(encoded.codes.numpy(), encoded.scales.numpy(), block, out.numpy())
+        return out
+
+
+def _word(key: int) -> np.uint64:
+    """The key as numba takes it, so that loops are compiled for one type."""
+    return np.uint64(key & ((1 << 64) - 1))
+
+
+def _plain_scales(x: Tensor, block: int) -> Tensor:
+    return reference.sum_scales(x, block)
+
+
+def _plain_encode(
+    x: Tensor, scales: Tensor, levels: int, width: int, lanes: int, words: int, block: int, key: int
+) -> Tensor:
+    return reference.encode_sum(x, scales, levels, Layout(width=width, lanes=lanes, block=block), key)
+
+
+def _plain_decode(
+    codes: Tensor, scales: Tensor, levels: int, workers: int, width: int, lanes: int, words: int, block: int,
+    elements: int,
+) -> Tensor:  # fmt: skip
+    layout = Layout(width=width, lanes=lanes, block=block)
+    return reference.decode_sum(codes, scales, levels, workers, layout, elements)
+
+
+def _plain_encode_int8(x: Tensor, block: int, key: int) -> tuple[Tensor, Tensor]:
+    return reference.encode(x, "int8", block, key)
+
+
+def _plain_reduce_int8(codes: Tensor, scales: Tensor, block: int, key: int) -> tuple[Tensor, Tensor]:
+    return reference.reduce(codes, scales, "int8", block, key)
+
+
+def _plain_decode_int8(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    return reference.decode(Encoded(codes, scales), "int8", block)
+
+
+def _blocks(elements: Any, block: int) -> Any:
+    return (elements + block - 1) // block
+
+
+_OPERATORS: dict[str, Any] = {
+    name: library.define(schema, unit=UNIT, plain=plain, fake=fake)
+    for name, schema, plain, fake in (
+        (
+            "scales",
+            "gradient_sum_scales(Tensor x, int block) -> Tensor",
+            _plain_scales,
+            lambda x, block: x.new_empty(_blocks(x.shape[0], block), dtype=torch.bfloat16),
+        ),
+        (
+            "encode",
+            "gradient_encode_sum(Tensor x, Tensor scales, int levels, int width, int lanes, int words, int block, "
+            "int key) -> Tensor",
+            _plain_encode,
+            lambda x, scales, levels, width, lanes, words, block, key: x.new_empty(
+                words, dtype=torch.int8 if lanes == 1 else torch.int32
+            ),
+        ),
+        (
+            "decode",
+            "gradient_decode_sum(Tensor codes, Tensor scales, int levels, int workers, int width, int lanes, "
+            "int words, int block, int elements) -> Tensor",
+            _plain_decode,
+            lambda codes, scales, levels, workers, width, lanes, words, block, elements: codes.new_empty(
+                elements, dtype=torch.float32
+            ),
+        ),
+        (
+            "encode_int8",
+            "gradient_encode_int8(Tensor x, int block, int key) -> (Tensor, Tensor)",
+            _plain_encode_int8,
+            lambda x, block, key: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(_blocks(x.shape[0], block))),
+        ),
+        (
+            "reduce_int8",
+            "gradient_reduce_int8(Tensor codes, Tensor scales, int block, int key) -> (Tensor, Tensor)",
+            _plain_reduce_int8,
+            lambda codes, scales, block, key: (codes.new_empty(codes.shape[1]), scales.new_empty(scales.shape[1])),
+        ),
+        (
+            "decode_int8",
+            "gradient_decode_int8(Tensor codes, Tensor scales, int block) -> Tensor",
+            _plain_decode_int8,
+            lambda codes, scales, block: codes.new_empty(codes.shape, dtype=torch.float32),
+        ),
+    )
+}

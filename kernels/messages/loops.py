@@ -1,0 +1,100 @@
+"""Packing and unpacking of rows on a CPU, compiled by numba; the contract is that of `rows`, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
+_ONE = np.uint64(1)
+_TOP = np.uint64(40)
+_LOW = np.uint32(0xFFFF)
+_HIGH = np.uint32(0xFFFF0000)
+_SIGN = np.uint32(0x80000000)
+_UNIT = np.float32(2.0**-24)
+_NAN = np.uint32(0x7FC00000)
+_NONE = np.float32(0.0)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
+    dim = x.shape[1]
+    levels = np.float32((1 << bits) - 1)
+    per_byte = 8 // bits
+    header = np.empty(2, np.float32)
+    raw = header.view(np.uint32)
+    for k in range(index.size):
+        row, target = x[index[k]], out[k]
+        low, high, bad = row[0], row[0], False
+        for c in range(dim):
+            value = row[c]
+            if not np.isfinite(value):
+                bad = True
+            low, high = min(low, value), max(high, value)
+        header[0] = low
+        if raw[0] & _SIGN:
+            raw[0] += _LOW
+        raw[0] &= _HIGH
+        zero = header[0]
+        header[1] = np.float32(np.float32(high - zero) / levels)
+        if not (raw[1] & _SIGN):
+            raw[1] += _LOW
+        raw[1] &= _HIGH
+        step = header[1]
+        if bad or not np.isfinite(np.float32(high - zero)) or not np.isfinite(step):
+            raw[0] = raw[1] = _NAN
+            step = _NONE
+        target[0], target[1] = (raw[0] >> np.uint32(16)) & np.uint32(0xFF), raw[0] >> np.uint32(24)
+        target[2], target[3] = (raw[1] >> np.uint32(16)) & np.uint32(0xFF), raw[1] >> np.uint32(24)
+        for byte in range(target.size - 4):
+            packed = 0
+            for part in range(per_byte):
+                c = byte * per_byte + part
+                if c >= dim or not step > _NONE:
+                    break
+                word = key + (np.uint64(k * dim + c) + _ONE) * _GOLDEN
+                word = (word ^ (word >> _HALF)) * _MULTIPLIER
+                word = (word ^ (word >> _HALF)) * _MULTIPLIER
+                word ^= word >> _HALF
+                noise = np.float32(np.float32(word >> _TOP) * _UNIT)
+                scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + noise)
+                packed |= int(min(np.floor(scaled), levels)) << (part * bits)  # never below 0: zero is rounded down
+            target[4 + byte] = packed
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _unpack(wire: Any, index: Any, bits: int, out: Any) -> None:
+    dim = out.shape[1]
+    mask, per_byte = (1 << bits) - 1, 8 // bits
+    header = np.empty(2, np.float32)
+    raw = header.view(np.uint32)
+    for k in range(index.size):
+        source, row = wire[k], out[index[k]]
+        raw[0] = (np.uint32(source[0]) << np.uint32(16)) | (np.uint32(source[1]) << np.uint32(24))
+        raw[1] = (np.uint32(source[2]) << np.uint32(16)) | (np.uint32(source[3]) << np.uint32(24))
+        zero, step = header[0], header[1]
+        for c in range(dim):
+            code = (int(source[4 + c // per_byte]) >> ((c % per_byte) * bits)) & mask
+            row[c] = np.float32(np.float32(np.float32(code) * step) + zero)
+
+
+def pack_loop(x: Any, index: Any, bits: int, key: int, out: Any) -> None:
+    """Pack rows of ``x`` into ``out``; an index outside raises IndexError."""
+    _check_index(index, x.shape[0])
+    if x.shape[1] and index.size:
+        _pack(x, index, bits, np.uint64(key), out)
+
+
+def unpack_loop(wire: Any, index: Any, bits: int, out: Any) -> None:
+    """Unpack ``wire`` into rows of ``out``; an index outside raises IndexError."""
+    _check_index(index, out.shape[0])
+    _unpack(wire, index, bits, out)
+
+
+def _check_index(index: Any, rows: int) -> None:
+    if index.size and not (index.min() >= 0 and index.max() < rows):
+        raise IndexError(f"a row's index is outside 0 to {rows - 1}")

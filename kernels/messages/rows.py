@@ -1,0 +1,225 @@
+"""Rows of embeddings as messages, and back.
+
+A packed row is its zero point and step in BF16 (two bytes each), then its codes, the first in the lowest bits of a
+byte. The zero point is the row's least entry rounded down and the step rounded up, and entries are rounded with these
+rounded values, so that sender and receiver agree and rounding is unbiased:
+
+    code = min(max(floor((x - zero) / step + u), 0), 2^bits - 1),    u uniform in [0, 1)
+
+A row that holds NaN or infinity, or whose range overflows, has NaN as its zero point and step.
+16 bits are BF16 with unbiased rounding, 32 bits the entries themselves.
+
+Source: AdaQP (MLSys 2023), section 3.1; the released code sends BF16 parameters after rounding with FP32 ones (a bias)
+    and does not clamp (an overflow into neighbouring codes), which is mended here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.compilation import library
+
+UNIT = "messages"
+PACKED = (1, 2, 4, 8)
+WIDTHS = (*PACKED, 16, 32)
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIER = 0xD6E8FEB86659FD93
+_MASK = (1 << 64) - 1
+_BACKENDS = ("auto", "compiled", "reference")
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def row_key(seed: int, *parts: int) -> int:
+    """Key of a random stream from a seed and further integers, such as rank, exchange and step; an int64."""
+    value = 0
+    for part in (seed, *parts):
+        value = (value + _GOLDEN + (part & _MASK)) & _MASK
+        for _ in range(2):
+            value = ((value ^ (value >> 32)) * _MULTIPLIER) & _MASK
+        value ^= value >> 32
+    return _signed(value)
+
+
+def row_bytes(dim: int, bits: int) -> int:
+    """Bytes of one message of ``dim`` numbers.
+
+    Raises:
+        UnsupportedError: No such width.
+    """
+    if bits not in WIDTHS:
+        raise UnsupportedError(f"width is {bits!r} bits, but allowed are {', '.join(map(str, WIDTHS))}")
+    return 4 + (dim * bits + 7) // 8 if bits in PACKED else dim * bits // 8
+
+
+def _words(shape: tuple[int, int], key: int, device: torch.device) -> Tensor:
+    """One mixed 64-bit word per entry, as int64."""
+    word = torch.arange(1, shape[0] * shape[1] + 1, dtype=torch.int64, device=device).view(shape)
+    word = word * _signed(_GOLDEN) + key
+    for _ in range(2):
+        word = (word ^ ((word >> 32) & 0xFFFFFFFF)) * _signed(_MULTIPLIER)
+    return word ^ ((word >> 32) & 0xFFFFFFFF)
+
+
+def _bf16_toward(value: Tensor, up: bool) -> Tensor:
+    """FP32 rounded to BF16 toward plus or minus infinity, still as FP32."""
+    raw = value.contiguous().view(torch.int32)
+    away = raw >= 0 if up else raw < 0
+    return torch.where(away, raw + 0xFFFF, raw).bitwise_and(-0x10000).view(torch.float32)
+
+
+def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
+    rows, dim = index.numel(), x.shape[1]
+    levels, per_byte = (1 << bits) - 1, 8 // bits
+    gathered = x.index_select(0, index)
+    if not rows or not dim:
+        return x.new_zeros((rows, row_bytes(dim, bits)), dtype=torch.uint8)
+    low, high = gathered.amin(1), gathered.amax(1)
+    zero = _bf16_toward(low, up=False)
+    spread = high - zero
+    bad = ~torch.isfinite(spread)
+    step = _bf16_toward(spread / levels, up=True)
+    bad |= ~torch.isfinite(step)
+    nan = torch.full_like(zero, torch.nan)
+    zero, step = torch.where(bad, nan, zero), torch.where(bad, nan, step)
+    noise = ((_words((rows, dim), key, x.device) >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    scaled = torch.floor((gathered - zero[:, None]) / step[:, None] + noise)
+    scaled = torch.where((step > 0)[:, None], scaled, torch.zeros_like(scaled)).clamp_(0, levels)
+    codes = torch.nn.functional.pad(scaled.to(torch.int32), (0, -dim % per_byte)).view(rows, -1, per_byte)
+    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=x.device)
+    packed = (codes << shifts).sum(-1).to(torch.uint8)
+    header = torch.stack([zero, step], 1).to(torch.bfloat16).view(torch.uint8)
+    # NaN has many forms; on the wire it is one.
+    header = torch.where(bad[:, None], header.new_tensor([0xC0, 0x7F, 0xC0, 0x7F])[None, :], header)
+    return torch.cat([header, packed], 1)
+
+
+def _unpack_plain(wire: Tensor, index: Tensor, out: Tensor, bits: int) -> None:
+    rows, dim = index.numel(), out.shape[1]
+    if not rows or not dim:
+        return
+    header = wire[:, :4].contiguous().view(torch.bfloat16).to(torch.float32)
+    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=wire.device)
+    codes = (wire[:, 4:, None].to(torch.int32) >> shifts) & ((1 << bits) - 1)
+    values = codes.view(rows, -1)[:, :dim].to(torch.float32) * header[:, 1:] + header[:, :1]
+    out.index_copy_(0, index, values)
+
+
+def _pack_fake(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
+    return x.new_empty((index.numel(), row_bytes(x.shape[1], bits)), dtype=torch.uint8)
+
+
+def _unpack_fake(wire: Tensor, index: Tensor, out: Tensor, bits: int) -> None:
+    return None
+
+
+library.define("pack_rows(Tensor x, Tensor index, int bits, int key) -> Tensor", unit=UNIT, plain=_pack_plain,
+               fake=_pack_fake)  # fmt: skip
+library.define("unpack_rows(Tensor wire, Tensor index, Tensor(a!) out, int bits) -> ()", unit=UNIT,
+               plain=_unpack_plain, fake=_unpack_fake)  # fmt: skip
+
+
+def _check(x: Tensor, index: Tensor, bits: int, backend: str) -> None:
+    if x.dtype != torch.float32 or x.dim() != 2:
+        raise UnsupportedError(
+            f"rows have the type {x.dtype} and shape {tuple(x.shape)}, but FP32 (rows, dim) is needed"
+        )
+    if index.dtype != torch.int64 or index.dim() != 1:
+        raise UnsupportedError(
+            f"index has the type {index.dtype} and {index.dim()} dimensions; int64 (rows,) is needed"
+        )
+    if backend not in _BACKENDS:
+        raise UnsupportedError(f"backend is {backend!r}, but allowed are {', '.join(_BACKENDS)}")
+    row_bytes(x.shape[1], bits)
+
+
+def _loops(device: torch.device, backend: str) -> bool:
+    """Whether the compiled loops for CPUs are to run.
+
+    Raises:
+        UnsupportedError: They were asked for and numba is missing.
+    """
+    if device.type != "cpu" or backend == "reference":
+        return False
+    if importlib.util.find_spec("numba") is not None:
+        return True
+    if backend == "compiled":
+        raise UnsupportedError("backend 'compiled' needs numba on a CPU: pip install 'qsync-opt[solvers]'")
+    return False
+
+
+def pack_rows(x: Tensor, index: Tensor, bits: int, key: int, *, backend: str = "auto") -> Tensor:
+    """Gather rows and pack them.
+
+    Args:
+        x: FP32, shape (nodes, dim).
+        index: Which rows, int64, shape (rows,).
+        bits: One of `WIDTHS`.
+        key: Of the random stream (`row_key`); the same key gives the same bytes on every device.
+        backend: ``"reference"`` (plain PyTorch), ``"compiled"`` (refuses where there is no compiled code) or
+            ``"auto"``.
+
+    Returns:
+        Bytes, shape (rows, `row_bytes`).
+
+    Raises:
+        UnsupportedError: Another type, shape, width or backend.
+    """
+    _check(x, index, bits, backend)
+    if bits == 32:
+        return x.index_select(0, index).view(torch.uint8)
+    if bits == 16:
+        gathered = x.index_select(0, index)
+        raw = gathered.view(torch.int32) + (
+            (_words((gathered.shape[0], gathered.shape[1]), key, x.device) >> 48) & 0xFFFF
+        ).to(torch.int32)
+        rounded = torch.where(torch.isfinite(gathered), raw.bitwise_and(-0x10000).view(torch.float32), torch.nan)
+        return rounded.to(torch.bfloat16).view(torch.uint8)
+    if _loops(x.device, backend):
+        from qsync_opt.kernels.messages.loops import pack_loop
+
+        out = torch.empty((index.numel(), row_bytes(x.shape[1], bits)), dtype=torch.uint8)
+        pack_loop(x.detach().contiguous().numpy(), index.contiguous().numpy(), bits, key & _MASK, out.numpy())
+        return out
+    result: Tensor = library.operator(UNIT, "pack_rows", x.device, backend)(
+        x.contiguous(), index.contiguous(), bits, key
+    )
+    return result
+
+
+def unpack_rows(wire: Tensor, index: Tensor, out: Tensor, bits: int, *, backend: str = "auto") -> None:
+    """Write unpacked rows into ``out[index]``.
+
+    Args:
+        wire: Bytes, shape (rows, `row_bytes`).
+        index: Where each row goes, int64, shape (rows,), without repetition.
+        out: FP32, shape (nodes, dim), contiguous.
+        bits: One of `WIDTHS`.
+        backend: See `pack_rows`.
+
+    Raises:
+        UnsupportedError: Another type, shape, width or backend.
+    """
+    _check(out, index, bits, backend)
+    if tuple(wire.shape) != (index.numel(), row_bytes(out.shape[1], bits)) or wire.dtype != torch.uint8:
+        raise UnsupportedError(
+            f"packed rows have the type {wire.dtype} and shape {tuple(wire.shape)}, but uint8 "
+            f"{(index.numel(), row_bytes(out.shape[1], bits))} is needed"
+        )
+    if bits in (16, 32):
+        kind = torch.float32 if bits == 32 else torch.bfloat16
+        values = wire.reshape(-1).view(kind) if wire.storage_offset() % 4 == 0 else wire.clone().reshape(-1).view(kind)
+        out.index_copy_(0, index, values.view(index.numel(), out.shape[1]).to(torch.float32))
+    elif _loops(out.device, backend):
+        from qsync_opt.kernels.messages.loops import unpack_loop
+
+        unpack_loop(wire.contiguous().numpy(), index.contiguous().numpy(), bits, out.detach().numpy())
+    else:
+        library.operator(UNIT, "unpack_rows", out.device, backend)(wire.contiguous(), index.contiguous(), out, bits)

@@ -1,0 +1,117 @@
+"""From who holds what to who writes what, and from what is saved to what is copied where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qsync_opt.checkpoints.boxes import Box, boxes_of_interval, check_cover
+from qsync_opt.checkpoints.folders import SavedPiece
+from qsync_opt.checkpoints.plan import Plan
+from qsync_opt.checkpoints.problem import Piece, Problem, Writer
+from qsync_opt.errors import ProblemError
+
+FINE = 200
+"""Rows are as short as it takes for this many of them in a writer's mean share: a cut is then off by 0.25 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A box of a tensor, and the ranks that hold it; ``itemsize`` is in bytes."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    itemsize: int
+    box: Box
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """The indices ``box`` of a tensor, to be read from ``piece``."""
+
+    piece: SavedPiece
+    box: Box
+
+
+def replica_problem(
+    shards: Sequence[Shard],
+    hosts: Sequence[str],
+    *,
+    rank_bytes_per_s: float = 1.0e9,
+    host_bytes_per_s: Mapping[str, float] | None = None,
+    name: str = "checkpoint",
+) -> Problem:
+    """The write balance of a job: each shard that is not empty is a piece, named by its number.
+
+    Args:
+        shards: All of the job, each (tensor, box) once.
+        hosts: Of each rank.
+        rank_bytes_per_s: At which each rank writes; only ratios to the hosts' rates matter for the plan.
+        host_bytes_per_s: By host; None: hosts limit nothing.
+        name: Of the problem.
+
+    Raises:
+        ProblemError: The boxes of a tensor do not cover it exactly.
+
+    Source: ours.
+    """
+    by_tensor: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_tensor.setdefault(shard.tensor, []).append(shard)
+    for tensor, own in by_tensor.items():
+        check_cover(own[0].shape, (shard.box for shard in own), f"tensor {tensor!r}")
+    share = sum(shard.box.size * shard.itemsize for shard in shards) / max(1, len(hosts))
+    pieces = []
+    for number, shard in enumerate(shards):
+        if shard.box.size:
+            rows, row_bytes = _rows(shard, share)
+            writers = tuple(str(rank) for rank in shard.ranks)
+            pieces.append(Piece(name=str(number), row_bytes=row_bytes, rows=rows, writers=writers))
+    free = len(hosts) * rank_bytes_per_s
+    rates = dict.fromkeys(hosts, free) if host_bytes_per_s is None else dict(host_bytes_per_s)
+    return Problem(
+        name=name,
+        hosts=rates,
+        writers={str(rank): Writer(host=host, bytes_per_s=rank_bytes_per_s) for rank, host in enumerate(hosts)},
+        pieces=tuple(pieces),
+    )
+
+
+def _rows(shard: Shard, share: float) -> tuple[int, int]:
+    """Number of rows of a shard and their bytes: of its first dimension, or of more where these rows are coarse."""
+    rows, row_bytes = 1, shard.box.size * shard.itemsize
+    for length in shard.box.lengths:
+        if rows > 1 and row_bytes * FINE <= share:
+            break
+        rows, row_bytes = rows * length, row_bytes // length
+    return rows, row_bytes
+
+
+def assign_boxes(shards: Sequence[Shard], problem: Problem, plan: Plan) -> list[list[tuple[str, Box]]]:
+    """For each rank, the boxes that it writes by a plan of `replica_problem`, with their tensors.
+
+    A part becomes one box if its rows are those of the first dimension, otherwise up to 2 ndim - 1.
+    """
+    result: list[list[tuple[str, Box]]] = [[] for _ in problem.writers]
+    for piece in problem.pieces:
+        shard = shards[int(piece.name)]
+        elements = piece.row_bytes // shard.itemsize
+        for part in plan.writes[piece.name]:
+            for inner in boxes_of_interval(shard.box.lengths, part.begin * elements, part.end * elements):
+                offsets = tuple(a + b for a, b in zip(shard.box.offsets, inner.offsets, strict=True))
+                result[int(part.writer)].append((shard.tensor, Box(offsets, inner.lengths)))
+    return result
+
+
+def copies_into(wanted: Box, pieces: Sequence[SavedPiece], what: str = "tensor") -> list[Copy]:
+    """What to read for a box of a tensor whose saved pieces do not overlap; together it is the whole box.
+
+    Raises:
+        ProblemError: Some of the box is in no piece.
+    """
+    parts = ((piece, wanted.intersection(piece.box)) for piece in pieces)
+    copies = [Copy(piece=piece, box=box) for piece, box in parts if box is not None]
+    if sum(copy.box.size for copy in copies) != wanted.size:
+        raise ProblemError(f"{what}: the saved pieces do not hold all of {wanted}; give a whole checkpoint")
+    return copies

@@ -1,0 +1,135 @@
+"""The write balance: pieces whose rows may be written by some of the ranks, and how fast each rank and host writes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.io import (
+    Extras,
+    Json,
+    Name,
+    check_fields,
+    decode,
+    encode,
+    freeze,
+    merge_extras,
+    near_match,
+    split_extras,
+    write_json,
+)
+
+PROBLEM_FORMAT = "qsync-writes/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """A rank that writes, the host it shares with others, and its own rate."""
+
+    host: str
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, "writer")
+        _require_positive(self.bytes_per_s, "writer: bytes_per_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """``rows`` rows of ``row_bytes`` bytes each, which ``writers`` hold: any of them can write any of the rows."""
+
+    name: Name
+    row_bytes: Annotated[int, Json(minimum=1)]
+    rows: Annotated[int, Json(minimum=1)]
+    writers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"piece {self.name!r}")
+        if len(set(self.writers)) != len(self.writers):
+            raise ProblemError(f"piece {self.name!r}: writers names one twice; each may be named once")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.row_bytes * self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """A recorded optimum, for tests; never used in solving."""
+
+    objective: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, "optimum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Pieces to be split by rows among their writers, so that the slowest writer or host is done soonest.
+
+    ``hosts`` maps each host to the bytes per second that its writers share. The same problem balances reads: then
+    ``writers`` are the ranks that may read a piece, at their rates of reading.
+
+    Raises:
+        ProblemError: Any rule of the format is broken; the text names the piece or writer.
+
+    Source: the write plan of ByteCheckpoint (NSDI 2025), section 4, which assigns whole tensors; splitting them, rates
+    and hosts are ours.
+    """
+
+    name: Name
+    hosts: Mapping[Name, float]
+    writers: Mapping[Name, Writer]
+    pieces: tuple[Piece, ...]
+    optimum: Annotated[Optimum | None, Json(optional=True)] = None
+    extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "problem")
+        for name, rate in self.hosts.items():
+            _require_positive(rate, f"hosts {name!r}")
+        for name, writer in self.writers.items():
+            if writer.host not in self.hosts:
+                raise ProblemError(
+                    f"writer {name!r}: host is {writer.host!r}{near_match(writer.host, self.hosts)}; name one of hosts"
+                )
+        for name, count in Counter(piece.name for piece in self.pieces).items():
+            if count > 1:
+                raise ProblemError(f"pieces: the name {name!r} is used {count} times, but names must be unique")
+        for piece in self.pieces:
+            for name in piece.writers:
+                if name not in self.writers:
+                    raise ProblemError(
+                        f"piece {piece.name!r}: writers names {name!r}{near_match(name, self.writers)}; name those of "
+                        "the problem"
+                    )
+        freeze(self, "hosts", "writers", "extras")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "problem") -> Problem:
+        """The problem that the JSON data of a file describe; ``where`` names the data in errors."""
+        clean, extras = split_extras(data)
+        return decode(cls, clean, where, version=PROBLEM_FORMAT, extras=extras)
+
+    def to_json(self) -> dict[str, Any]:
+        """The problem as plain JSON data, extension keys included."""
+        return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the problem file, whole or not at all."""
+        write_json(path, self.to_json(), digest=True)
+
+
+def _require_positive(rate: float, what: str) -> None:
+    if rate <= 0:
+        raise ProblemError(f"{what} is {rate!r}, but a rate must be above 0 bytes per second")

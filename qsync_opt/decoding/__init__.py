@@ -1,0 +1,27 @@
+"""Speculative decoding: for each regime of batch and context, which draft and how many tokens of it, or none.
+
+A `Problem` holds times and acceptances, a `Plan` one choice per regime; `evaluate` trusts no solver. `Measurements`
+become a problem by `build_problem`, `explain` says why a regime speculates or not, and `Controller` follows what is
+accepted while a server runs.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.decoding.acceptance import Acceptance, AcceptanceCounts, expected_tokens, wilson_interval
+    from qsync_opt.decoding.controller import Controller, ControllerOptions, Graph
+    from qsync_opt.decoding.evaluation import Evaluation, RegimeEvaluation, evaluate
+    from qsync_opt.decoding.explanation import explain
+    from qsync_opt.decoding.measurements import Measurements, RegimeTimes, build_problem, load_measurements
+    from qsync_opt.decoding.plan import Plan, Selection
+    from qsync_opt.decoding.problem import Choice, Draft, Problem, Regime
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "Acceptance", "AcceptanceCounts", "Choice", "Controller", "ControllerOptions", "Draft", "Evaluation", "Graph",
+    "Measurements", "Plan", "Problem", "Regime", "RegimeEvaluation", "RegimeTimes", "Selection", "build_problem",
+    "evaluate", "expected_tokens", "explain", "load_measurements", "wilson_interval",
+]  # fmt: skip

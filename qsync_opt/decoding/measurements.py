@@ -1,0 +1,221 @@
+"""Measured times and acceptances, and the problem that they make.
+
+A file of measurements ("qsync-decoding-measurements/1") holds, per regime, the time of one pass over 1, 2, ... tokens
+of each sequence and of one drafted token, and per draft how many tokens each draft position accepted:
+
+    {"format": "qsync-decoding-measurements/1", "name": "h100", "memory_kib": 100, "confidence_level": 0.95,
+     "lengths": [1, 2, 3, 4],
+     "drafts": {"A8": {"memory_kib": 40, "accepted": [950, 910], "judged": [1000, 950]}},
+     "regimes": [{"name": "b1", "weight": 0.7, "verify_ns": {"1": 100, "5": 110}, "draft_ns": {"A8": 30}}]}
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from qsync_opt.decoding.acceptance import AcceptanceCounts
+from qsync_opt.decoding.problem import Choice, Draft, Problem, Regime
+from qsync_opt.errors import ProblemError
+from qsync_opt.io import (
+    Extras,
+    Fields,
+    Json,
+    Name,
+    check_fields,
+    check_integer,
+    decode,
+    encode,
+    freeze,
+    load_file,
+    merge_extras,
+    near_match,
+    split_extras,
+    write_json,
+)
+
+MEASUREMENTS_FORMAT = "qsync-decoding-measurements/1"
+
+
+def _read_times(data: Any, place: str) -> dict[int, int]:
+    fields, times = Fields(data, place), {}
+    for key in fields:
+        if not key.isascii() or not key.isdigit() or int(key) < 1:
+            raise ProblemError(f"{place} has the key {key!r}, but keys are numbers of tokens from 1, such as '4'")
+        times[int(key)] = fields.integer(key)
+    return times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftMeasurement:
+    """A draft: its memory, and what became of its tokens by draft position (see `AcceptanceCounts`)."""
+
+    memory_kib: int
+    accepted: tuple[int, ...]
+    judged: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self, "draft")
+        AcceptanceCounts(accepted=self.accepted, judged=self.judged)
+
+    @property
+    def counts(self) -> AcceptanceCounts:
+        """The counts by position."""
+        return AcceptanceCounts(accepted=self.accepted, judged=self.judged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegimeTimes:
+    """One regime: its share of the work, and measured times in nanoseconds.
+
+    ``verify_ns`` maps tokens per sequence to the time of a pass over them; that of 1 is plain decoding. ``draft_ns``
+    maps drafts to the time of one drafted token.
+    """
+
+    name: Name
+    weight: float
+    verify_ns: Annotated[
+        Mapping[int, int],
+        Json(read=_read_times, write=lambda times: {str(tokens): time for tokens, time in times.items()}),
+    ]
+    draft_ns: Mapping[Name, int]
+
+    def __post_init__(self) -> None:
+        what = f"regime {self.name!r}"
+        check_fields(self, what)
+        for tokens, time_ns in self.verify_ns.items():
+            check_integer(tokens, f"{what}: tokens of verify_ns", minimum=1)
+            check_integer(time_ns, f"{what}: verify_ns of {tokens} tokens")
+        freeze(self, "verify_ns", "draft_ns")
+        if 1 not in self.verify_ns:
+            raise ProblemError(f"{what}: verify_ns lacks the key '1', the time of plain decoding; measure and add it")
+
+    def verify(self, tokens: int) -> int | None:
+        """Nanoseconds of a pass over some tokens of each sequence; None beyond the largest measured number.
+
+        Measured times are made monotone (a pass over more tokens takes no less), and lines connect them.
+        """
+        sizes = sorted(self.verify_ns)
+        if tokens > sizes[-1]:
+            return None
+        times, highest = [], 0
+        for size in sizes:
+            highest = max(highest, self.verify_ns[size])
+            times.append(highest)
+        right = bisect.bisect_left(sizes, tokens)
+        if sizes[right] == tokens:
+            return times[right]
+        span, step = sizes[right] - sizes[right - 1], tokens - sizes[right - 1]
+        return times[right - 1] - (times[right - 1] - times[right]) * step // span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """What was measured of one model on one device.
+
+    Args:
+        memory_kib: Limit of the drafts' memory in KiB.
+        confidence_level: Of the two-sided intervals of acceptance.
+        lengths: Draft lengths that may be planned.
+        drafts: By name.
+        regimes: The regimes of batch and context.
+
+    Raises:
+        ProblemError: A value is unusable; the text names its place.
+    """
+
+    name: Name
+    memory_kib: int
+    confidence_level: Annotated[float, Json(optional=True)] = 0.95
+    lengths: Annotated[tuple[int, ...], Json(minimum=1)]
+    drafts: Mapping[Name, DraftMeasurement]
+    regimes: tuple[RegimeTimes, ...]
+    extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "measurements")
+        object.__setattr__(self, "regimes", tuple(self.regimes))
+        freeze(self, "drafts", "extras")
+        for length in self.lengths:
+            check_integer(length, "lengths", minimum=1)
+        if not self.lengths:
+            raise ProblemError("lengths is empty; give the draft lengths that may be planned, such as [1, 2, 4]")
+        if len(set(self.lengths)) < len(self.lengths):
+            raise ProblemError(f"lengths is {list(self.lengths)}, but each must stand once")
+        if not 0 < self.confidence_level < 1:
+            raise ProblemError(f"confidence_level is {self.confidence_level!r}, but it must be above 0 and below 1")
+        for regime in self.regimes:
+            for draft in regime.draft_ns:
+                if draft not in self.drafts:
+                    raise ProblemError(
+                        f"regime {regime.name!r}: draft_ns names {draft!r}, which drafts lacks"
+                        f"{near_match(draft, self.drafts)}; allowed are {', '.join(self.drafts) or 'none'}"
+                    )
+
+    @classmethod
+    def from_json(cls, data: Any) -> Measurements:
+        """Build measurements from the JSON data of their file."""
+        clean, extras = split_extras(data)
+        return decode(cls, clean, "measurements", version=MEASUREMENTS_FORMAT, extras=extras)
+
+    def to_json(self) -> dict[str, Any]:
+        """The measurements as plain JSON data, extension keys included."""
+        return merge_extras(encode(self, version=MEASUREMENTS_FORMAT), self.extras)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file, whole or not at all."""
+        write_json(path, self.to_json(), digest=True)
+
+
+def load_measurements(path: str | os.PathLike[str]) -> Measurements:
+    """Read and check a file of measurements.
+
+    Raises:
+        ProblemError: The file is missing, truncated, of another format, or holds unusable values.
+
+    Source: ours, "qsync-decoding-measurements/1".
+    """
+    measurements: Measurements = load_file(path, {MEASUREMENTS_FORMAT: Measurements.from_json})
+    return measurements
+
+
+def build_problem(measurements: Measurements, confidence: str = "low") -> Problem:
+    """The speculation problem of measurements.
+
+    A draft's acceptance at a length is the Wilson interval over its first positions. Lengths beyond the largest
+    measured pass of a regime, or beyond the measured positions of a draft, are left out: nothing is extrapolated.
+
+    Args:
+        measurements: What was measured.
+        confidence: The value of each acceptance that the plan goes by: ``"low"``, ``"mid"`` or ``"high"``.
+
+    Raises:
+        ProblemError: An unknown confidence.
+
+    Source: ours.
+    """
+    regimes = []
+    for regime in measurements.regimes:
+        choices = []
+        for draft, draft_ns in regime.draft_ns.items():
+            counts = measurements.drafts[draft].counts
+            for length in measurements.lengths:
+                verify_ns = regime.verify(length + 1)
+                if verify_ns is None or length > len(counts.judged):
+                    continue
+                acceptance = counts.interval(length, measurements.confidence_level)
+                choices.append(
+                    Choice(draft=draft, length=length, draft_ns=draft_ns, verify_ns=verify_ns, acceptance=acceptance)
+                )
+        plain_ns = regime.verify_ns[1]
+        regimes.append(Regime(name=regime.name, weight=regime.weight, plain_ns=plain_ns, choices=tuple(choices)))
+    return Problem(
+        name=measurements.name,
+        memory_kib=measurements.memory_kib,
+        confidence=confidence,
+        drafts={name: Draft(memory_kib=draft.memory_kib) for name, draft in measurements.drafts.items()},
+        regimes=tuple(regimes),
+    )

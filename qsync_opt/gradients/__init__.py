@@ -1,0 +1,45 @@
+"""Compressed all-reduce: a scheme for every gradient bucket, by time and variance.
+
+Problems, plans and their evaluation, and the schemes as data; formulations choose, a runtime carries out.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.gradients.build import SchemeTimes, build_problem, load_scheme_times, uniform_plan
+    from qsync_opt.gradients.compression import (
+        BLOCK,
+        LEAST_EXPONENT,
+        BucketStatistics,
+        Code,
+        GradientScheme,
+        Moments,
+        Scheme,
+        Transport,
+        scheme,
+        schemes,
+    )
+    from qsync_opt.gradients.evaluation import VARIANCE_SLACK, Evaluation, evaluate, evaluate_choices
+    from qsync_opt.gradients.joint import (
+        JointEvaluation,
+        JointPlan,
+        JointProblem,
+        build_joint_problem,
+        communication_problem,
+        evaluate_joint,
+        under_schemes,
+    )
+    from qsync_opt.gradients.plan import PLAN_FORMAT, Plan
+    from qsync_opt.gradients.problem import PROBLEM_FORMAT, Bucket, Choice, Objective, Optimum, Problem
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "BLOCK", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK", "Bucket", "BucketStatistics",
+    "Choice", "Code", "Evaluation", "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments",
+    "Objective", "Optimum", "Plan", "Problem", "Scheme", "SchemeTimes", "Transport", "build_joint_problem",
+    "build_problem", "communication_problem", "evaluate", "evaluate_choices", "evaluate_joint", "load_scheme_times",
+    "scheme", "schemes", "under_schemes", "uniform_plan",
+]  # fmt: skip

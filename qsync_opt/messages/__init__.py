@@ -1,0 +1,28 @@
+"""Widths of the messages of full-graph GNN training: problems, plans and their evaluation.
+
+A `Problem` holds the messages of every exchange and what the links cost, a `Plan` the bits of each message.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.messages.evaluation import Evaluation, evaluate
+    from qsync_opt.messages.plan import PLAN_FORMAT, Plan, uniform_plan
+    from qsync_opt.messages.problem import (
+        FORMAT,
+        Exchange,
+        Optimum,
+        Pair,
+        Problem,
+        ring_rounds,
+        variance_factor,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "FORMAT", "PLAN_FORMAT", "Evaluation", "Exchange", "Optimum", "Pair", "Plan", "Problem", "evaluate",
+    "ring_rounds", "uniform_plan", "variance_factor",
+]  # fmt: skip

@@ -1,0 +1,240 @@
+"""The message-width problem: scores of the messages of every exchange, link costs, and the limit or the weights.
+
+Times are nanoseconds. A `Problem` validates itself, whether it comes from a file or from code.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.io import (
+    Extras,
+    Json,
+    Name,
+    check_fields,
+    check_number,
+    decode,
+    encode,
+    freeze,
+    merge_extras,
+    split_extras,
+    write_json,
+)
+
+FORMAT = "qsync-messages/1"
+_OWN_KEYS = ("x-variance-limit", "x-hidden-ns")
+"""Extension keys of the format that have a meaning here."""
+WIDEST = 64
+"""Largest width in bits that a menu may offer."""
+
+Betas = npt.NDArray[np.float64]
+
+
+def variance_factor(bits: int) -> float:
+    """Variance per unit of beta of a message in ``bits`` bits.
+
+    beta is (sum of alpha^2) D (max - min)^2 / 6 of a row of D numbers. Integer widths up to 8 have
+    1 / (2^bits - 1)^2. 16 is BF16 with stochastic rounding: 2^-14 bounds it where no entry's magnitude exceeds the
+    row's range (a spacing of at most 2^-7 of the entry). 32 is exact.
+
+    Source: AdaQP (MLSys 2023), theorem 1, for integers; BF16 is ours.
+    """
+    if bits in (16, 32):
+        return 2.0**-14 if bits == 16 else 0.0
+    if not 1 <= bits <= 8:
+        raise ProblemError(f"width is {bits!r} bits, but widths with a known variance are 1 to 8, 16 and 32")
+    return float((2**bits - 1) ** -2.0)
+
+
+def _read_beta(data: Any, place: str) -> Betas:
+    if not isinstance(data, list):
+        raise ProblemError(f"{place} is {data!r}, but it must be a list of numbers, one per message")
+    for index, value in enumerate(data):
+        if type(value) is not float:
+            check_number(value, f"{place}, message {index}")
+    return np.array(data, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """The messages from worker ``source`` to ``target`` in one round, and what their link costs.
+
+    ``beta`` has one score per message (variance per unit of the factor of its width), shape (messages,).
+    """
+
+    source: Annotated[int, Json(key="from")]
+    target: Annotated[int, Json(key="to")]
+    fixed_ns: int
+    ns_per_byte: float
+    beta: Annotated[Betas, Json(read=_read_beta, write=lambda beta: beta.tolist())]
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"pair {self.source!r} to {self.target!r}")
+        beta = np.array(self.beta, dtype=np.float64)
+        if beta.ndim != 1:
+            raise ProblemError(f"{self.label}: beta has the shape {beta.shape}, but it must be (messages,)")
+        bad = np.flatnonzero(~(beta >= 0) | np.isinf(beta))
+        if bad.size:
+            raise ProblemError(
+                f"{self.label}: beta of message {bad[0]} is {float(beta[bad[0]])!r}, but it must be a finite number "
+                "of at least 0; a row of embeddings or gradients may hold NaN"
+            )
+        beta.flags.writeable = False
+        object.__setattr__(self, "beta", beta)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pair):
+            return NotImplemented
+        costs = ("source", "target", "fixed_ns", "ns_per_byte")
+        return all(getattr(self, key) == getattr(other, key) for key in costs) and np.array_equal(self.beta, other.beta)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def label(self) -> str:
+        """Name in errors."""
+        return f"pair {self.source} to {self.target}"
+
+    def time_ns(self, dim: int, bits: int) -> float:
+        """Nanoseconds of the pair's messages of ``dim`` numbers that have ``bits`` bits per number in all."""
+        return self.fixed_ns + self.ns_per_byte * (dim * bits / 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One exchange of rows of ``dim`` numbers, such as the forward pass of one layer.
+
+    Rounds follow each other; a round takes as long as its slowest pair. What exceeds ``hidden_ns``, the computation
+    that does not wait for the exchange, is exposed.
+    """
+
+    name: Name
+    dim: Annotated[int, Json(minimum=1)]
+    rounds: tuple[tuple[Pair, ...], ...]
+    hidden_ns: Annotated[int, Json(key="x-hidden-ns", omitted=True)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"exchange {self.name!r}")
+        object.__setattr__(self, "rounds", tuple(map(tuple, self.rounds)))
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The pairs of all rounds, in order."""
+        return tuple(pair for group in self.rounds for pair in group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """A recorded optimum, for tests; never used in solving."""
+
+    objective: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, "optimum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Messages whose widths are to be chosen.
+
+    Exactly one of three is set. ``time_limit_ns``: the least variance of which the exposed time keeps the limit (0:
+    all exchanges hidden). ``time_weight``: the least ``variance_weight`` x variance + ``time_weight`` x exposed time.
+    ``variance_limit``: the least exposed time of which the variance keeps the limit. ``bits`` maps widths to variance
+    factors (`variance_factor`).
+
+    Raises:
+        ProblemError: A rule of the format is broken; the text names the place.
+
+    Source: the file format "qsync-messages/1" of this package, with ``x-variance-limit`` and, of exchanges,
+        ``x-hidden-ns``; the problem is AdaQP's (MLSys 2023) with the overlap in the objective.
+    """
+
+    name: Name
+    time_limit_ns: int | None
+    variance_weight: float
+    time_weight: float | None
+    bits: Mapping[str, float]
+    exchanges: tuple[Exchange, ...]
+    optimum: Annotated[Optimum | None, Json(optional=True)] = None
+    variance_limit: Annotated[float | None, Json(key="x-variance-limit", omitted=True)] = None
+    extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "problem")
+        object.__setattr__(self, "exchanges", tuple(self.exchanges))
+        freeze(self, "bits", "extras")
+        goals = {key: getattr(self, key) for key in ("time_limit_ns", "time_weight", "variance_limit")}
+        chosen = [key for key, value in goals.items() if value is not None]
+        if len(chosen) != 1:
+            raise ProblemError(
+                f"problem {self.name!r} sets {' and '.join(chosen) or 'no goal'}; set exactly one of "
+                f"{', '.join(goals)} and leave the others null"
+            )
+        if not self.bits:
+            raise ProblemError("bits is empty, but a menu needs at least one width")
+        for width in self.bits:
+            if not width.isascii() or not width.isdigit() or str(int(width)) != width or not 1 <= int(width) <= WIDEST:
+                raise ProblemError(f"bits names the width {width!r}, but widths are whole numbers from 1 to {WIDEST}")
+        seen: set[str] = set()
+        for exchange in self.exchanges:
+            if exchange.name in seen:
+                raise ProblemError(f"exchange {exchange.name!r} is named twice; names must be unique")
+            seen.add(exchange.name)
+        if not self.exchanges:
+            raise ProblemError(f"problem {self.name!r} has no exchanges; there is nothing to plan")
+        worst = max(self.bits.values()) * sum(float(p.beta.sum()) for e in self.exchanges for p in e.pairs)
+        slowest = sum(p.time_ns(e.dim, WIDEST * p.beta.size) for e in self.exchanges for p in e.pairs)
+        if not math.isfinite(worst) or not math.isfinite(slowest):
+            raise ProblemError("scores or times add up to infinity; scale all scores by one factor or check units")
+
+    @property
+    def menu(self) -> dict[int, float]:
+        """Width in bits to variance factor, narrow widths first."""
+        return dict(sorted((int(width), factor) for width, factor in self.bits.items()))
+
+    @property
+    def num_messages(self) -> int:
+        """Messages of all exchanges."""
+        return sum(pair.beta.size for exchange in self.exchanges for pair in exchange.pairs)
+
+    def goal(self, variance: float, time_ns: float) -> float:
+        """The objective at a variance and an exposed time."""
+        if self.time_weight is not None:
+            return self.variance_weight * variance + self.time_weight * time_ns
+        return variance if self.variance_limit is None else time_ns
+
+    def to_json(self) -> dict[str, Any]:
+        """The problem as plain JSON data, extension keys included."""
+        return merge_extras(encode(self, version=FORMAT), self.extras)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the problem file, whole or not at all."""
+        write_json(path, self.to_json())
+
+    @classmethod
+    def from_json(cls, data: Any) -> Problem:
+        """Build a problem from the JSON data of a file.
+
+        Raises:
+            ProblemError: It breaks a rule of the format.
+        """
+        clean, extras = split_extras(data)
+        own = {path: value for path, value in extras.items() if path[-1] in _OWN_KEYS}
+        others = {path: value for path, value in extras.items() if path not in own}
+        return decode(cls, merge_extras(clean, own), "problem", version=FORMAT, extras=others)
+
+
+def ring_rounds(workers: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The (sender, receiver) pairs of each round of a ring all-to-all.
+
+    Source: AdaQP (MLSys 2023), section 3.
+    """
+    return tuple(tuple((i, (i + step) % workers) for i in range(workers)) for step in range(1, workers))

@@ -1,0 +1,150 @@
+"""Copies of what a save writes, taken while training goes on, in host memory that is kept from save to save."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_opt.errors import NotReadyError
+from qsync_opt.runtimes.torch.checkpoints.storage import bytes_of
+
+
+class Staging:
+    """One copy of the boxes that a rank writes, in a buffer that is allocated and pinned (or touched) once.
+
+    What changes at any time is copied at once; what only the optimizers' steps change is copied beside the next
+    forward and backward pass. `finish`, called before an optimizer's step, ends the copying: on a CPU it waits, on a
+    GPU it lets the step's stream wait for the copy, not the host.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._slices: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._event: Any = None
+        self._stream: Any = None
+        self._sources: Sequence[Tensor] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that is held."""
+        return self._buffer.numel()
+
+    def begin(self, sources: Sequence[Tensor], later: Sequence[bool]) -> None:
+        """Copy the sources; those marked as ``later`` until `finish`."""
+        self._join()
+        self._error = None
+        self._reserve(sources)
+        pairs = list(zip(sources, self._slices, later, strict=True))
+        at_once = [(source, target) for source, target, wait in pairs if not wait]
+        deferred = [(source, target) for source, target, wait in pairs if wait]
+        device = next((source.device for source in sources if source.is_cuda), None)
+        with torch.no_grad():
+            for source, target in at_once:
+                target.copy_(source)
+        self._sources = [source for source, _ in deferred]
+        if device is not None:
+            self._copy_on_stream(deferred, device)
+        else:
+            self._thread = threading.Thread(target=self._copy, args=(deferred,), name="checkpoint-staging")
+            self._thread.start()
+
+    def _reserve(self, sources: Sequence[Tensor]) -> None:
+        places, end = [], 0
+        for source in sources:
+            end += -end % 16  # every type can begin there
+            places.append(end)
+            end += source.numel() * source.element_size()
+        pinned = any(source.is_cuda for source in sources)
+        fits = end <= self._buffer.numel() <= 2 * end + 2**20
+        if not fits or (pinned and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._buffer = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
+        self._slices = [
+            self._buffer[place : place + source.numel() * source.element_size()].view(source.dtype).view(source.shape)
+            for source, place in zip(sources, places, strict=True)
+        ]
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        try:
+            with torch.no_grad():
+                for source, target in pairs:
+                    target.copy_(source)
+        except BaseException as failure:  # raised again by finish
+            self._error = failure
+
+    def _copy_on_stream(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                if source.is_cuda:
+                    source.record_stream(self._stream)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(self._stream)
+
+    def finish(self) -> None:
+        """Let nothing change the sources before they are copied.
+
+        Raises:
+            NotReadyError: A copy failed.
+        """
+        self._join()
+        if self._error is not None:
+            raise NotReadyError(f"what is to be saved was not copied: {self._error}") from self._error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+
+    def parts(self) -> Iterator[memoryview]:
+        """The copied bytes of each source, once they are there; for the thread that writes them."""
+        if (thread := self._thread) is not None:
+            thread.join()
+        if self._event is not None:
+            self._event.synchronize()
+        if self._error is not None:
+            raise NotReadyError(f"what is to be saved was not copied: {self._error}")
+        self._sources = ()
+        for part in self._slices:
+            yield bytes_of(part)
+
+
+class Background:
+    """One piece of work at a time on a thread; its error is raised by the next `wait`."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin; the work before must have been waited for. Python does not end before the work does."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as failure:  # raised again by wait
+                self._error = failure
+
+        self._thread = threading.Thread(target=run, name="checkpoint-writing", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the work, if any, and raise its error."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error

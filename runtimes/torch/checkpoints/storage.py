@@ -1,0 +1,361 @@
+"""Tensors in files: one safetensors file per rank, hashed while it is written, and read back by boxes.
+
+What a rank writes follows from what all ranks hold: replicas are shared out by the system ``checkpoints``, so that all
+ranks write equally much. Any rank reads the boxes that it holds now, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from qsync_opt.checkpoints import (
+    CHUNK_BYTES,
+    Box,
+    Copy,
+    FileFact,
+    Manifest,
+    SavedPiece,
+    SavedTensor,
+    Shard,
+    assign_boxes,
+    copies_into,
+    replica_problem,
+    verify_chunks,
+)
+from qsync_opt.errors import ModelError, ProblemError
+from qsync_opt.runtimes.torch.ddp import gather_json
+from qsync_opt.systems import solve
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""Types by their names in safetensors."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """What one rank writes: the boxes in the order of its file, and the header before them."""
+
+    name: str
+    header: bytes
+    boxes: tuple[tuple[str, Box], ...]
+    num_bytes: int
+    """Of the boxes, without the header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritePlan:
+    """The files of all ranks that write, and where each tensor then lies."""
+
+    files: tuple[RankFile | None, ...]
+    tensors: Mapping[str, SavedTensor]
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
+    """The values that this rank holds of a tensor, and their place in it.
+
+    Raises:
+        ModelError: The tensor is a sum that is not reduced yet.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), Box.whole(tensor.shape)
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ModelError(f"a tensor of placements {tensor.placements} is not reduced yet; redistribute it first")
+    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local().detach()
+    if tuple(local.shape) != tuple(lengths):
+        raise ModelError(
+            f"a tensor of placements {tensor.placements} has the local shape {tuple(local.shape)}, but "
+            f"{tuple(lengths)} follows from them"
+        )
+    return local, Box(tuple(offsets), tuple(lengths))
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """Name of a type in safetensors, None if it has none."""
+    return _NAMES.get(dtype)
+
+
+class WritePlanner:
+    """Plans of who writes what, computed anew only when a rank holds other boxes than before."""
+
+    def __init__(self) -> None:
+        self._own: Any = None
+        self._plan: WritePlan | None = None
+
+    def plan(self, tensors: Mapping[str, Tensor]) -> WritePlan:
+        """The plan for what all ranks hold; every rank must call it.
+
+        Raises:
+            ModelError: Shapes or types differ between ranks.
+            ProblemError: The boxes of a tensor do not cover it.
+        """
+        own = [[name, dtype_name(t.dtype), [*t.shape], *_place(t)] for name, t in tensors.items()]
+        same = gather_json(own == self._own)
+        if self._plan is None or not all(same):
+            held = gather_json({"host": socket.gethostname(), "tensors": own})
+            self._plan, self._own = plan_writes([h["tensors"] for h in held], [h["host"] for h in held]), own
+        return self._plan
+
+
+def _place(tensor: Tensor) -> tuple[list[int], list[int]]:
+    _, box = local_part(tensor)
+    return [*box.offsets], [*box.lengths]
+
+
+def plan_writes(held: Sequence[Sequence[Any]], hosts: Sequence[str]) -> WritePlan:
+    """Share out what several ranks hold.
+
+    Args:
+        held: For each rank its tensors: name, type, shape, and offsets and lengths of its box.
+        hosts: Of each rank.
+
+    Raises:
+        ModelError: Shapes or types of a tensor differ.
+        ProblemError: The boxes of a tensor do not cover it.
+    """
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    ranks: dict[tuple[str, Box], list[int]] = {}
+    for rank, tensors in enumerate(held):
+        for name, dtype, shape, offsets, lengths in tensors:
+            kind = kinds.setdefault(name, (dtype, tuple(shape)))
+            if kind != (dtype, tuple(shape)):
+                raise ModelError(
+                    f"{name!r} is {dtype} of shape {tuple(shape)} on rank {rank} and {kind[0]} of shape {kind[1]} "
+                    "before; save the same model on all ranks"
+                )
+            ranks.setdefault((name, Box(tuple(offsets), tuple(lengths))), []).append(rank)
+    shards = [
+        Shard(tensor=name, shape=kinds[name][1], itemsize=DTYPES[kinds[name][0]].itemsize, box=box, ranks=tuple(own))
+        for (name, box), own in ranks.items()
+    ]
+    problem = replica_problem(shards, hosts)
+    plan = solve(problem).plan
+    assert plan is not None  # every shard has a rank that holds it
+    boxes = assign_boxes(shards, problem, plan)
+    files: list[RankFile | None] = []
+    pieces: dict[str, list[SavedPiece]] = {name: [] for name in kinds}
+    for rank, own in enumerate(boxes):
+        files.append(_rank_file(rank, own, kinds) if own or rank == 0 else None)
+        if (file := files[-1]) is not None:
+            begin = len(file.header)
+            for name, box in own:
+                pieces[name].append(SavedPiece(file=file.name, begin=begin, offsets=box.offsets, lengths=box.lengths))
+                begin += box.size * DTYPES[kinds[name][0]].itemsize
+    return WritePlan(
+        files=tuple(files),
+        tensors={
+            name: SavedTensor(dtype=dtype, shape=shape, pieces=tuple(pieces[name]))
+            for name, (dtype, shape) in kinds.items()
+        },
+    )
+
+
+def _rank_file(
+    rank: int, boxes: Sequence[tuple[str, Box]], kinds: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> RankFile:
+    """The header of safetensors, with the offsets of boxes as ``torch.distributed.checkpoint`` has them."""
+    entries: dict[str, Any] = {}
+    places = {}
+    begin = 0
+    for name, box in boxes:
+        key, number = name, 1
+        while key in entries:  # a second box of the same tensor
+            number += 1
+            key = f"{name}#{number}"
+        dtype = kinds[name][0]
+        end = begin + box.size * DTYPES[dtype].itemsize
+        entries[key] = {"dtype": dtype, "shape": [*box.lengths], "data_offsets": [begin, end]}
+        places[key] = {"saved_offsets": [*box.offsets]}
+        begin = end
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    name = f"rank-{rank:05d}.safetensors"
+    return RankFile(name=name, header=struct.pack("<Q", len(text)) + text, boxes=tuple(boxes), num_bytes=begin)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def pieces_of(file: RankFile, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The values of each box of a rank's file, as views of what the rank holds."""
+    for name, box in file.boxes:
+        local, place = local_part(tensors[name])
+        yield local[box.relative_to(place)]
+
+
+def write_file(folder: Path, file: RankFile, parts: Iterator[memoryview]) -> FileFact:
+    """Write a rank's file and flush it to the disk; the hashes are computed from what is written, in the same pass.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    descriptor = os.open(folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        stream = _HashedStream(descriptor)
+        stream.write(memoryview(file.header))
+        for part in parts:
+            stream.write(part)
+        fact = stream.finish()
+        os.fsync(descriptor)
+        return fact
+    finally:
+        os.close(descriptor)
+
+
+class _HashedStream:
+    """Writes to a file, and hashes each chunk of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        import xxhash
+
+        self._descriptor = descriptor
+        self._new_hash = xxhash.xxh3_128
+        self._hash = xxhash.xxh3_128()
+        self._chunks: list[str] = []
+        self._num_bytes = 0
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        data = data.cast("B")
+        while len(data):
+            part = data[: CHUNK_BYTES - self._num_bytes % CHUNK_BYTES]
+            self._hash.update(part)
+            left = part
+            while len(left):
+                left = left[os.write(self._descriptor, left) :]
+            self._num_bytes += len(part)
+            if self._num_bytes % CHUNK_BYTES == 0:
+                self._next_chunk()
+            data = data[len(part) :]
+
+    def _next_chunk(self) -> None:
+        self._chunks.append(self._hash.hexdigest())
+        self._hash = self._new_hash()
+
+    def finish(self) -> FileFact:
+        """Size and hashes of the whole file."""
+        if self._num_bytes % CHUNK_BYTES:
+            self._next_chunk()
+        return FileFact(bytes=self._num_bytes, chunks=tuple(self._chunks))
+
+
+def saved_sizes(manifest: Manifest, where: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shapes and types of the tensors of a checkpoint; its files must be large enough for each.
+
+    Raises:
+        ProblemError: A type is unknown, or a piece leaves its file.
+    """
+    sizes = {}
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ProblemError(
+                f"{where} says that {name!r} has the type {tensor.dtype!r}, which is unknown; nothing was loaded: give "
+                "a checkpoint that this package wrote"
+            )
+        for piece in tensor.pieces:
+            fact = manifest.files.get(piece.file)
+            if fact is None or piece.begin + piece.box.size * DTYPES[tensor.dtype].itemsize > fact.bytes:
+                raise ProblemError(
+                    f"{where} says that a piece of {name!r} is in {piece.file!r} from byte {piece.begin} on, which "
+                    "does not hold it; nothing was loaded: give a checkpoint that this package wrote"
+                )
+        sizes[name] = torch.Size(tensor.shape), DTYPES[tensor.dtype]
+    return sizes
+
+
+class Reader:
+    """What this rank needs of a checkpoint: verified first, then copied into its tensors.
+
+    Raises:
+        ProblemError: The saved pieces do not hold a tensor.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        self._path, self._manifest = path, manifest
+        self._copies: list[tuple[str, Tensor, Box, Copy]] = []
+        for name, tensor in tensors.items():
+            local, box = local_part(tensor)
+            for copy in copies_into(box, manifest.tensors[name].pieces, f"tensor {name!r}"):
+                self._copies.append((name, local, box, copy))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are copied."""
+        return sum(copy.box.size * self._dtype(name).itemsize for name, _, _, copy in self._copies)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._manifest.tensors[name].dtype]
+
+    def verify(self) -> None:
+        """Compare the chunks that will be read, and the headers, with their hashes.
+
+        Raises:
+            ProblemError: One was changed after it was written.
+        """
+        chunks = {name: {0} for name in {copy.piece.file for _, _, _, copy in self._copies}}
+        for name, _, _, copy in self._copies:
+            first, last = _byte_range(copy, self._dtype(name).itemsize)
+            chunks[copy.piece.file].update(range(first // CHUNK_BYTES, (last - 1) // CHUNK_BYTES + 1))
+        for file, numbers in sorted(chunks.items()):
+            verify_chunks(self._path, file, self._manifest.files[file], sorted(numbers))
+
+    def read(self) -> None:
+        """Copy into the tensors."""
+        maps: dict[str, mmap.mmap] = {}
+        with torch.no_grad():
+            for name, local, box, copy in self._copies:
+                piece, dtype = copy.piece, self._dtype(name)
+                if piece.file not in maps:
+                    with open(self._path / piece.file, "rb") as stream:
+                        # Private, not read-only: torch warns of memory that it must not write to.
+                        maps[piece.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+                raw = torch.frombuffer(
+                    maps[piece.file], dtype=torch.uint8, count=piece.box.size * dtype.itemsize, offset=piece.begin
+                )
+                if piece.begin % dtype.itemsize:
+                    raw = raw.clone()
+                saved = raw.view(dtype).reshape(piece.lengths)
+                local[copy.box.relative_to(box)].copy_(saved[copy.box.relative_to(piece.box)])
+
+
+def _byte_range(copy: Copy, itemsize: int) -> tuple[int, int]:
+    """Bytes of a file from the first to behind the last that a copy reads."""
+    piece, box = copy.piece, copy.box
+    strides = [math.prod(piece.lengths[k + 1 :]) for k in range(len(piece.lengths))]
+    low = sum((o - base) * s for o, base, s in zip(box.offsets, piece.offsets, strides, strict=True))
+    high = sum((e - 1 - base) * s for e, base, s in zip(box.ends, piece.offsets, strides, strict=True))
+    return piece.begin + low * itemsize, piece.begin + (high + 1) * itemsize

@@ -1,0 +1,231 @@
+"""The exchange of halo rows between workers, in both directions of autograd, in the widths of a plan.
+
+Forward, `start` packs and launches, `finish` waits and unpacks; what runs between them overlaps. Backward, the gradient
+of `finish` packs and launches, that of `start` waits and adds. All ranks call the same exchanges in the same order.
+
+Each part of the wire begins with one word of eight bytes: 0, or that the sender's rows are not finite. So every rank
+learns it, and all stop with the same reason.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qsync_opt.errors import NotReadyError, ProblemError
+from qsync_opt.kernels.messages import pack_rows, row_bytes, row_key, unpack_rows
+
+EXACT = 32
+"""Width of rows as they are."""
+_WORD = 8
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Where rows go on the wire: per peer and width, the rows (positions in a list of rows) and their bytes."""
+
+    groups: list[list[tuple[int, Tensor]]]
+    sizes: list[int]
+
+
+@dataclass(slots=True)
+class Direction:
+    """One direction of an exchange: who sends how many rows, their widths, and what was traced."""
+
+    name: str
+    dim: int
+    send_counts: list[int]
+    receive_counts: list[int]
+    send_bits: Tensor
+    receive_bits: Tensor
+    spread: Tensor
+    """Squared range of each sent row, a moving average, shape (sends,)."""
+    seen: bool = False
+    hidden_ns: float = 0.0
+    wait_ns: float = 0.0
+    wire_bytes: int = 0
+    _layouts: tuple[_Layout, _Layout] | None = None
+
+    def widths(self, send: Tensor, receive: Tensor) -> None:
+        """Use other widths from now on."""
+        self.send_bits, self.receive_bits, self._layouts = send, receive, None
+
+    def layouts(self) -> tuple[_Layout, _Layout]:
+        """What is sent and received."""
+        if self._layouts is None:
+            self._layouts = (
+                _layout(self.send_bits, self.send_counts, self.dim),
+                _layout(self.receive_bits, self.receive_counts, self.dim),
+            )
+        return self._layouts
+
+
+def _layout(bits: Tensor, counts: list[int], dim: int) -> _Layout:
+    groups, sizes, start = [], [], 0
+    for count in counts:
+        mine = bits[start : start + count]
+        rows = [(int(b), start + torch.nonzero(mine == b).flatten()) for b in torch.unique(mine)]
+        groups.append(rows)
+        size = _WORD + sum(index.numel() * row_bytes(dim, width) for width, index in rows)
+        sizes.append(size + -size % _WORD)
+        start += count
+    return _Layout(groups, sizes)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """An exchange under way."""
+
+    work: Any
+    wire: Tensor
+    direction: Direction
+    launched: float
+    sent: Tensor
+
+
+@dataclass(slots=True)
+class HaloExchange:
+    """The exchange of one layer: rows to the neighbours forward, their gradients back.
+
+    Attributes:
+        send: Own rows that others need, by receiver, shape (sends,).
+        halo: Number of rows received.
+        group: Process group of its own, so that it does not mix with DDP's reductions.
+        momentum: Weight of the past in the traced ranges.
+    """
+
+    forward: Direction
+    backward: Direction
+    send: Tensor
+    halo: int
+    group: Any
+    seed: int
+    backend: str = "auto"
+    momentum: float = 0.8
+    training: bool = True
+    step: int = 0
+    _flight: _Flight | None = None
+    _back: _Flight | None = field(default=None)
+
+    def start(self, x: Tensor) -> Tensor:
+        """Send the rows of ``x`` (own, dim) that others need; the result goes to `finish`."""
+        token: Tensor = _Start.apply(x, self)  # type: ignore[no-untyped-call]
+        return token
+
+    def finish(self, token: Tensor) -> Tensor:
+        """The halo's rows, shape (halo, dim)."""
+        rows: Tensor = _Finish.apply(token, self)  # type: ignore[no-untyped-call]
+        return rows
+
+    def launch(self, rows: Tensor, index: Tensor, direction: Direction) -> _Flight:
+        """Pack ``rows[index]`` and send them."""
+        sent, received = direction.layouts()
+        bad = 0
+        if index.numel():
+            gathered = rows.detach().index_select(0, index)
+            low, high = gathered.aminmax(dim=1) if rows.shape[1] else (gathered.sum(1), gathered.sum(1))
+            spread = (high - low).double() ** 2
+            bad = int(not bool(torch.isfinite(spread).all()))
+            if self.training and not bad:  # the first sample replaces the initial value
+                past = self.momentum if direction.seen else 0.0
+                direction.spread = past * direction.spread + (1 - past) * spread.cpu()
+                direction.seen = True
+        pieces, key = [], (self.seed, dist.get_rank(self.group), self.step)
+        name = int.from_bytes(direction.name.encode()[-8:], "little")
+        for peer, (groups, size) in enumerate(zip(sent.groups, sent.sizes, strict=True)):
+            word = torch.full((_WORD // 8,), bad, dtype=torch.int64, device=rows.device).view(torch.uint8)
+            used = _WORD
+            pieces.append(word)
+            for width, positions in groups:
+                chosen = index[positions.to(index.device)]
+                packed = pack_rows(
+                    rows.detach(), chosen, width, row_key(*key, name, peer, width), backend=self.backend
+                ).reshape(-1)
+                pieces.append(packed)
+                used += packed.numel()
+            if size > used:
+                pieces.append(torch.zeros(size - used, dtype=torch.uint8, device=rows.device))
+        buffer = torch.cat(pieces)
+        wire = torch.empty(sum(received.sizes), dtype=torch.uint8, device=rows.device)
+        direction.wire_bytes = buffer.numel()
+        try:
+            work = dist.all_to_all_single(wire, buffer, received.sizes, sent.sizes, group=self.group, async_op=True)
+        except RuntimeError as failure:
+            raise _lost(direction, failure) from failure
+        return _Flight(work, wire, direction, time.perf_counter(), buffer)
+
+    def land(self, flight: _Flight, dim: int) -> Tensor:
+        """Wait for rows and unpack them, by sender, shape (received, dim)."""
+        direction = flight.direction
+        arrived = time.perf_counter()
+        direction.hidden_ns = 1e9 * (arrived - flight.launched)
+        try:
+            flight.work.wait()
+        except RuntimeError as failure:
+            raise _lost(direction, failure) from failure
+        direction.wait_ns = 1e9 * (time.perf_counter() - arrived)
+        _, received = direction.layouts()
+        out = torch.empty((sum(direction.receive_counts), dim), device=flight.wire.device)
+        start, faulty = 0, []
+        for peer, (groups, size) in enumerate(zip(received.groups, received.sizes, strict=True)):
+            if int(flight.wire[start : start + _WORD].clone().view(torch.int64)):
+                faulty.append(peer)
+            at = start + _WORD
+            for width, positions in groups:
+                length = positions.numel() * row_bytes(dim, width)
+                wire = flight.wire[at : at + length].view(positions.numel(), -1)
+                unpack_rows(wire, positions.to(out.device), out, width, backend=self.backend)
+                at += length
+            start += size
+        if faulty:
+            ranks = ", ".join(map(str, faulty))
+            raise ProblemError(
+                f"exchange {direction.name!r}: rows of rank {ranks} hold NaN, infinity or a range that overflows; "
+                "lower the learning rate or check the features"
+            )
+        return out
+
+
+def _lost(direction: Direction, failure: Exception) -> NotReadyError:
+    reason = " ".join(str(failure).split())
+    return NotReadyError(f"exchange {direction.name!r} failed, another worker may have stopped: {reason}")
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: HaloExchange) -> Tensor:
+        ctx.exchange, ctx.shape = exchange, x.shape
+        exchange._flight = exchange.launch(x, exchange.send, exchange.forward)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        exchange: HaloExchange = ctx.exchange
+        flight, exchange._back = exchange._back, None
+        if flight is None:
+            raise NotReadyError(f"the gradient of exchange {exchange.backward.name!r} was not sent; call backward once")
+        rows = exchange.land(flight, ctx.shape[1])
+        # In fixed order: a row that several receive gets its gradients added rank by rank.
+        return rows.new_zeros(ctx.shape).index_add_(0, exchange.send, rows), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: HaloExchange) -> Tensor:
+        ctx.exchange = exchange
+        flight, exchange._flight = exchange._flight, None
+        assert flight is not None
+        return exchange.land(flight, exchange.forward.dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        exchange: HaloExchange = ctx.exchange
+        gradient = gradients[0].contiguous()
+        everything = torch.arange(exchange.halo, device=gradient.device)
+        exchange._back = exchange.launch(gradient, everything, exchange.backward)
+        return gradient.new_zeros(()), None

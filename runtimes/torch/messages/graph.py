@@ -1,0 +1,470 @@
+"""A model of PyTorch Geometric that trains on one part of a graph, exchanging halo rows in planned widths."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv
+
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.messages import Exchange, Pair, Plan, Problem, evaluate, ring_rounds, uniform_plan, variance_factor
+from qsync_opt.runtimes.torch.messages.exchange import EXACT, Direction, HaloExchange
+from qsync_opt.runtimes.torch.messages.links import probe_links
+from qsync_opt.runtimes.torch.messages.partition import Part
+from qsync_opt.systems import solve
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageOptions:
+    """How messages are planned and sent.
+
+    Attributes:
+        menu: Widths to choose from.
+        initial_bits: Width before the first plan.
+        budget_bits: Exposed time that a plan may take: that of this uniform width (0 where computation hides it).
+        replan_steps: Training steps between plans; 0 keeps the initial width or the given plan.
+        seed: Of the rounding; ranks draw different streams from it.
+        backend: Of the kernels; see `qsync_opt.kernels.messages.pack_rows`.
+    """
+
+    menu: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    initial_bits: int = 8
+    budget_bits: int = 4
+    replan_steps: int = 50
+    seed: int = 0
+    backend: str = "auto"
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A convolution with its exchange and the subgraphs that it computes before and after the halo is there."""
+
+    name: str
+    module: MessagePassing
+    kind: str
+    exchange: HaloExchange | None = None
+
+
+@dataclass(slots=True)
+class _Subgraph:
+    """Edges into some own nodes: the rows they need, their local numbers, and where the results are."""
+
+    rows: Tensor
+    edge_index: Tensor
+    targets: Tensor
+    weight: Tensor
+
+
+def _kind(name: str, module: MessagePassing) -> str:
+    if isinstance(module, GCNConv):
+        if module.improved or not module.add_self_loops or not module.normalize or module.cached:
+            raise UnsupportedError(f"layer {name!r}: only the default options of GCNConv are supported")
+        return "gcn"
+    if isinstance(module, SAGEConv) and getattr(module, "aggr", None) == "mean" and not module.project:
+        return "mean"
+    if isinstance(module, GATConv) and module.edge_dim is None and module.residual is False:
+        return "attention"
+    raise UnsupportedError(
+        f"layer {name!r} is a {type(module).__name__} that full_graph does not support; allowed are GCNConv, SAGEConv "
+        "with mean aggregation, and GATConv without edge features"
+    )
+
+
+class FullGraph:
+    """A model on one part of a graph; made by `full_graph`.
+
+    Calling it runs the model on the part's features and gives the output of its own nodes, shape (own, classes).
+    """
+
+    def __init__(self, model: nn.Module, part: Part, plan: Plan | None, options: MessageOptions) -> None:
+        if not dist.is_initialized():
+            raise ProblemError("full_graph needs a process group: call torch.distributed.init_process_group first")
+        self.model, self.part, self.options = model, part, options
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.steps = 0
+        self.layers = [
+            _Layer(name, module, _kind(name, module))
+            for name, module in model.named_modules()
+            if isinstance(module, MessagePassing)
+        ]
+        self._agree()
+        self.group: Any = dist.new_group()
+        self.ddp = DistributedDataParallel(model) if any(p.requires_grad for p in model.parameters()) else model
+        self.send_counts = self._counts()
+        self.links: list[list[tuple[int, float]]] | None = None
+        self._inner, self._outer = self._subgraphs()
+        self._cache: dict[str, Tensor] = {}
+        self._solving: threading.Thread | None = None
+        self._solved: list[Plan] = []
+        self.plan = plan
+        self._pending_plan = plan
+        for layer in self.layers:
+            layer.module.forward = self._forward_of(layer)
+
+    def _agree(self) -> None:
+        """Refuse unlike parts or models on every rank, with the same reason."""
+        device = self.part.x.device
+        facts = [self.part.digest, str(self.part.parts), str(self.options)]
+        facts.append(str([(name, tuple(p.shape)) for name, p in self.model.named_parameters()]))
+        facts.append(str([(layer.name, layer.kind) for layer in self.layers]))
+        values = [int.from_bytes(hashlib.sha256(fact.encode()).digest()[:7], "little") for fact in facts]
+        own = torch.tensor([self.part.rank, self.part.parts, *values], dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(everyone, own)
+        table = torch.stack(everyone).cpu()
+        names = ("partition", "number of parts", "options", "parameters", "layers")
+        for column, name in enumerate(names, start=2):
+            for rank in range(self.world):
+                if table[rank, column] != table[0, column]:
+                    raise ProblemError(f"ranks 0 and {rank} have another {name}; give all ranks the same")
+        if table[:, 0].tolist() != list(range(self.world)) or int(table[0, 1]) != self.world:
+            raise ProblemError(
+                f"parts {table[:, 0].tolist()} of {int(table[0, 1])} are on {self.world} ranks; rank r needs part r "
+                "of as many parts as there are ranks"
+            )
+        if not self.layers:
+            raise UnsupportedError("the model has no convolution of PyTorch Geometric, so there is nothing to exchange")
+
+    def _counts(self) -> list[list[int]]:
+        own = self.part.send_counts.to(self.part.x.device)
+        everyone = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(everyone, own, group=self.group)
+        return [counts.tolist() for counts in everyone]
+
+    def _subgraphs(self) -> tuple[_Subgraph, _Subgraph]:
+        part = self.part
+        source, target = part.edge_index
+        coefficients = (part.degree[source] + 1).rsqrt() * (part.degree[target] + 1).rsqrt()
+        result = []
+        for lower, upper in ((0, part.central), (part.central, part.own)):
+            chosen = (target >= lower) & (target < upper)
+            targets = torch.arange(lower, upper, device=part.x.device)
+            rows = torch.unique(torch.cat([source[chosen], targets]))
+            edge_index = torch.searchsorted(rows, part.edge_index[:, chosen].contiguous())
+            result.append(_Subgraph(rows, edge_index, torch.searchsorted(rows, targets), coefficients[chosen]))
+        return result[0], result[1]
+
+    def _forward_of(self, layer: _Layer) -> Callable[..., Tensor]:
+        def forward(x: Tensor, edge_index: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+            if args or any(value is not None for value in kwargs.values()):
+                raise UnsupportedError(f"layer {layer.name!r} was called with more than x and edge_index; leave it out")
+            if not isinstance(x, Tensor) or x.shape[0] != self.part.own:
+                raise UnsupportedError(f"layer {layer.name!r} needs one row per own node, ({self.part.own}, dim)")
+            exchange = layer.exchange = layer.exchange or self._exchange(layer, x.shape[1])
+            if x is self.part.x:  # features do not change: exchanged once, exactly
+                inner = self._convolve(layer, x, self._inner)
+                if layer.name not in self._cache:
+                    kept = exchange.forward.send_bits, exchange.forward.receive_bits
+                    exchange.forward.widths(*(torch.full_like(bits, EXACT) for bits in kept))
+                    self._cache[layer.name] = exchange.finish(exchange.start(x)).detach()
+                    exchange.forward.widths(*kept)
+                halo = self._cache[layer.name]
+            else:
+                exchange.training = self.model.training
+                token = exchange.start(x)
+                inner = self._convolve(layer, x, self._inner)
+                halo = exchange.finish(token)
+            outer = self._convolve(layer, torch.cat([x, halo]), self._outer)
+            return torch.cat([inner, outer])
+
+        return forward
+
+    def _convolve(self, layer: _Layer, x: Tensor, graph: _Subgraph) -> Tensor:
+        module, rows = layer.module, x.index_select(0, graph.rows)
+        run = type(module).forward
+        if layer.kind != "gcn":
+            return run(module, rows, graph.edge_index).index_select(0, graph.targets)  # type: ignore[no-any-return]
+        # Degrees of halo nodes are those of the whole graph, so the weights are given instead of computed.
+        plain = graph.edge_index[0] != graph.edge_index[1]
+        loops = graph.targets
+        everyone = torch.cat([graph.edge_index[:, plain], torch.stack([loops, loops])], 1)
+        degree = self.part.degree[graph.rows[loops]]
+        weight = torch.cat([graph.weight[plain], 1 / (degree + 1)])
+        normalize, module.normalize = module.normalize, False
+        try:
+            return run(module, rows, everyone, weight).index_select(0, loops)  # type: ignore[no-any-return]
+        finally:
+            module.normalize = normalize
+
+    def _exchange(self, layer: _Layer, dim: int) -> HaloExchange:
+        part, bits = self.part, self.options.initial_bits
+
+        def direction(name: str, send: list[int], receive: list[int]) -> Direction:
+            return Direction(
+                name=f"{name} {layer.name}",
+                dim=dim,
+                send_counts=send,
+                receive_counts=receive,
+                send_bits=torch.full((sum(send),), bits),
+                receive_bits=torch.full((sum(receive),), bits),
+                spread=torch.ones(sum(send), dtype=torch.float64),
+            )
+
+        sends, halos = part.send_counts.tolist(), part.halo_counts.tolist()
+        return HaloExchange(
+            forward=direction("forward", sends, halos),
+            backward=direction("backward", halos, sends),
+            send=part.send,
+            halo=part.halo.numel(),
+            group=self.group,
+            seed=self.options.seed,
+            backend=self.options.backend,
+        )
+
+    def __call__(self) -> Tensor:
+        """Run the model; in training mode a plan that is ready is put to use first."""
+        if self.model.training:
+            self._between_steps()
+        output: Tensor = self.ddp(self.part.x, self.part.edge_index)
+        return output
+
+    def loss(self, output: Tensor, mask: Tensor | None = None, function: Any = nn.functional.cross_entropy) -> Tensor:
+        """Mean loss over all masked nodes of all parts; DDP's mean of its gradients is the whole graph's gradient.
+
+        Args:
+            output: What the model gave, shape (own, classes).
+            mask: Own nodes that count; ``train_mask`` by default.
+            function: Takes outputs, labels and ``reduction="sum"``.
+
+        Returns:
+            This rank's share of the loss times the number of ranks: the mean over ranks is the loss.
+        """
+        mask = self.part.train_mask if mask is None else mask
+        count = mask.sum()
+        dist.all_reduce(count, group=self.group)
+        if not int(count):
+            raise ProblemError("the mask chooses no node of any part, so there is no loss")
+        value: Tensor = function(output[mask], self.part.y[mask], reduction="sum") * self.world / count
+        return value + 0.0 * output.sum()  # a part without training nodes joins all exchanges
+
+    @torch.no_grad()
+    def accuracy(self, mask: Tensor) -> float:
+        """Share of masked nodes of all parts that the model labels rightly, in evaluation mode."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            right = (self().argmax(1) == self.part.y)[mask].sum()
+        finally:
+            self.model.train(was_training)
+        both = torch.stack([right, mask.sum()])
+        dist.all_reduce(both, group=self.group)
+        return float(both[0]) / max(int(both[1]), 1)
+
+    def close(self) -> None:
+        """Give the model its own layers back."""
+        if self._solving is not None:
+            self._solving.join()
+        for layer in self.layers:
+            vars(layer.module).pop("forward", None)
+
+    # Plans
+
+    def directions(self) -> list[Direction]:
+        """The exchanges of every step, forward by layer, then backward; kept features are not among them."""
+        used = [layer.exchange for layer in self.layers if layer.exchange and layer.name not in self._cache]
+        return [each.forward for each in used] + [each.backward for each in used]
+
+    def build_problem(self) -> Problem:
+        """The problem of the traced ranges and measured links, the same on every rank; all ranks must call it."""
+        self.links = self.links or probe_links(self.group, self.part.x.device)
+        factor = {str(width): variance_factor(width) for width in self.options.menu}
+        exchanges = []
+        for direction in self.directions():
+            betas = self._gather_betas(direction)
+            hidden = torch.tensor([direction.hidden_ns], dtype=torch.float64, device=self.part.x.device)
+            dist.all_reduce(hidden, dist.ReduceOp.MIN, group=self.group)
+            rounds = []
+            for pairs in ring_rounds(self.world):
+                group = []
+                for i, j in pairs:
+                    fixed, per_byte = self.links[i][j]
+                    group.append(Pair(source=i, target=j, fixed_ns=fixed, ns_per_byte=per_byte, beta=betas[i][j]))
+                rounds.append(tuple(group))
+            exchanges.append(
+                Exchange(name=direction.name, dim=direction.dim, rounds=tuple(rounds), hidden_ns=int(hidden[0]))
+            )
+        free = Problem(
+            name="full graph", time_limit_ns=None, variance_weight=1.0, time_weight=1.0, bits=factor,
+            exchanges=tuple(exchanges),
+        )  # fmt: skip
+        budget = evaluate(free, uniform_plan(free, self.options.budget_bits)).exposed_ns
+        return Problem(
+            name="full graph", time_limit_ns=int(budget) + 1, variance_weight=1.0, time_weight=None, bits=factor,
+            exchanges=tuple(exchanges),
+        )  # fmt: skip
+
+    def _gather_betas(self, direction: Direction) -> list[list[np.ndarray[Any, Any]]]:
+        """Scores of all messages by sender and receiver."""
+        layer = next(layer for layer in self.layers if direction.name.partition(" ")[2] == layer.name)
+        forward = direction.name.startswith("forward")
+        # Of attention, alpha is taken as that of a mean; a returned gradient enters its row with weight 1.
+        alpha = self.part.out_alpha[0 if layer.kind == "gcn" else 1].cpu().double() if forward else 1.0
+        own = (alpha * direction.spread * direction.dim / 6).to(self.part.x.device)
+        counts = self.send_counts if forward else [list(column) for column in zip(*self.send_counts, strict=True)]
+        longest = max(map(sum, counts), default=0)
+        padded = torch.zeros(longest, dtype=torch.float64, device=own.device)
+        padded[: own.numel()] = own
+        everyone = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(everyone, padded, group=self.group)
+        return [
+            [piece.cpu().numpy() for piece in torch.split(scores[: sum(row)], row)]
+            for scores, row in zip(everyone, counts, strict=True)
+        ]
+
+    def use(self, plan: Plan) -> None:
+        """Send in the widths of a plan from now on; every rank must do so at the same step.
+
+        Raises:
+            ProblemError: It is not a plan of these exchanges.
+        """
+        bits: dict[str, list[list[Tensor]]] = {}
+        for direction in self.directions():
+            rounds = plan.bits.get(direction.name)
+            if rounds is None:
+                raise ProblemError(f"the plan lacks the exchange {direction.name!r}; it may be of another model")
+            mine: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.int64)] * self.world for _ in range(2)]
+            for pairs, group in zip(ring_rounds(self.world), rounds, strict=False):
+                for (i, j), widths in zip(pairs, group, strict=False):
+                    chosen = torch.from_numpy(widths.astype(np.int64))
+                    if i == self.rank:
+                        mine[0][j] = chosen
+                    if j == self.rank:
+                        mine[1][i] = chosen
+            for counts, side in zip((direction.send_counts, direction.receive_counts), mine, strict=True):
+                if [each.numel() for each in side] != counts:
+                    raise ProblemError(
+                        f"exchange {direction.name!r}: the plan has {[each.numel() for each in side]} widths by "
+                        f"worker, but this partition needs {counts}; it is the plan of another partition"
+                    )
+            bits[direction.name] = mine
+        for direction in self.directions():
+            direction.widths(*(torch.cat(side) for side in bits[direction.name]))
+        self.plan = plan
+
+    def _between_steps(self) -> None:
+        """Use a plan that is ready on rank 0, or begin one; then count the step."""
+        if self._pending_plan is not None and all(layer.exchange is not None for layer in self.layers):
+            plan, self._pending_plan = self._pending_plan, None
+            self.use(plan)
+        every = self.options.replan_steps
+        if every and self.steps and self.steps % every == 0 and self._solving is None:
+            problem = self.build_problem()
+            self._solving = threading.Thread(target=self._solve, args=(problem,), name="message widths", daemon=True)
+            self._problem = problem
+            if self.rank == 0:
+                self._solving.start()
+        elif self._solving is not None:
+            self._exchange_plan(wait=False)
+        self.steps += 1
+        for layer in self.layers:
+            if layer.exchange is not None:
+                layer.exchange.step = self.steps
+
+    def finish_planning(self) -> None:
+        """Wait for the plan that is being solved, if any, and use it; all ranks must call it."""
+        if self._solving is not None:
+            self._exchange_plan(wait=True)
+
+    def _solve(self, problem: Problem) -> None:
+        try:
+            solution = solve(problem)
+            if solution.plan is not None:
+                self._solved.append(solution.plan)
+        except Exception:  # the old plan stays in use
+            _LOGGER.exception("planning message widths failed; the widths stay as they are")
+
+    def _exchange_plan(self, *, wait: bool) -> None:
+        """Ranks learn from rank 0 whether the plan is there, and then its widths."""
+        device, thread = self.part.x.device, self._solving
+        state = torch.zeros(1, dtype=torch.int64, device=device)
+        if self.rank == 0 and thread is not None:
+            if wait:
+                thread.join()
+            state[0] = 0 if thread.is_alive() else 1 if self._solved else 2
+        dist.broadcast(state, 0, group=self.group)
+        if not int(state[0]):
+            return
+        self._solving = None
+        if int(state[0]) == 2:
+            return
+        shapes = [pair.beta.size for e in self._problem.exchanges for pair in e.pairs]
+        widths = torch.zeros(sum(shapes), dtype=torch.uint8, device=device)
+        if self.rank == 0:
+            plan = self._solved.pop()
+            pieces = [pair for rounds in plan.bits.values() for group in rounds for pair in group]
+            widths = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *pieces])).to(device)
+        dist.broadcast(widths, 0, group=self.group)
+        each = iter(torch.split(widths.cpu(), shapes))
+        bits = {
+            e.name: tuple(tuple(next(each).numpy() for _ in group) for group in e.rounds)
+            for e in self._problem.exchanges
+        }
+        self.use(Plan(bits=bits))
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, plan and traced ranges: what training goes on from with the same rounding. The model's is its own."""
+        return {
+            "steps": self.steps,
+            "seed": self.options.seed,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "spread": {each.name: each.spread.clone() for each in self.directions()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            ProblemError: The state is of another seed or partition.
+        """
+        if state["seed"] != self.options.seed:
+            raise ProblemError(f"the state's seed is {state['seed']}, but the options' is {self.options.seed}")
+        if any(layer.exchange is None for layer in self.layers):  # widths of layers are known after one pass
+            with torch.no_grad():
+                was_training = self.model.training
+                self.model.eval()
+                self()
+                self.model.train(was_training)
+        for each in self.directions():
+            spread = state["spread"].get(each.name)
+            if spread is None or spread.shape != each.spread.shape:
+                raise ProblemError(f"the state of exchange {each.name!r} is of another partition or model")
+            each.spread, each.seen = spread.clone(), True
+        self.steps = int(state["steps"])
+        if state["plan"] is not None:
+            self._pending_plan = None
+            self.use(Plan.from_json(state["plan"]))
+
+
+def full_graph(
+    model: nn.Module, part: Part, plan: Plan | None = None, *, options: MessageOptions | None = None
+) -> FullGraph:
+    """Let a model train on one part of a graph; every rank of the process group calls it with its part.
+
+    Args:
+        model: A module whose ``forward(x, edge_index)`` calls `GCNConv`, `SAGEConv` (mean) or `GATConv` layers of
+            PyTorch Geometric. Its class, parameters and ``state_dict`` stay; `FullGraph.close` takes everything off.
+        part: This rank's part, of as many parts as there are ranks.
+        plan: Widths to send in; without it 8 bits, and plans made from traced ranges.
+        options: Menu, budget, how often to plan, seed.
+
+    Raises:
+        ProblemError: Ranks have parts of unlike partitions, or unlike models; the same on every rank.
+        UnsupportedError: A layer is of another kind.
+
+    Source: AdaQP (MLSys 2023) for the overlap of central nodes with messages; ours otherwise.
+    """
+    return FullGraph(model, part, plan, options or MessageOptions())

@@ -1,0 +1,31 @@
+"""Serving a plan with PyTorch: models loaded group by group into packed weights, stages as processes.
+
+Llama, Mistral, Qwen 2 and 3, and Gemma 3 (text) run; tokens are those of transformers.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
+    from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp, Rows, scheme_bits
+    from qsync_opt.runtimes.torch.serving.packing import GROUP, PackedWeight, linear, pack, unpack
+    from qsync_opt.runtimes.torch.serving.pipeline import Generation, Pipeline, StageError, generate_here
+    from qsync_opt.runtimes.torch.serving.stage import Batch, StageModel, check_plan, group_names, microbatch_rows
+    from qsync_opt.runtimes.torch.serving.weights import (
+        GgufSource,
+        SafetensorsSource,
+        StateSource,
+        WeightSource,
+        open_model,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "GROUP", "Attention", "Batch", "DecoderConfig", "Generation", "GgufSource", "Mlp", "PackedWeight", "Pipeline",
+    "Rotary", "Rows", "SafetensorsSource", "StageError", "StageModel", "StateSource", "WeightSource", "check_plan",
+    "config_from_json", "generate_here", "group_names", "linear", "microbatch_rows", "open_model", "pack",
+    "read_config", "scheme_bits", "unpack",
+]  # fmt: skip

@@ -1,0 +1,207 @@
+"""Weights of a model, read one tensor at a time: safetensors (also in shards), or GGUF through the ``gguf`` package.
+
+Tensors have the names of transformers, such as ``model.layers.0.self_attn.q_proj.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from qsync_opt.errors import ModelError, NotInstalledError, UnsupportedError
+from qsync_opt.io import near_match
+from qsync_opt.runtimes.torch.serving.config import DecoderConfig, config_from_json, read_config
+
+
+class WeightSource(Protocol):
+    """Named tensors, each read when it is asked for."""
+
+    def names(self) -> Iterable[str]:
+        """All names."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU.
+
+        Raises:
+            ModelError: It is missing or unreadable.
+        """
+
+
+class SafetensorsSource:
+    """The ``*.safetensors`` files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._files: dict[str, Any] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            paths = [folder / name for name in dict.fromkeys(names)]
+        if not paths:
+            raise ModelError(f"{folder} holds no *.safetensors file; give a model folder, or a .gguf file")
+        for path in paths:
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as failure:
+                raise ModelError(f"{path} cannot be read, it may be truncated ({failure}); fetch it again") from failure
+            self._files.update(dict.fromkeys(list(file.keys()), file))
+
+    def names(self) -> Iterable[str]:
+        """All names."""
+        return self._files
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor; see `WeightSource`."""
+        if name not in self._files:
+            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._files)}")
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GGUF_KINDS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+
+
+class GgufSource:
+    """A GGUF file; its tensors are widened to FP32 as they are read."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import gguf
+        except ModuleNotFoundError as missing:
+            raise NotInstalledError(
+                "reading GGUF needs the package 'gguf': pip install 'qsync-opt[serving]'"
+            ) from missing
+        try:
+            self._reader: Any = gguf.GGUFReader(path)
+        except Exception as failure:  # the reader raises whatever a damaged file makes it stumble over
+            raise ModelError(f"{path} cannot be read, it may be truncated ({failure}); fetch it again") from failure
+        self._dequantize: Callable[..., Any] = gguf.quants.dequantize
+        self._architecture = str(self._value("general.architecture"))
+        if self._architecture not in _GGUF_KINDS:
+            raise UnsupportedError(
+                f"{path}: architecture is {self._architecture!r}, but those that are run are {', '.join(_GGUF_KINDS)}"
+            )
+        self._tensors = {self._name(tensor.name): tensor for tensor in self._reader.tensors}
+        scaling = self._value(f"{self._architecture}.rope.scaling.type", "none")
+        if "rope_freqs.weight" in self._tensors or scaling != "none":
+            raise UnsupportedError(
+                f"{path}: its rotary frequencies are scaled, which is not read from GGUF; use the safetensors model"
+            )
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def _name(self, name: str) -> str:
+        *block, stem, kind = name.split(".")
+        prefix = f"model.layers.{block[1]}." if block else ""
+        if self._architecture == "gemma3" and stem == "ffn_norm":
+            return f"{prefix}pre_feedforward_layernorm.{kind}"
+        return f"{prefix}{_GGUF_NAMES.get(stem, stem)}.{kind}"
+
+    def config(self) -> DecoderConfig:
+        """The configuration that the file's metadata holds."""
+        a = self._architecture
+
+        def get(key: str, default: Any = None) -> Any:
+            return self._value(f"{a}.{key}", default)
+
+        heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
+        data = {
+            "model_type": _GGUF_KINDS[a],
+            "num_hidden_layers": get("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": get("attention.head_count_kv", heads),
+            "head_dim": get("attention.key_length", hidden // heads),
+            "hidden_size": hidden,
+            "intermediate_size": get("feed_forward_length"),
+            "vocab_size": int(self._tensors["model.embed_tokens.weight"].shape[1]),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-6),
+            "rope_theta": get("rope.freq_base", 10000.0),
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+            "eos_token_id": self._value("tokenizer.ggml.eos_token_id"),
+        }
+        if a == "gemma3":
+            data |= {
+                "query_pre_attn_scalar": data["head_dim"],
+                "sliding_window": get("attention.sliding_window"),
+                "rope_theta": get("rope.freq_base", 1e6),
+                "rope_local_base_freq": get("rope.freq_base_swa", 10000.0),
+            }
+        return config_from_json(data, "GGUF metadata")
+
+    def names(self) -> Iterable[str]:
+        """All names."""
+        return self._tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor in FP32; see `WeightSource`."""
+        if name not in self._tensors:
+            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._tensors)}")
+        tensor = self._tensors[name]
+        values = torch.from_numpy(self._dequantize(tensor.data, tensor.tensor_type).copy()).float()
+        if self._architecture == "gemma3" and name.endswith("norm.weight"):
+            return values - 1  # GGUF stores 1 + weight
+        if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = self._value("llama.attention.head_count")
+            if name.endswith("k_proj.weight"):
+                heads = self._value("llama.attention.head_count_kv", heads)
+            # GGUF interleaves the two halves of rotary pairs.
+            return values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+        return values
+
+
+class StateSource:
+    """The tensors of a ``state_dict``, for models that exist in memory."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._state = state
+
+    def names(self) -> Iterable[str]:
+        """All names."""
+        return self._state
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor; see `WeightSource`."""
+        if name not in self._state:
+            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._state)}")
+        return self._state[name].detach()
+
+
+def open_model(path: str | Path) -> tuple[DecoderConfig, WeightSource]:
+    """Configuration and weights of a model folder (``config.json`` and safetensors) or of a ``.gguf`` file.
+
+    Raises:
+        ModelError: Nothing there can be read.
+        UnsupportedError: Its kind of model is not run.
+        NotInstalledError: A package is missing.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        source = GgufSource(path)
+        return source.config(), source
+    return read_config(path), SafetensorsSource(path)

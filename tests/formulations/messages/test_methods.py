@@ -1,0 +1,163 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qsync_opt
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.messages import Exchange, Pair, Problem, evaluate, uniform_plan, variance_factor
+from qsync_opt.solving import PROOF_GAP, TerminationStatus
+
+MENUS = ((2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (2, 32), (3, 4, 5), (4,))
+GOALS = ("limit", "weights", "variance")
+
+
+def make_problem(seed, sizes, menu, goal, share, hidden):
+    """A problem whose goal lies at ``share`` between the extreme plans."""
+    rng = np.random.default_rng(seed)
+    exchanges = []
+    for e, rounds in enumerate(sizes):
+        groups = [
+            tuple(
+                Pair(
+                    source=i,
+                    target=i + 1,
+                    fixed_ns=int(rng.integers(0, 60)),
+                    ns_per_byte=float(rng.choice([0.0, *rng.uniform(0.1, 3, 8)])),
+                    beta=np.round(rng.lognormal(0, 2, count), 1),
+                )
+                for i, count in enumerate(counts)
+            )
+            for counts in rounds
+        ]
+        hidden_ns = int(rng.integers(0, 400)) if hidden else 0
+        exchanges.append(
+            Exchange(name=f"e{e}", dim=int(rng.integers(1, 65)), rounds=tuple(groups), hidden_ns=hidden_ns)
+        )
+    bits = {str(width): variance_factor(width) for width in menu}
+    common = {"name": "p", "bits": bits, "exchanges": tuple(exchanges)}
+    free = Problem(time_limit_ns=None, variance_weight=1.0, time_weight=0.0, **common)
+    low, high = (evaluate(free, uniform_plan(free, width)) for width in (min(menu), max(menu)))
+    limit = int(low.exposed_ns + share * (high.exposed_ns - low.exposed_ns)) + 1
+    worth = (low.variance + 0.1) / (high.exposed_ns + 1) * share
+    return Problem(
+        time_limit_ns=limit if goal == "limit" else None,
+        variance_weight=1.5,
+        time_weight=worth if goal == "weights" else None,
+        variance_limit=high.variance + share * (low.variance - high.variance) + 1e-9 if goal == "variance" else None,
+        **common,
+    )
+
+
+def problems(most_messages):
+    counts = st.lists(st.integers(0, most_messages), min_size=0, max_size=2)
+    sizes = st.lists(st.lists(counts, min_size=0, max_size=2), min_size=1, max_size=2)
+    return st.builds(
+        make_problem, st.integers(0, 10**6), sizes, st.sampled_from(MENUS), st.sampled_from(GOALS),
+        st.floats(0.0, 1.0), st.booleans(),
+    )  # fmt: skip
+
+
+def close(first, second):
+    return first == pytest.approx(second, rel=1e-6, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(1))
+def test_every_method_agrees_with_exhaustive_search(problem):
+    oracle = qsync_opt.solve(problem, "exhaustive")
+    for method in ("threshold", "exact", "ilp"):
+        solution = qsync_opt.solve(problem, method)
+        # A solver's tolerance is absolute: next to a variance of 0 it proves no relative gap.
+        assert method == "ilp" or solution.termination is TerminationStatus.OPTIMAL, method
+        assert close(solution.objective, oracle.objective), method
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(7))
+def test_exact_search_agrees_with_the_program_and_thresholds_have_a_bound(problem):
+    exact, program = qsync_opt.solve(problem, "exact"), qsync_opt.solve(problem, "ilp")
+    assert exact.termination is TerminationStatus.OPTIMAL
+    assert close(exact.objective, program.objective)
+    assert qsync_opt.solve(problem).objective <= exact.objective * (1 + 1e-6) + 1e-9
+
+
+@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("menu", MENUS[:4])
+def test_many_messages_have_a_proved_gap_below_one_message_a_pair(goal, hidden, menu):
+    problem = make_problem(5, [[[900, 1200], [800, 700]], [[1000, 900], [600, 1300]]], menu, goal, 0.4, hidden)
+    solution = qsync_opt.solve(problem)
+    pairs = [pair for exchange in problem.exchanges for pair in exchange.pairs]
+    if goal == "variance":
+        assert solution.gap < 0.02
+        return
+    step = max(problem.menu.values()) * max(float(pair.beta.max()) for pair in pairs) * problem.variance_weight
+    assert solution.objective - solution.bound <= len(pairs) * step
+    assert solution.gap < 2e-3
+
+
+def test_the_bound_of_thresholds_is_that_of_the_linear_relaxation():
+    """With two widths, ten equal messages and room for half of them, the bound is exact and half are raised."""
+    pair = Pair(source=0, target=1, fixed_ns=10, ns_per_byte=1.0, beta=np.ones(10))
+    problem = Problem(
+        name="half", time_limit_ns=10 + 10 * 2 + 30, variance_weight=1.0, time_weight=None, bits={"2": 0.5, "8": 0.0},
+        exchanges=(Exchange(name="e", dim=8, rounds=((pair,),)),),
+    )  # fmt: skip
+    solution = qsync_opt.solve(problem)
+    assert solution.objective == pytest.approx(2.5) and solution.bound == pytest.approx(2.5)
+    assert np.sort(solution.plan.bits["e"][0][0]).tolist() == [2] * 5 + [8] * 5
+
+
+def test_a_limit_that_no_plan_keeps_is_infeasible_with_the_least_time():
+    problem = make_problem(1, [[[3, 4]]], (2, 4, 8), "limit", 0.5, False)
+    late = qsync_opt.solve(make_late(problem))
+    assert late.termination is TerminationStatus.INFEASIBLE
+    assert "no plan keeps the time limit of 0 ns" in late.reason and "narrowest" in late.reason
+    for method in ("exact", "ilp", "exhaustive"):
+        assert qsync_opt.solve(make_late(problem), method).termination is TerminationStatus.INFEASIBLE
+
+
+def make_late(problem):
+    return replace(problem, time_limit_ns=0)
+
+
+def test_groups_never_beat_single_messages():
+    problem = make_problem(3, [[[350, 420]], [[300, 310]]], (2, 4, 8), "limit", 0.4, False)
+    grouped = qsync_opt.solve(problem, "grouped", time_limit_s=20)
+    single = qsync_opt.solve(problem)
+    assert grouped.bound is None and grouped.termination is not TerminationStatus.OPTIMAL
+    assert single.bound <= grouped.objective and single.objective <= grouped.objective
+
+
+def test_groups_are_scored_by_their_own_messages():
+    """The released code indexes the unsorted scores with sorted positions, so that a group's score is another's."""
+    beta = np.zeros(300)
+    beta[::3] = 5.0  # the expensive messages lie apart
+    pair = Pair(source=0, target=1, fixed_ns=0, ns_per_byte=1.0, beta=beta)
+    problem = Problem(
+        name="groups", time_limit_ns=200 * 2 + 100 * 8, variance_weight=1.0, time_weight=None,
+        bits={str(width): variance_factor(width) for width in (2, 8)},
+        exchanges=(Exchange(name="e", dim=8, rounds=((pair,),)),),
+    )  # fmt: skip
+    widths = qsync_opt.solve(problem, "grouped").plan.bits["e"][0][0]
+    assert set(widths[beta > 0]) == {8} and set(widths[beta == 0]) == {2}
+
+
+def test_too_large_for_checking_methods_says_what_to_use():
+    problem = make_problem(3, [[[30_000]]], (2, 4, 8), "limit", 0.4, False)
+    for method in ("ilp", "exhaustive"):
+        with pytest.raises(UnsupportedError, match="use"):
+            qsync_opt.solve(problem, method)
+
+
+def test_scaling_scores_scales_the_variance():
+    problem = make_problem(8, [[[50, 60]]], (1, 2, 4, 8), "limit", 0.3, False)
+    exchange = problem.exchanges[0]
+    scaled = tuple(tuple(replace(pair, beta=pair.beta * 1e-9) for pair in group) for group in exchange.rounds)
+    small = replace(problem, exchanges=(replace(exchange, rounds=scaled),))
+    first, second = qsync_opt.solve(problem), qsync_opt.solve(small)
+    assert second.objective == pytest.approx(first.objective * 1e-9, rel=1e-5)
+    assert first.gap <= PROOF_GAP

@@ -1,0 +1,150 @@
+"""Every method, on small random problems and on recorded optima."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qsync_opt
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.serving import Problem, load_problem
+
+pytest.importorskip("ortools")
+KINDS = ("attn", "mlp")
+
+
+@st.composite
+def problems(draw, groups=4, devices=3, schemes=2):
+    """A small problem whose limits matter; not every one has a plan."""
+    number = lambda low, high: draw(st.integers(low, high))  # noqa: E731
+    names = [f"d{i}" for i in range(number(1, devices))]
+    kinds = [KINDS[i % 2] for i in range(number(1, groups))]
+    schemes = [f"W{4 * 2**i}" for i in range(schemes)]
+    options = number(1, 2)
+    pair = lambda high: [number(0, high), number(0, high)]  # noqa: E731
+    weights = {k: {s: number(20, 60) * (i + 1) for i, s in enumerate(schemes)} for k in KINDS}
+    harm = {f"{i}.{k}": {s: number(0, 9) / 4 for s in schemes} for i, k in enumerate(kinds)}
+    return Problem.from_json(
+        {
+            "format": "qsync-serving/1",
+            "name": "random",
+            "new_tokens": number(1, 6),
+            "schemes": schemes,
+            "harm_limit": draw(st.sampled_from([None, 1.0, 3.0, 5.0])),
+            "microbatches": [{"prefill": number(1, 4), "decode": number(1, 4)} for _ in range(options)],
+            "devices": [{"name": name, "memory_kib": number(40, 400)} for name in names],
+            "groups": [{"name": f"{i}.{k}", "kind": k} for i, k in enumerate(kinds)],
+            "weights_kib": weights,
+            "state_kib": {k: [number(0, 30) for _ in range(options)] for k in KINDS},
+            "costs": {
+                name: {k: {s: [pair(99) for _ in range(options)] for s in schemes} for k in KINDS} for name in names
+            },
+            "ends": {
+                name: {
+                    "first_kib": number(0, 20),
+                    "last_kib": number(0, 20),
+                    "first": [pair(9) for _ in range(options)],
+                    "last": [pair(9) for _ in range(options)],
+                }
+                for name in names
+            },
+            "links": {f"{a}>{b}": [pair(30) for _ in range(options)] for a in names for b in names if a != b},
+            "harm": harm,
+            "optimum": None,
+        }
+    )
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_exact_equals_the_oracle_and_the_default_lies_between_bound_and_its_plan(problem):
+    oracle = qsync_opt.solve(problem, "exhaustive")
+    exact = qsync_opt.solve(problem, "exact")
+    default = qsync_opt.solve(problem)
+    assert exact.termination == oracle.termination
+    assert exact.objective == oracle.objective
+    if oracle.objective is None:
+        assert default.termination == "infeasible"
+        assert exact.reason.startswith(("memory:", "harm:"))
+    else:
+        assert default.bound <= oracle.objective <= default.objective
+
+
+@settings(max_examples=25)
+@given(problems(groups=3))
+def test_program_equals_the_oracle(problem):
+    oracle, program = qsync_opt.solve(problem, "exhaustive"), qsync_opt.solve(problem, "ilp")
+    assert program.objective == oracle.objective
+    assert program.termination == oracle.termination
+
+
+@settings(max_examples=20)
+@given(problems(), st.integers(1, 200))
+def test_more_memory_or_a_higher_harm_limit_never_hurts(problem, more):
+    data = problem.to_json()
+    before = qsync_opt.solve(problem, "exact").objective
+    for device in data["devices"]:
+        device["memory_kib"] += more
+    if data["harm_limit"] is not None:
+        data["harm_limit"] += more / 50
+    after = qsync_opt.solve(Problem.from_json(data), "exact").objective
+    assert (math.inf if after is None else after) <= (math.inf if before is None else before)
+
+
+@settings(max_examples=20)
+@given(problems(), st.randoms(use_true_random=False))
+def test_the_order_of_devices_in_the_file_changes_nothing(problem, random):
+    data = problem.to_json()
+    random.shuffle(data["devices"])
+    assert qsync_opt.solve(Problem.from_json(data), "exact").objective == qsync_opt.solve(problem, "exact").objective
+
+
+@settings(max_examples=20)
+@given(problems(devices=1))
+def test_equal_devices_are_interchangeable(problem):
+    """Three devices of one type, planned as a type, and told apart by a link that is never used."""
+    data = problem.to_json()
+    names = ["d0", "d1", "d2"]
+    data["devices"] = [{"name": name, "memory_kib": data["devices"][0]["memory_kib"]} for name in names]
+    for table in ("costs", "ends"):
+        data[table] = dict.fromkeys(names, data[table]["d0"])
+    options = len(data["microbatches"])
+    data["links"] = {f"{a}>{b}": [[3, 2]] * options for a in names for b in names if a != b}
+    as_type = Problem.from_json(data)
+    oracle = qsync_opt.solve(as_type, "exhaustive")
+    assert qsync_opt.solve(as_type, "exact").objective == oracle.objective
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("method", ["default", "exact", "ilp", "llm-pq"])
+def test_recorded_optima(number, method, pytestconfig):
+    folder = pytestconfig.rootpath / "tests/data/instances/serving"
+    problem = load_problem(folder / f"serving-public-{number}.json")
+    solution = qsync_opt.solve(problem, method)
+    if method in ("exact", "ilp"):
+        assert solution.termination == "optimal"
+        assert solution.objective == problem.optimum.objective
+    else:
+        assert (solution.bound or 0) <= problem.optimum.objective <= solution.objective
+
+
+def test_infeasible_problems_say_what_is_missing(pytestconfig):
+    data = load_problem(pytestconfig.rootpath / "tests/data/instances/serving/serving-public-0.json").to_json()
+    data["devices"] = [{**device, "memory_kib": 300} for device in data["devices"]]
+    solution = qsync_opt.solve(Problem.from_json(data))
+    assert solution.termination == "infeasible"
+    assert "memory" in solution.reason and "KiB more" in solution.reason
+    data["devices"] = [{**device, "memory_kib": 600} for device in data["devices"]]
+    data["harm_limit"] = 0.01
+    solution = qsync_opt.solve(Problem.from_json(data))
+    assert solution.termination == "infeasible"
+    assert "harm" in solution.reason
+
+
+def test_too_large_for_the_oracle(pytestconfig):
+    data = load_problem(pytestconfig.rootpath / "tests/data/instances/serving/serving-public-0.json").to_json()
+    data["groups"] = [{"name": f"g{i}", "kind": "attn"} for i in range(20)]
+    data["harm"] = {f"g{i}": dict.fromkeys(data["schemes"], 0.0) for i in range(20)}
+    with pytest.raises(UnsupportedError, match="use 'exact' or 'ilp'"):
+        qsync_opt.solve(Problem.from_json(data), "exhaustive")

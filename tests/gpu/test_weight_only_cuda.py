@@ -1,0 +1,95 @@
+"""The CUDA products with packed weights against FP64, and their independence of the batch."""
+
+import pytest
+import torch
+
+from qsync_opt.kernels.weight_only import explain, linear, pack, pack_codes, unpack
+
+pytestmark = pytest.mark.gpu
+RANGES = {4: (-8, 8), 8: (-128, 128)}
+SHAPES = [(64, 64), (130, 200), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (640, 2048)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled():
+    if explain("cuda"):
+        pytest.skip(f"the compiled products do not run here: {explain('cuda')}")
+
+
+def random_packed(outputs, inputs, bits, group):
+    generator = torch.Generator("cuda").manual_seed(outputs + inputs)
+    codes = torch.randint(*RANGES[bits], (outputs, inputs), generator=generator, device="cuda").to(torch.int8)
+    groups = 1 if group is None else -(-inputs // group)
+    scales = torch.rand((outputs, groups), generator=generator, device="cuda") + 0.1
+    packed = pack_codes(codes, scales, bits, group)
+    return packed, codes.double() * scales.double().repeat_interleave(packed.group, 1)[:, :inputs]
+
+
+def activations(rows, inputs, dtype):
+    return torch.randn((rows, inputs), generator=torch.Generator("cuda").manual_seed(rows), device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [64, 128, None])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_those_of_float64(bits, group, shape, dtype):
+    packed, weight = random_packed(*shape, bits, group)
+    for rows in (1, 2, 7, 8, 9, 16, 17, 32, 200):
+        x = activations(rows, shape[1], dtype) / shape[1]  # FP16 must not overflow
+        exact, terms = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
+        y = linear(x, packed, backend="compiled").double()
+        # One rounding of the result; beyond few rows the weight is rounded, too.
+        unit = torch.finfo(dtype).eps / 2
+        allowed = unit * exact.abs() * 1.01 + 4e-6 * terms + (unit * terms if rows > 32 else 0) + 1e-7
+        assert bool(((y - exact).abs() <= allowed).all()), (rows, float((y - exact).abs().max()))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_eight_bit_activations(shape, bits):
+    packed, weight = random_packed(*shape, bits, 128)
+    for rows in (1, 5, 8, 9, 16):
+        x = activations(rows, shape[1], torch.bfloat16)
+        y = linear(x, packed, activation_bits=8, backend="compiled").double()
+        reference = linear(x, packed, activation_bits=8, backend="reference").double()
+        terms = x.double().abs() @ weight.abs().t()
+        assert bool(((y - reference).abs() <= 2**-7 * reference.abs() + 1e-5 * terms).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("activation_bits", [8, 16])
+@pytest.mark.parametrize("shape", [(130, 200), (4096, 4096), (14336, 4096)], ids=str)
+def test_reproducible_rows_do_not_depend_on_the_batch(bits, activation_bits, shape):
+    packed, _ = random_packed(*shape, bits, 128)
+    x = activations(70, shape[1], torch.bfloat16)
+    together = linear(x, packed, activation_bits=activation_bits, reproducible=True)
+    for begin, end in ((0, 1), (3, 8), (0, 9), (5, 21), (40, 70)):
+        part = linear(x[begin:end], packed, activation_bits=activation_bits, reproducible=True)
+        assert torch.equal(part, together[begin:end])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_unpacked_weights_are_the_same_bits_as_on_the_cpu(bits, dtype):
+    packed, _ = random_packed(130, 200, bits, 64)
+    assert torch.equal(unpack(packed, dtype).cpu(), unpack(packed.to("cpu"), dtype))
+
+
+def test_packing_on_the_card_is_packing_on_the_cpu():
+    weight = activations(130, 200, torch.float32)
+    here, there = pack(weight, 4), pack(weight.cpu(), 4)
+    assert torch.equal(here.codes.cpu(), there.codes)
+    assert torch.equal(here.scales.cpu(), there.scales)
+
+
+def test_products_can_be_captured():
+    packed, _ = random_packed(4096, 4096, 4, 128)
+    x = activations(4, 4096, torch.bfloat16)
+    expected = linear(x, packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = linear(x, packed)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, expected)

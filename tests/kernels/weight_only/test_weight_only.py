@@ -1,0 +1,177 @@
+"""Packing, and products with packed weights on the CPU against FP64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.compilation import host
+from qsync_opt.kernels.weight_only import PackedWeight, codes_of, explain, linear, pack, pack_codes, unpack
+
+RANGES = {4: (-8, 8), 8: (-128, 128)}
+needs_compiler = pytest.mark.skipif(bool(explain("cpu")), reason=f"no compiled product: {explain('cpu')}")
+
+
+def random_packed(outputs, inputs, bits, group, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(*RANGES[bits], (outputs, inputs), generator=generator).to(torch.int8)
+    groups = 1 if group is None else -(-inputs // group)
+    scales = torch.rand((outputs, groups), generator=generator) + 0.1
+    packed = pack_codes(codes, scales, bits, group)
+    weight = codes.double() * scales.double().repeat_interleave(packed.group, 1)[:, :inputs]
+    return packed, codes, weight
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 140), st.integers(1, 300), st.sampled_from([4, 8]), st.sampled_from([64, 128, None]))
+def test_codes_come_back(outputs, inputs, bits, group):
+    packed, codes, weight = random_packed(outputs, inputs, bits, group)
+    assert torch.equal(codes_of(packed), codes)
+    assert torch.equal(unpack(packed, torch.float64), weight)
+    assert torch.equal(unpack(packed), weight.float())
+    assert packed.shape == (outputs, inputs)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [64, 128, None])
+def test_packing_rounds_to_the_nearest_code(bits, group):
+    weight = torch.randn((70, 200), generator=torch.Generator().manual_seed(1))
+    packed = pack(weight, bits, group)
+    step = packed.scales.t()[:70].repeat_interleave(packed.group, 1)[:, :200]
+    error = (unpack(packed) - weight).abs()
+    assert bool((error <= 0.5 * step * (1 + 1e-5)).all())
+    highest = RANGES[bits][1] - 1
+    assert int(codes_of(packed).abs().amax()) == highest
+    assert packed.memory_bytes < weight.nbytes
+
+
+def test_zeros_and_tiny_weights_stay_finite():
+    weight = torch.zeros((3, 130))
+    weight[1] = 1e-45
+    assert torch.equal(unpack(pack(weight, 4))[0], weight[0])
+    assert bool(torch.isfinite(unpack(pack(weight, 4))).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [64, 128, None])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_products_are_those_of_float64(bits, group, rows, dtype):
+    packed, _, weight = random_packed(130, 200, bits, group)
+    x = torch.randn((rows, 200), generator=torch.Generator().manual_seed(2)).to(dtype)
+    exact = x.double() @ weight.t()
+    terms = x.double().abs() @ weight.abs().t()
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float64: 1e-14}[dtype]
+    if dtype is torch.bfloat16 and rows > 16:
+        rounding = 2**-7  # the unpacked weight is rounded, too
+    for backend in ("auto", "reference"):
+        y = linear(x, packed, backend=backend)
+        assert y.dtype is dtype
+        assert bool(((y.double() - exact).abs() <= rounding * terms).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_eight_bit_activations_are_rounded_by_row(bits):
+    packed, _, weight = random_packed(130, 256, bits, 128)
+    x = torch.randn((5, 256), generator=torch.Generator().manual_seed(3))
+    scale = x.abs().amax(1, keepdim=True) / 127
+    rounded = (x / scale).round().double() * scale.double()
+    exact = rounded @ weight.t()
+    for backend in ("auto", "reference"):
+        y = linear(x, packed, activation_bits=8, backend=backend)
+        assert torch.allclose(y.double(), exact, rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(linear(x, packed).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 8])
+def test_reproducible_rows_do_not_depend_on_the_batch(bits):
+    packed, _, _ = random_packed(130, 320, bits, 128)
+    x = torch.randn((37, 320), generator=torch.Generator().manual_seed(4)).bfloat16()
+    together = linear(x, packed, reproducible=True)
+    for rows in (1, 2, 3, 5, 16):
+        assert torch.equal(linear(x[:rows], packed, reproducible=True), together[:rows])
+    assert torch.equal(linear(x[36:], packed, reproducible=True), together[36:])
+
+
+@needs_compiler
+def test_threads_change_nothing():
+    packed, _, _ = random_packed(300, 320, 4, 128)
+    x = torch.randn((3, 320), generator=torch.Generator().manual_seed(5))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = linear(x, packed)
+        torch.set_num_threads(2)
+        assert torch.equal(linear(x, packed), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_shapes_and_bias():
+    packed, _, weight = random_packed(65, 64, 4, None)
+    bias = torch.arange(65.0)
+    x = torch.randn((2, 3, 64), generator=torch.Generator().manual_seed(6))
+    assert torch.allclose(linear(x, packed, bias), (x.double() @ weight.t()).float() + bias, rtol=1e-4, atol=1e-3)
+    assert linear(x[0, 0], packed).shape == (65,)
+    assert linear(x[:0], packed).shape == (0, 3, 65)
+    assert linear(x.transpose(0, 1), packed).shape == (3, 2, 65)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda w, p: pack(w, 3), "allowed are 4 and 8"),
+        (lambda w, p: pack(w, 4, 32), "multiple of 64"),
+        (lambda w, p: pack(w[0], 4), "a matrix"),
+        (lambda w, p: pack(w * float("nan"), 4), "NaN"),
+        (lambda w, p: pack_codes(torch.full((2, 64), 8), torch.ones(2, 1), 4), "from -8 to 7"),
+        (lambda w, p: pack_codes(torch.zeros((2, 64), dtype=torch.int8), torch.ones(2, 2), 4), "scales have the shape"),
+        (lambda w, p: linear(torch.ones(2, 63), p), "64 inputs"),
+        (lambda w, p: linear(torch.ones(2, 64, dtype=torch.int32), p), "x is torch.int32"),
+        (lambda w, p: linear(torch.ones(2, 64), p, activation_bits=4), "allowed are 8 and 16"),
+        (lambda w, p: linear(torch.ones(2, 64), p, backend="fast"), "allowed are auto"),
+        (lambda w, p: linear(torch.ones(2, 64, dtype=torch.float64), p, reproducible=False, backend="none"), "backend"),
+        (lambda w, p: unpack(p, torch.int8), "dtype is"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
+    weight = torch.ones(4, 64)
+    with pytest.raises(UnsupportedError, match=text):
+        call(weight, pack(weight, 4))
+
+
+def test_without_a_compiler_plain_code_runs_and_says_why(monkeypatch):
+    from qsync_opt.kernels.weight_only import operators
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for cached in (host.load, operators._host, operators._refusal):
+        cached.cache_clear()
+    try:
+        packed, _, weight = random_packed(65, 64, 4, None)
+        x = torch.randn((2, 64), generator=torch.Generator().manual_seed(7))
+        assert "no-such-compiler" in explain("cpu")
+        assert torch.allclose(linear(x, packed).double(), x.double() @ weight.t(), rtol=1e-4, atol=1e-3)
+        assert torch.equal(unpack(packed), weight.float())
+        with pytest.raises(UnsupportedError, match="no-such-compiler"):
+            linear(x, packed, backend="compiled")
+        with pytest.raises(UnsupportedError, match="reproducible"):
+            linear(x, packed, reproducible=True)
+    finally:
+        for cached in (host.load, operators._host, operators._refusal):
+            cached.cache_clear()
+
+
+def test_operators_keep_torch_s_rules():
+    packed, _, _ = random_packed(65, 128, 4, 64)
+    assert isinstance(packed, PackedWeight)
+    x = torch.randn((2, 128))
+    arguments = (packed.codes, packed.scales, packed.bits, packed.group)
+    ops = torch.ops.qsync_opt
+    torch.library.opcheck(ops.weight_only_linear.default, (x, *arguments, 65))
+    torch.library.opcheck(ops.weight_only_unpack.default, (*arguments, torch.bfloat16))
+    codes, scale = torch.ones((2, 128), dtype=torch.int8), torch.ones(2)
+    torch.library.opcheck(
+        ops.weight_only_linear_int8.default, (codes, scale, packed.codes, packed.scales, 64, 65, torch.float32)
+    )

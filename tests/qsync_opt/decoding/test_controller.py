@@ -1,0 +1,97 @@
+"""The controller follows acceptance, with hysteresis, and costs little where speculation loses."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from qsync_opt.decoding import Acceptance, Choice, Controller, ControllerOptions, Draft, Problem, Regime
+from qsync_opt.errors import ProblemError
+
+LENGTHS = (1, 3, 6)
+
+
+def controller(planned=0.9, draft_ns=30, **options):
+    acceptance = Acceptance(low=planned)
+    choices = tuple(
+        Choice(draft="A8", length=n, draft_ns=draft_ns, verify_ns=100 + n, acceptance=acceptance) for n in LENGTHS
+    )
+    problem = Problem(
+        name="p",
+        memory_kib=0,
+        confidence="low",
+        drafts={"A8": Draft(memory_kib=0)},
+        regimes=(Regime(name="b1", weight=1.0, plain_ns=100, choices=choices),),
+    )
+    return Controller(problem, "b1", [("A8", n) for n in LENGTHS], ControllerOptions(**options))
+
+
+def run(subject, acceptance, cycles, random):
+    """Time and tokens of some cycles, and the graphs that ran."""
+    time_ns = tokens = 0
+    graphs = []
+    for _ in range(cycles):
+        graph = subject.choose()
+        agree = random.random(graph.length) < acceptance
+        accepted = int(np.argmin(np.append(agree, False)))
+        subject.observe([accepted])
+        time_ns, tokens = time_ns + graph.cycle_ns, tokens + accepted + 1
+        graphs.append(graph)
+    return time_ns / tokens, graphs
+
+
+def test_good_drafts_are_used_and_bad_ones_left_within_64_cycles():
+    random = np.random.default_rng(0)
+    subject = controller()
+    time_ns, graphs = run(subject, 0.95, 200, random)
+    assert time_ns < 70
+    assert graphs[-1].draft == "A8"
+    run(subject, 0.1, 64, random)
+    assert subject.current.draft is None
+
+
+def test_where_speculation_loses_it_costs_at_most_one_percent():
+    random = np.random.default_rng(1)
+    for planned in (0.2, 0.99):
+        time_ns, _ = run(controller(planned=planned), 0.1, 10_000, random)
+        assert time_ns <= 101
+
+
+def test_it_returns_when_drafts_become_good():
+    random = np.random.default_rng(2)
+    subject = controller(planned=0.6)
+    run(subject, 0.05, 500, random)
+    _, graphs = run(subject, 0.97, 200, random)
+    assert all(graph.draft == "A8" for graph in graphs[-50:])
+    assert graphs[-1].length == 6
+
+
+def test_no_flutter_between_graphs():
+    random = np.random.default_rng(3)
+    subject = controller()
+    _, graphs = run(subject, 0.85, 1000, random)
+    changes = sum(a is not b for a, b in itertools.pairwise(graphs))
+    assert changes <= 40
+
+
+def test_only_given_graphs_are_chosen_and_runs_repeat():
+    first, second = controller(), controller()
+    graphs = [run(subject, 0.7, 300, np.random.default_rng(4))[1] for subject in (first, second)]
+    assert graphs[0] == graphs[1]
+    assert {graph.length for graph in graphs[0]} <= {0, *LENGTHS}
+
+
+def test_ragged_batches_count_as_one_cycle():
+    subject = controller()
+    graph = subject.choose()
+    subject.observe([graph.length, 0, graph.length, 0])
+    assert all(0 < belief < 1 for belief in subject.beliefs()["A8"])
+
+
+def test_impossible_observations_are_refused():
+    subject = controller()
+    graph = subject.choose()
+    with pytest.raises(ProblemError, match="accepts 0 to"):
+        subject.observe([graph.length + 1])
+    with pytest.raises(ProblemError, match="memory_cycles"):
+        ControllerOptions(memory_cycles=0)

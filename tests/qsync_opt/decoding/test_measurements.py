@@ -1,0 +1,136 @@
+"""Acceptance intervals, measurements, the problem that they make, and the command that plans from them."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import qsync_opt
+from qsync_opt.cli import main
+from qsync_opt.decoding import (
+    AcceptanceCounts,
+    Measurements,
+    build_problem,
+    explain,
+    load_measurements,
+    wilson_interval,
+)
+from qsync_opt.errors import ProblemError
+
+
+def measurements():
+    return {
+        "format": "qsync-decoding-measurements/1",
+        "name": "card",
+        "memory_kib": 50,
+        "lengths": [1, 2, 4],
+        "drafts": {
+            "A8": {"memory_kib": 40, "accepted": [950, 900, 870, 840], "judged": [1000, 950, 900, 870]},
+            "KV4": {"memory_kib": 60, "accepted": [990, 985, 980, 975], "judged": [1000, 990, 985, 980]},
+        },
+        "regimes": [
+            {"name": "b1", "weight": 1.0, "verify_ns": {"1": 100, "2": 99, "5": 111}, "draft_ns": {"A8": 40}},
+            {"name": "b64", "weight": 1.0, "verify_ns": {"1": 100, "5": 400}, "draft_ns": {"A8": 90, "KV4": 20}},
+        ],
+    }
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.floats(0.5, 0.999))
+def test_wilson_intervals_hold_the_share_and_narrow(successes, failures, level):
+    interval = wilson_interval(successes, successes + failures, level)
+    assert 0 <= interval.low <= interval.mid <= interval.high <= 1
+    more = wilson_interval(4 * successes, 4 * (successes + failures), level)
+    assert more.high - more.low <= interval.high - interval.low
+
+
+def test_wilson_interval_of_a_textbook():
+    # 8 of 10 at 95 %: 0.4902 to 0.9433.
+    interval = wilson_interval(8, 10)
+    assert (interval.low, interval.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+
+
+def test_wilson_intervals_cover():
+    hits = np.random.default_rng(0).binomial(200, 0.9, 4000)
+    covered = [interval.low <= 0.9 <= interval.high for interval in (wilson_interval(int(n), 200) for n in hits)]
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.02)
+
+
+def test_counts_of_cycles_give_back_a_geometric_acceptance():
+    random = np.random.default_rng(1)
+    accepted = [int(np.argmin(np.append(random.random(5) < 0.85, False))) for _ in range(20_000)]
+    counts = AcceptanceCounts.of_cycles(accepted, 5)
+    interval = counts.interval(5)
+    assert interval.low <= 0.85 <= interval.high
+    assert counts.measured_tokens(5) == pytest.approx(1 + np.mean(accepted))
+    assert counts.measured_tokens(6) is None
+
+
+def test_problem_of_measurements():
+    problem = build_problem(Measurements.from_json(measurements()))
+    first, second = problem.regimes
+    assert first.plain_ns == 100
+    # A pass over two tokens is not taken to be faster than one over one; between two and five lie equal steps.
+    assert [(choice.length, choice.verify_ns) for choice in first.choices] == [(1, 100), (2, 104), (4, 111)]
+    assert {choice.draft for choice in second.choices} == {"A8", "KV4"}
+    assert first.choices[0].acceptance.mid == 0.95
+
+
+def test_no_length_is_extrapolated():
+    data = measurements() | {"lengths": [4, 5, 6]}
+    data["regimes"][0]["verify_ns"]["9"] = 120
+    problem = build_problem(Measurements.from_json(data))
+    assert [choice.length for regime in problem.regimes for choice in regime.choices] == [4, 4, 4]
+
+
+def test_reasons_name_gain_loss_and_memory():
+    problem = build_problem(Measurements.from_json(measurements()))
+    solution = qsync_opt.solve(problem)
+    reasons = explain(problem, solution.plan)
+    assert reasons["b1"].startswith("speculates with 4 tokens of A8")
+    assert reasons["b64"].startswith("plain decoding")
+    roomy = replace(problem, regimes=(replace(problem.regimes[1], plain_ns=400),))
+    reason = explain(roomy, qsync_opt.solve(roomy).plan)["b64"]
+    assert "its draft needs 60 KiB" in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [1, 1]}, "must stand once"),
+        ({"lengths": [0]}, "at least 1"),
+        ({"confidence_level": 1.5}, "below 1"),
+        ({"drafts": {}}, "drafts lacks"),
+        ({"regimes": [{"name": "b", "weight": 1, "verify_ns": {"2": 1}, "draft_ns": {}}]}, "lacks the key '1'"),
+        ({"regimes": [{"name": "b", "weight": 1, "verify_ns": {"one": 1}, "draft_ns": {}}]}, "keys are numbers"),
+    ],
+)
+def test_bad_measurements_are_refused(change, text):
+    with pytest.raises(ProblemError, match=text):
+        Measurements.from_json(measurements() | change)
+
+
+def test_plan_command(tmp_path, capsys):
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(measurements()))
+    problem, plan = tmp_path / "problem.json", tmp_path / "plan.json"
+    arguments = ["decoding", "plan", str(path), "--problem", str(problem), "--output", str(plan), "--json"]
+    assert main(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["termination"] == "optimal"
+    assert set(printed["reasons"]) == {"b1", "b64"}
+    assert qsync_opt.evaluate(qsync_opt.load_problem(problem), qsync_opt.load_plan(plan)).feasible
+    assert main(["decoding", "plan", str(path)]) == 0
+    assert "b1: speculates" in capsys.readouterr().out
+    Measurements.from_json(measurements()).save(path)
+    assert load_measurements(path) == Measurements.from_json(measurements())
+
+
+def test_plan_command_names_a_bad_file(tmp_path, capsys):
+    path = tmp_path / "measured.json"
+    path.write_text("{")
+    assert main(["decoding", "plan", str(path)]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

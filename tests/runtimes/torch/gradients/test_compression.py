@@ -1,0 +1,118 @@
+"""Compressed all-reduce between processes: equal bits on all ranks, close means, refusals instead of hangs."""
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+@pytest.fixture(scope="module")
+def everything(run_workers):
+    return run_workers("compression_worker.py", "everything")
+
+
+def same(outcomes, *keys):
+    values = []
+    for outcome in outcomes:
+        value = outcome
+        for key in keys:
+            value = value[key]
+        values.append(value)
+    assert all(value == values[0] for value in values), keys
+    return values[0]
+
+
+def check_schemes(outcomes, most):
+    for name in outcomes[0]["schemes"]:
+        same(outcomes, "schemes", name, "bits")
+        for outcome in outcomes:
+            one = outcome["schemes"][name]
+            assert (one["repeats"], one["fresh"]) == (True, True), name
+            assert one["error"] < most.get(name, 0.2), (name, one["error"])
+
+
+def test_every_scheme_gives_equal_bits_and_a_close_mean(everything):
+    check_schemes(
+        everything, {"FP32": 1e-6, "BF16": 0.01, "two8": 0.02, "sum16": 1e-3, "exponential": 0.6, "sum4": 0.9}
+    )
+
+
+def test_three_workers_and_a_group_of_two_of_them(run_workers):
+    outcomes = run_workers("compression_worker.py", "subgroup", world_size=3)
+    check_schemes(outcomes, {"FP32": 1e-6, "BF16": 0.01, "exponential": 0.8, "sum4": 1.5, "sum6": 0.3})
+    same(outcomes[:2], "subgroup")
+    assert outcomes[2]["subgroup"] is None
+
+
+def test_training_under_a_mixture_of_schemes(everything):
+    same(everything, "trained", "bits")
+    for outcome in everything:
+        trained = outcome["trained"]
+        assert trained["resumed"] == trained["bits"]
+        assert trained["step"] == 11
+        assert len(trained["sizes"]) >= 3
+        assert all(loss < 4.0 for loss in trained["losses"])
+
+
+def test_fp32_gives_the_bits_of_plain_ddp(everything):
+    assert same(everything, "plain")
+
+
+def test_accumulated_gradients_are_compressed_once(everything):
+    same(everything, "accumulated", "bits")
+    one = everything[0]["accumulated"]
+    assert one["error"] < 0.03
+    assert one["nonzero"]
+    assert one["step"] == 2
+
+
+def test_a_gradient_that_is_not_finite_is_so_on_all_ranks(everything):
+    assert same(everything, "not_finite")
+
+
+def test_bf16_gradients_stay_bf16(everything):
+    assert same(everything, "half", "dtype") == "torch.bfloat16"
+    same(everything, "half", "bits")
+
+
+@pytest.mark.parametrize(
+    ("case", "texts"),
+    [
+        ("unlike", ("the compression of gradients differs between ranks: ranks 1 are not as rank 0",) * 2),
+        (
+            "unknown",
+            ("rank 1 failed: UnsupportedError: unknown scheme 'sum9'", "UnsupportedError: unknown scheme 'sum9'"),
+        ),
+        ("workers", ("the plan was made for 3 workers, but 2 reduce here",) * 2),
+        ("unwrapped", ("the model is a Sequential",) * 2),
+        ("layout", ("elements, but the plan was made for 17",) * 2),
+        ("state", ("the state of gradient compression differs between ranks",) * 2),
+    ],
+)
+def test_bad_input_is_an_error_on_every_rank(everything, case, texts):
+    for outcome, text in zip(everything, texts, strict=True):
+        assert text in outcome["refused"][case]
+
+
+def test_a_plan_from_sampled_gradients_and_measured_times(everything):
+    same(everything, "planned", "bits")
+    for outcome in everything:
+        one = outcome["planned"]
+        assert one["sizes"]
+        assert one["noise"] > 0
+        assert one["variance"] <= one["limit"] * (1 + 1e-9)
+
+
+def test_a_job_plans_its_compression(everything):
+    same(everything, "by_the_job", "bits")
+    for outcome in everything:
+        one = outcome["by_the_job"]
+        assert one["elements"] == one["predicted"]
+        assert (one["workers"], one["described"]) == (2, True)
+
+
+def test_a_lost_rank_is_an_error_on_the_others_and_nothing_is_applied(run_workers):
+    first, last = run_workers("compression_worker.py", "lost")
+    assert last == "gone"
+    assert "the other ranks do not answer" in first["error"]
+    assert first["untouched"]

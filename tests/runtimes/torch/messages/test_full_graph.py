@@ -1,0 +1,96 @@
+"""Full-graph training over processes beside a single one, and what happens when something is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch_geometric")
+pytest.importorskip("pymetis")
+import torch
+from torch_geometric.data import Data
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.runtimes.torch.messages import load_part, partition_graph
+
+WORKER = Path(__file__).resolve().parents[1] / "workers" / "messages_worker.py"
+
+
+def run(scenario, world, folder):
+    """Results of all workers that ended by themselves, by rank."""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(WORKER), scenario, str(rank), str(world), str(folder)],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        errors = [worker.communicate(timeout=200)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    codes = [worker.returncode for worker in workers]
+    assert all(code in (0, 9) for code in codes), errors
+    return {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in range(world) if codes[rank] == 0}
+
+
+def test_fp32_over_three_workers_equals_one_process(tmp_path):
+    assert all(result["worst"] <= 1e-5 for result in run("equal", 3, tmp_path).values())
+
+
+def test_plans_are_made_while_training_and_are_the_same_everywhere(tmp_path):
+    results = run("planned", 2, tmp_path)
+    first, second = results[0], results[1]
+    assert first["losses"] == second["losses"] and first["losses"][-1] < 0.7 * first["losses"][0]
+    assert first["widths"] == second["widths"] and first["same"] and second["same"]
+    assert first["exchanges"] == ["forward second", "forward third", "backward second", "backward third"]
+    assert first["accuracy"] == second["accuracy"] > 0.6
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [("nan", "rows of rank 0 hold NaN"), ("unlike", "another partition"), ("unlike_model", "another parameters")],
+)
+def test_every_rank_stops_with_the_same_reason(tmp_path, scenario, words):
+    errors = {result["error"] for result in run(scenario, 2, tmp_path).values()}
+    assert len(errors) == 1 and words in errors.pop()
+
+
+def test_nobody_waits_for_a_worker_that_was_killed(tmp_path):
+    results = run("killed", 3, tmp_path)
+    assert sorted(results) == [0, 1]
+    assert all("another worker may have stopped" in result["error"] for result in results.values())
+
+
+def small(edges, count=6):
+    return Data(x=torch.arange(2.0 * count).view(count, 2), edge_index=torch.tensor(edges), y=torch.zeros(count).long())
+
+
+def test_parts_by_hand(tmp_path):
+    """0 -> 1 -> 2 | 3 -> 4, 2 -> 3 crosses: 3 is marginal and 2 its halo; 5 is isolated."""
+    first, second = partition_graph(small([[0, 1, 2, 3], [1, 2, 3, 4]]), 2, assignment=[0, 0, 0, 1, 1, 1])
+    assert first.nodes.tolist() == [0, 1, 2] and first.central == 3 and first.halo.numel() == 0
+    assert first.send.tolist() == [2] and first.send_counts.tolist() == [0, 1]
+    assert second.nodes.tolist() == [4, 5, 3] and second.central == 2 and second.halo.tolist() == [2]
+    assert second.edge_index.tolist() == [[3, 2], [2, 0]]
+    assert first.out_alpha[:, 0].tolist() == [0.25, 1.0]  # degrees 1 and 1: 1 / (2 * 2), and 1 / 1
+    second.save(tmp_path / "part.safetensors")
+    loaded = load_part(tmp_path / "part.safetensors")
+    assert loaded.digest == second.digest and torch.equal(loaded.edge_index, second.edge_index)
+
+
+def test_bad_graphs_and_parts_are_refused(tmp_path):
+    with pytest.raises(ProblemError, match="names node 9"):
+        partition_graph(small([[0], [9]]), 2)
+    with pytest.raises(ProblemError, match="edge_index has the shape"):
+        partition_graph(small([0, 1]), 2)
+    with pytest.raises(ProblemError, match="one part from 0 to 1"):
+        partition_graph(small([[0], [1]]), 2, assignment=[0, 0, 0, 0, 0, 7])
+    with pytest.raises(ProblemError, match="parts is 0"):
+        partition_graph(small([[0], [1]]), 0)
+    (tmp_path / "part").write_bytes(b"nothing")
+    with pytest.raises(ProblemError, match="not a readable part"):
+        load_part(tmp_path / "part")

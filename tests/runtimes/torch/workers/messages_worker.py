@@ -1,0 +1,166 @@
+"""One worker of the message tests: SCENARIO, rank, world, a folder for the meeting and the results."""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+from qsync_opt.errors import QSyncError
+from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph
+
+KINDS = {"gcn": GCNConv, "mean": SAGEConv, "gat": GATConv}
+NODES, DIM = 60, 12
+
+
+class Net(nn.Module):
+    def __init__(self, kind, hidden=16):
+        super().__init__()
+        layer = KINDS[kind]
+        self.first, self.second, self.third = layer(DIM, hidden), layer(hidden, hidden), layer(hidden, 3)
+
+    def forward(self, x, edge_index):
+        x = torch.relu(self.first(x, edge_index))
+        return self.third(torch.relu(self.second(x, edge_index)), edge_index)
+
+
+def graph(directed=False):
+    """Random edges with self-loops, repeated edges and isolated nodes; labels that features tell."""
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(0, NODES - 5, (2, 200), generator=generator)
+    edges = edges if directed else torch.cat([edges, edges.flip(0)], 1)
+    x = torch.randn(NODES, DIM, generator=generator)
+    y = x[:, :3].argmax(1)
+    return Data(x=x, edge_index=edges, y=y, train_mask=torch.rand(NODES, generator=generator) < 0.6)
+
+
+def assignment(name, world):
+    if name == "metis":
+        return None
+    numbers = torch.arange(NODES)
+    return numbers % world if name == "stripes" else torch.where(numbers % 5 == 0, world - 1, 0)  # "empty" between
+
+
+def parts_of(data, world, name="metis"):
+    return partition_graph(data, world, assignment=assignment(name, world))
+
+
+def equal(rank, world):
+    """Forward, loss and gradients beside those of one process, for every kind of layer, graph and partition."""
+    worst = 0.0
+    for kind in KINDS:
+        for directed in (False, True):
+            for name in ("metis", "stripes", "empty"):
+                data = graph(directed)
+                part = parts_of(data, world, name)[rank]
+                torch.manual_seed(1)
+                model = Net(kind)
+                full = full_graph(model, part, options=MessageOptions(initial_bits=32, replan_steps=0))
+                for _ in range(2):  # the second step has the features kept
+                    model.zero_grad()
+                    output = full()
+                    loss = full.loss(output)
+                    loss.backward()
+                full.close()
+                torch.manual_seed(1)
+                single = Net(kind)
+                expected = single(data.x, data.edge_index)
+                mask = data.train_mask
+                value = nn.functional.cross_entropy(expected[mask], data.y[mask])
+                value.backward()
+                total = loss.detach().clone()
+                dist.all_reduce(total)
+                errors = [(total / world - value).detach().abs(), *(
+                    (p.grad - q.grad).abs().max() for p, q in zip(model.parameters(), single.parameters(), strict=True)
+                )]  # fmt: skip
+                if part.own:
+                    errors.append((output - expected[part.nodes]).detach().abs().max())
+                assert list(model.state_dict()) == list(single.state_dict())
+                worst = max(worst, *(float(e) for e in errors))
+    return {"worst": worst}
+
+
+def planned(rank, world):
+    """Training with plans made while it runs, stopped and continued."""
+    torch.manual_seed(1)
+    model = Net("gcn")
+    options = MessageOptions(replan_steps=5, budget_bits=4, seed=3)
+    full = full_graph(model, parts_of(graph(), world)[rank], options=options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = full.loss(full())
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / world)
+    full.finish_planning()
+    problem = full.build_problem()
+    state = full.state_dict()
+    full.close()
+    other = full_graph(model, parts_of(graph(), world)[rank], options=options)
+    other.load_state_dict(state)
+    same = other.plan == full.plan and other.steps == full.steps
+    widths = [pair.tolist() for rounds in full.plan.bits.values() for group in rounds for pair in group]
+    return {
+        "losses": losses, "widths": widths, "exchanges": [e.name for e in problem.exchanges], "same": same,
+        "accuracy": other.accuracy(other.part.train_mask),
+    }  # fmt: skip
+
+
+def nan(rank, world):
+    data = graph()
+    model = Net("mean")
+    full = full_graph(model, parts_of(data, world, "stripes")[rank])
+    full()
+    if rank == 0:
+        model.first.lin_l.bias.data[0] = torch.nan
+    full.ddp = model  # DDP would copy rank 0's parameters to all
+    full()
+    return {}
+
+
+def unlike(rank, world):
+    full_graph(Net("gcn"), parts_of(graph(), world, "stripes" if rank else "metis")[rank])
+    return {}
+
+
+def unlike_model(rank, world):
+    full_graph(Net("gcn", hidden=16 + rank), parts_of(graph(), world)[rank])
+    return {}
+
+
+def killed(rank, world):
+    full = full_graph(Net("gcn"), parts_of(graph(), world, "stripes")[rank], options=MessageOptions(replan_steps=0))
+    for step in range(5):
+        if rank == world - 1 and step == 2:
+            os._exit(9)
+        full.loss(full()).backward()
+    return {}
+
+
+def main():
+    scenario, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    try:
+        result = globals()[scenario](rank, world)
+    except QSyncError as failure:
+        result = {"error": f"{type(failure).__name__}: {failure}"}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    if scenario not in ("killed",):
+        dist.barrier()
+    os._exit(0)  # taking gloo's groups down may wait for peers that have left
+
+
+main()
