@@ -90,7 +90,7 @@ class DeviceVector:
         """
         pairs = [(getattr(self, name), getattr(other, name)) for name in _RATES if name != "cache_bytes_per_s"]
         pairs += [(self.peak_flops.get(p, 0.0), peak) for p, peak in other.peak_flops.items()]
-        return max(abs(a - b) / max(a, b) for a, b in pairs)
+        return max(float(abs(a - b) / max(a, b)) for a, b in pairs)
 
 
 _RATES = ("bandwidth_bytes_per_s", "cache_bytes", "cache_bytes_per_s", "multiprocessors", "launch_ns")

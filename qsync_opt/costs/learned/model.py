@@ -206,7 +206,7 @@ class LearnedModel:
         families = set(self.card.families)
         reasons = [""] * len(programs)
         unlike = outside.any(axis=1) | np.array([program.family not in families for program in programs])
-        for i in np.flatnonzero(unlike):
+        for i in np.flatnonzero(unlike).tolist():
             unknown = [] if programs[i].family in families else [f"family {programs[i].family}"]
             unknown += [names[k] for k in np.flatnonzero(outside[i])[:3]]
             reasons[i] = f"unlike the training data in {', '.join(unknown)}"

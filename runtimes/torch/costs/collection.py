@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import time
@@ -190,9 +191,9 @@ def _jobs(
 
         for a, b in cast_pairs(formats):
             if {a, b} != {"FP32", "TF32"}:
-                yield _Job(workload=work, precision=b, source=a, model="edges", measure=lambda a=a, b=b: cast(a, b))
+                yield _Job(workload=work, precision=b, source=a, model="edges", measure=functools.partial(cast, a, b))
         for name in outputs:
-            yield _Job(workload=work, precision=name, model="edges", measure=lambda name=name: add(name))
+            yield _Job(workload=work, precision=name, model="edges", measure=functools.partial(add, name))
 
     rng = random.Random(seed)
     candidates = [c for name, build in MODELS.items() for c in captured(name, *build(scale))]

@@ -133,7 +133,7 @@ def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
 
 def _scale(limits: Limits) -> int:
     """How much larger than on a cpu the sizes of a dimension are."""
-    return max(1, round((limits.elements / LIMITS["cpu"].elements) ** 0.5))
+    return max(1, round(math.sqrt(limits.elements / LIMITS["cpu"].elements)))
 
 
 def _linear(rng: random.Random, limits: Limits) -> RecordedCall:
