@@ -82,6 +82,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_fields(self, f"workload {self.kind!r}")
+        if not self.outputs:
+            raise ProblemError(f"workload {self.kind!r} has no result; a timed operator has at least one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

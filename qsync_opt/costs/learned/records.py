@@ -91,7 +91,13 @@ class CostRecord:
             return cast_program(sample.source, sample.precision, work.outputs[0].elements)
         if sample.phase is Phase.SUM:
             return sum_program(sample.precision, work.outputs[0].elements)
-        forward, backward = programs_of(work, sample.precision, self.formats(sample.device)[sample.precision])
+        formats = self.formats(sample.device)
+        if sample.precision not in formats:
+            raise ProblemError(
+                f"cost record: a sample of {work.kind!r} is in {sample.precision!r}, but device "
+                f"{self.devices[sample.device].name!r} has {', '.join(formats)}; collect again"
+            )
+        forward, backward = programs_of(work, sample.precision, formats[sample.precision])
         return forward if sample.phase is Phase.FORWARD else backward
 
     def formats(self, device: int) -> dict[str, PrecisionFormats]:
