@@ -113,7 +113,9 @@ def _errors(record: CostRecord, networks: bool) -> list[dict[str, Any]]:
             estimates += predict_samples(fit_trees(train, errors=False, rounds=2), test)
             actual += [sample.ns for sample in test.samples]
             for peer, predict in PEERS.items():
-                if networks or predict in (_reference, _scaled_peaks):
+                # Networks take minutes a fit: they are compared where nothing and where most is new.
+                fitted = networks and split in (Split.WORKLOAD, Split.DEVICE)
+                if fitted or predict in (_reference, _scaled_peaks):
                     predictions[peer] += predict(train, test).tolist()
         rows.append({"split": str(split), "peer": "trees", **summary(actual, estimates)})
         for peer, values in predictions.items():
@@ -366,11 +368,12 @@ def _asked(data: dict[str, Any]) -> list[dict[str, Any]]:
             ask(f"iteration time of three models, {label}, median", "<= 0.08", value, value <= 0.08, replayed)
         wins = [
             statistics.mean(row["choice"][b]["bounds"] <= r + 1e-9 for r in row["choice"][b]["random"])
-            for row in plans if "choice" in row for b in map(str, BUDGETS) if b in row["choice"]
+            for row in plans if row.get("unseen device", 0) > 0 for b in map(str, BUDGETS) if b in row["choice"]
         ]  # fmt: skip
         if wins:
             value = statistics.mean(wins)
-            ask("chosen K at least as good as random K, share of seeds", ">= 0.9", value, value >= 0.9)
+            more = f"over {len(wins)} budgets of the models whose plan was not the best to begin with; {note}"
+            ask("chosen K at least as good as random K, share of seeds", ">= 0.9", value, value >= 0.9, more)
     speed = data["speed"]
     ask("fit, processor seconds", "<= 120", speed["fit_cpu_s"], speed["fit_cpu_s"] <= 120)
     ask("1,000 queries, processor ms", "<= 50", speed["predict_1000_cpu_ms"], speed["predict_1000_cpu_ms"] <= 50)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qsync_opt.costs.learned import CostRecord, DeviceVector, LeafKind, Program, Rows
 from qsync_opt.numerics import FORMATS
 
-EPOCHS = 40
+EPOCHS = 25
 BATCH = 256
 _KINDS, _FORMATS = list(LeafKind), sorted(FORMATS)
 _QUANTILES = torch.tensor([0.05, 0.5, 0.95])
