@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import Name, check_fields
@@ -54,6 +55,17 @@ STORAGE_BYTES = 4
 ATTENTION_BACKWARD = 2.5
 """Backward products of attention per forward product: five for two, because scores are computed again."""
 _OTHER_PRODUCTS = frozenset({"einsum", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+
+
+_SAME_WORK = MappingProxyType(
+    {
+        "addmm": "linear", "gemm": "linear", "mm": "matmul", "bmm": "matmul", "conv": "conv2d", "attention":
+        "scaled_dot_product_attention", "layernormalization": "layer_norm", "batchnormalization": "batch_norm",
+        "logsoftmax": "log_softmax", "maxpool": "max_pool2d", "reducemean": "mean", "globalaveragepool":
+        "adaptive_avg_pool2d", "concat": "cat", "_softmax": "softmax",
+    }
+)  # fmt: skip
+"""Kinds of ONNX and of ATen that do the work of another kind, which is the one that is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +146,7 @@ def workload_of(graph: OpGraph, operator: Operator) -> Workload:
     """The workload of an operator of a graph."""
     sizes = {parameter.name: parameter.spec.elements for parameter in graph.parameters}
     return Workload(
-        kind=base_kind(operator.op_type),
+        kind=family_of(operator),
         role=operator.role,
         inputs=operator.input_specs,
         outputs=operator.output_specs,
@@ -143,6 +155,19 @@ def workload_of(graph: OpGraph, operator: Operator) -> Workload:
         flops=operator.flops,
         moves_data=operator.num_bytes > 0,
     )
+
+
+def family_of(operator: Operator) -> str:
+    """The kind of operator that does the same work, in the words of ATen: ``linear`` for ``Gemm``."""
+    kind = base_kind(operator.op_type)
+    kind = kind.lower() if kind[:1].isupper() else kind
+    if kind in ("matmul", "mm") and operator.parameters:
+        return "linear"
+    if kind == "gather" and operator.parameters:
+        return "embedding"
+    if kind == "conv" and operator.output_specs and len(operator.output_specs[0].shape) != 4:
+        return kind  # of one or three dimensions, which are not measured
+    return _SAME_WORK.get(kind, kind)
 
 
 def programs_of(work: Workload, precision: str, borders: PrecisionFormats) -> tuple[Program, Program]:

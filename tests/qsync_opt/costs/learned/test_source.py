@@ -14,6 +14,7 @@ from qsync_opt.costs.learned import (
     fit_trees,
     has_intervals,
     learned_profile,
+    workload_of,
 )
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.model import OpGraph, Role
@@ -140,3 +141,19 @@ def test_an_interval_that_is_none_is_refused() -> None:
             MeasuredCost(forward_ns=3, backward_ns=1, source="learned", interval_ns=ends)
     with pytest.raises(ProblemError, match="guessed"):
         MeasuredCost(forward_ns=3, backward_ns=1, source="guessed")
+
+
+def test_operators_of_onnx_have_the_families_of_aten() -> None:
+    operators = [
+        make_operator("x", Role.FIXED, op_type="input", shape=(2, 3, 8, 8)),
+        make_operator("conv", inputs=["x"], op_type="Conv", shape=(2, 4, 8, 8), parameters=("w",)),
+        make_operator("relu", Role.DEPENDENT, ["conv"], op_type="Relu", shape=(2, 4, 8, 8)),
+        make_operator("head", inputs=["relu"], op_type="Gemm", shape=(2, 10), parameters=("h",)),
+        make_operator("scores", inputs=["head", "head"], op_type="MatMul", shape=(2, 2)),
+        make_operator("line", inputs=["x"], op_type="Conv", shape=(2, 4, 8), parameters=("w",)),
+    ]
+    graph = make_graph(operators, {"w": 108, "h": 2560})
+    kinds = {operator.name: workload_of(graph, operator).kind for operator in graph}
+    assert kinds == {
+        "x": "input", "conv": "conv2d", "relu": "relu", "head": "linear", "scores": "matmul", "line": "conv",
+    }  # fmt: skip
