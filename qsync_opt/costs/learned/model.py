@@ -195,9 +195,11 @@ class LearnedModel:
         )
         return tuple(next(estimates) if program.leaves else _NOTHING for program in programs)
 
-    def knows(self, program: Program) -> bool:
-        """Whether the kind of operator and the precision occur in the training data."""
-        return program.family in self.card.families and program.precision in self.card.precisions
+    def knows(self, program: Program, device: DeviceVector) -> bool:
+        """Whether kind of operator, precision, and kind of device (cpu or card) occur in the training data."""
+        kinds = {vector.kind for vector in self.card.vectors}
+        known = program.family in self.card.families and program.precision in self.card.precisions
+        return known and device.kind in kinds
 
     def _reasons(self, programs: Sequence[Program], matrix: Matrix) -> list[str]:
         margin = _OUTSIDE * np.maximum(self.high_F - self.low_F, 0.1)

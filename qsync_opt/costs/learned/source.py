@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -83,12 +84,13 @@ def learned_profile(
             continue
         for precision in base.cost(operator.name):
             pair = programs_of(work, precision, base.formats[precision])
-            if all(model.knows(program) for program in pair if program.leaves):
+            if all(model.knows(program, vector) for program in pair if program.leaves):
                 of_pair[signature, precision] = len(programs)
                 programs += pair
     estimates = model.predict(programs, vector)
     measurements: dict[str, _Table] = {}
     count: Counter[CostSource] = Counter()
+    unlike = 0
     for signature, operator in signatures.items():
         table = measurements[signature] = {}
         for precision, cost in base.cost(operator.name).items():
@@ -100,12 +102,17 @@ def learned_profile(
                 table[precision], source = scaled, CostSource.SCALED
             elif place is not None:
                 inside = _inside_ns(graph, operator, precision, base, casts)
-                table[precision] = _learned(cost, estimates[place], estimates[place + 1], inside, vector)
+                pair = (estimates[place], estimates[place + 1])
+                floor_ns = vector.floor_ns(_without_quantization(programs[place])) if inside else 0.0
+                table[precision] = _learned(cost, pair, inside, math.ceil(floor_ns), vector)
                 source = CostSource.LEARNED
+                unlike += not all(estimate.in_domain for estimate in pair)
             else:
                 table[precision], source = replace(cost, source="roofline"), CostSource.ROOFLINE
             count[source] += 1
     counted = ", ".join(f"{count[source]} {source}" for source in CostSource if count[source])
+    if unlike:
+        counted += f"; {unlike} learned ones unlike the training data"
     options = dict(base.options) if measured is None else dict(measured.options)
     if set(count) != {CostSource.MEASURED}:
         options[ESTIMATE_OPTION] = f"{model.label()} ({counted})"
@@ -267,18 +274,31 @@ def _scaled(
 
 
 def _learned(
-    cost: MeasuredCost, forward: TimeEstimate, backward: TimeEstimate, inside_ns: int, vector: DeviceVector
+    cost: MeasuredCost,
+    estimates: tuple[TimeEstimate, TimeEstimate],
+    inside_ns: int,
+    floor_ns: int,
+    vector: DeviceVector,
 ) -> MeasuredCost:
-    """A cost with learned times; of an 8-bit operator without the quantization of its inputs, a cost of the edges."""
-    ends = []
-    times = []
-    for estimate, less in ((forward, inside_ns), (backward, 0)):
-        low, middle, high = (max(0, round(x) - less) for x in (estimate.low_ns, estimate.ns, estimate.high_ns))
-        times.append(middle)
-        ends += [low, high]
+    """A cost with learned times.
+
+    Of an 8-bit operator's forward pass the quantization of its inputs (``inside_ns``) is subtracted, because it is a
+    cost of the edges, down to the roofline of the rest.
+    """
     if vector.kind == "cuda" and cost.alias_input is not None:
         return replace(cost, source="learned")  # a view takes no time on a card
+    ends: list[int] = []
+    times = []
+    for estimate, less, least in zip(estimates, (inside_ns, 0), (floor_ns, 0), strict=True):
+        low, middle, high = (max(least, round(x) - less) for x in (estimate.low_ns, estimate.ns, estimate.high_ns))
+        times.append(middle)
+        ends += [low, high]
     return replace(cost, forward_ns=times[0], backward_ns=times[1], source="learned", interval_ns=tuple(ends))
+
+
+def _without_quantization(program: Program) -> Program:
+    """The program of an 8-bit operator without the quantization of its activations, which is its first leaf."""
+    return replace(program, leaves=program.leaves[1:])
 
 
 def _inside_ns(
@@ -297,7 +317,7 @@ def _cast_fits(
     for pair in casts:
         source, _, target = pair.partition(">")
         programs = [cast_program(source, target, n) for n in _CAST_SIZES]
-        if {source, target} != {"FP32", "TF32"} and all(model.knows(program) for program in programs):
+        if {source, target} != {"FP32", "TF32"} and all(model.knows(program, vector) for program in programs):
             casts[pair] = _learned_fit(model, vector, programs)
     if measured is not None:
         casts |= {pair: fit for pair, fit in measured.casts.items() if pair in casts}
@@ -308,7 +328,7 @@ def _sum_fits(base: DeviceProfile, vector: DeviceVector, model: LearnedModel) ->
     sums = dict(base.gradient_sums)
     for name in sums:
         programs = [sum_program(name, n) for n in _CAST_SIZES]
-        if all(model.knows(program) for program in programs):
+        if all(model.knows(program, vector) for program in programs):
             sums[name] = _learned_fit(model, vector, programs)
     return sums
 

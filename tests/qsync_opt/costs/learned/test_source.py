@@ -129,8 +129,11 @@ def test_device_types_are_data_sheets_or_trained_devices(graph: OpGraph, model: 
     def device(name: str) -> DeviceType:
         return DeviceType(name=name, count=1, memory_limit_bytes=1, precisions=("FP32",))
 
-    assert costs.profile(graph, device("T4")).device.kind == "cuda"
-    assert costs.profile(graph, device("device")).device.kind == "cpu"
+    assert _source(costs.profile(graph, device("device")), "one", "FP32") is CostSource.LEARNED
+    # A model that has seen no card predicts none: the roofline of the data sheet is left.
+    card = costs.profile(graph, device("T4"))
+    assert card.device.kind == "cuda"
+    assert _source(card, "one", "FP32") is CostSource.ROOFLINE
     with pytest.raises(UnsupportedError, match="there is neither a data sheet nor a learned device 'T5'"):
         costs.profile(graph, device("T5"))
 
@@ -157,3 +160,13 @@ def test_operators_of_onnx_have_the_families_of_aten() -> None:
     assert kinds == {
         "x": "input", "conv": "conv2d", "relu": "relu", "head": "linear", "scores": "matmul", "line": "conv",
     }  # fmt: skip
+
+
+def test_no_learned_time_is_below_the_roofline_of_the_rest(graph: OpGraph, model: LearnedModel) -> None:
+    # Casts that take very long leave nothing of an 8-bit operator's own time but its roofline.
+    vector = make_device_vector()
+    plain = learned_profile(graph, vector, model)
+    slow = replace(plain.casts["BF16>INT8"], base_ns=10**9)
+    measured = replace(plain, options={}, measurements={}, operators={}, casts={"BF16>INT8": slow})
+    cost = learned_profile(graph, vector, model, measured=measured).cost("two")["INT8"]
+    assert 0 < cost.interval_ns[0] <= cost.forward_ns < plain.cost("two")["INT8"].forward_ns
