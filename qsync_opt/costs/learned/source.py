@@ -102,11 +102,11 @@ def learned_profile(
                 table[precision], source = scaled, CostSource.SCALED
             elif place is not None:
                 inside = _inside_ns(graph, operator, precision, base, casts)
-                pair = (estimates[place], estimates[place + 1])
+                both = (estimates[place], estimates[place + 1])
                 floor_ns = vector.floor_ns(_without_quantization(programs[place])) if inside else 0.0
-                table[precision] = _learned(cost, pair, inside, math.ceil(floor_ns), vector)
+                table[precision] = _learned(cost, both, inside, math.ceil(floor_ns), vector)
                 source = CostSource.LEARNED
-                unlike += not all(estimate.in_domain for estimate in pair)
+                unlike += not all(estimate.in_domain for estimate in both)
             else:
                 table[precision], source = replace(cost, source="roofline"), CostSource.ROOFLINE
             count[source] += 1
