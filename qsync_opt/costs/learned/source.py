@@ -152,7 +152,9 @@ class LearnedCosts:
     def _vector(self, device: DeviceType, model: LearnedModel) -> DeviceVector:
         name = device.hardware or device.name
         trained = {vector.name: vector for vector in model.card.vectors}
-        for known in (self._vectors.get(device.name), trained.get(name)):
+        # Torch's name of a whole card has the data sheet's as a word; what was probed is better than the sheet.
+        cards = (vector for vector in model.card.vectors if vector.kind == "cuda" and name in vector.name.split())
+        for known in (self._vectors.get(device.name), trained.get(name), next(cards, None)):
             if known is not None:
                 return known
         names = (*DATA_SHEETS, *trained)

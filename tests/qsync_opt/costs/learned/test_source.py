@@ -170,3 +170,13 @@ def test_no_learned_time_is_below_the_roofline_of_the_rest(graph: OpGraph, model
     measured = replace(plain, options={}, measurements={}, operators={}, casts={"BF16>INT8": slow})
     cost = learned_profile(graph, vector, model, measured=measured).cost("two")["INT8"]
     assert 0 < cost.interval_ns[0] <= cost.forward_ns < plain.cost("two")["INT8"].forward_ns
+
+
+def test_a_probed_card_is_better_than_its_data_sheet(graph: OpGraph) -> None:
+    peaks = {p: 1e14 for p in ("INT8", "BF16", "FP32")}
+    card = make_device_vector("NVIDIA H100 80GB HBM3 (132 SMs)", kind="cuda", peak_flops=peaks)
+    costs = LearnedCosts(fit_trees(make_cost_record(12, (card,)), errors=False, rounds=1))
+    device = DeviceType(name="any", hardware="H100", count=1, memory_limit_bytes=1, precisions=("FP32",))
+    profile = costs.profile(graph, device)
+    assert profile.device.name == card.name
+    assert _source(profile, "one", "INT8") is CostSource.LEARNED
