@@ -105,16 +105,11 @@ def explain(device: torch.device | str) -> dict[str, str]:
     result["batched"] = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
     if "FP8" in precisions:
         result["fp8"] = "torch._scaled_mm"
-    result["quantize"] = result["gradients"] = "plain PyTorch"
-    kinds = {
-        "quantize": ("quantize",),
-        "matmul": ("linear", "batched", "fp8"),
-        "convolution": ("convolution",),
-        "gradients": ("gradients",),
-    }
+    result.update(dict.fromkeys(("quantize", "gradients", "messages", "weight_only"), "plain PyTorch"))
+    kinds = {"matmul": ("linear", "batched", "fp8")}
     for unit in UNITS:
         compiled, why = library.activate(unit), library.reason(unit)
-        for kind in kinds[unit]:
+        for kind in kinds.get(unit, (unit,)):
             if kind in result:
                 result[kind] = "compiled CUDA kernels" if compiled else f"{result[kind]}; no compiled kernels: {why}"
     return result

@@ -8,6 +8,7 @@ import logging
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -271,9 +272,12 @@ class _Timing:
         before = _reserved_bytes(device) if mode.captured else 0
         try:
             with (
+                warnings.catch_warnings(),
                 carried_out(model, mode, self.graph, self.kernels),
                 compiled_inside(model) if self.compiled else contextlib.nullcontext(),
             ):
+                # The compiler advises TF32, which is a mode of its own here.
+                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
                 self._pass()  # compiles; or captures, and replays for the first time
                 if not mode.captured:
                     self._pass()  # with cached guards

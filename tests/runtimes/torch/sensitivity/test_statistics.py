@@ -282,7 +282,7 @@ def test_sampling_changes_little():
     ("model", "data", "step", "message"),
     [
         (nn.Linear(2, 2), [], None, "no batches"),
-        (nn.Linear(2, 2), [torch.ones(3, 2)], None, "returned Tensor without a scalar loss: pass step="),
+        (nn.Linear(2, 2), [torch.ones(3, 2)], None, "returned Tensor without a scalar loss: pass loss="),
         (nn.Linear(2, 2), [torch.ones(3, 2)], lambda m, b: m(b).detach().sum(), "does not depend on any trainable"),
         (
             nn.Linear(2, 2),
