@@ -47,6 +47,8 @@ def _learned_costs(data: Record) -> dict[str, str]:
     parts = {record["kind"]: record["rows"] for record in data["records"]}
     result = {"costs.repeat": percent(parts["repeats"]["median"])}
     for row in parts["errors"]:
+        if row["peer"] == "set transformer":
+            result[f"costs.{row['split']}.network"] = percent(row["median"])
         if row["peer"] == "trees":
             result[f"costs.{row['split']}"] = percent(row["median"])
             result[f"costs.{row['split']}.coverage"] = percent(row["coverage"])
