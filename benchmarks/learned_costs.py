@@ -391,8 +391,8 @@ def _asked(data: dict[str, Any]) -> list[dict[str, Any]]:
             value = statistics.mean(chosen < drawn - 1e-9 for chosen, drawn in pairs)
             ties = statistics.mean(abs(chosen - drawn) <= 1e-9 for chosen, drawn in pairs)
             more = (
-                f"{len(pairs)} pairs of seeds, budgets and models, of {len(plans)} models and devices those whose plan was "
-                f"not the best to begin with; {100 * ties:.0f} % are ties; {note}"
+                f"{len(pairs)} pairs of seeds, budgets and models; of {len(plans)} models and devices those whose plan "
+                f"was not the best to begin with; {100 * ties:.0f} % are ties; {note}"
             )
             ask("chosen K beats random K, share of seeds", ">= 0.9", value, value >= 0.9, more)
     speed = data["speed"]
