@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from qsync_opt.errors import ProblemError, SolverError
 
@@ -145,6 +145,47 @@ class Solution(Generic[PlanT, EvaluationT]):
     build_seconds: float
     solve_seconds: float
     reason: str | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        answer: Answer,
+        plan: PlanT | None,
+        evaluation: EvaluationT | None,
+        *,
+        method: str,
+        time_limit_s: float | None = None,
+    ) -> Self:
+        """The solution that an answer amounts to.
+
+        Args:
+            answer: What the method claims.
+            plan: Its plan, None if there is none.
+            evaluation: The independent evaluation of ``plan``.
+            method: Name of the method.
+            time_limit_s: What it was allowed, for the reason of an answer that was cut off without a plan.
+
+        Raises:
+            SolverError: As `check_claim`.
+        """
+        if evaluation is not None:
+            check_claim(answer, evaluation, method)
+        reason = answer.reason
+        if plan is None and reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
+            reason = (
+                f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
+            )
+        return cls(
+            termination=answer.termination,
+            plan=plan,
+            evaluation=evaluation,
+            bound=answer.bound,
+            method=method,
+            solver=answer.solver,
+            build_seconds=answer.build_seconds,
+            solve_seconds=answer.solve_seconds,
+            reason=reason,
+        )
 
     def __post_init__(self) -> None:
         if (self.plan is None) != (self.evaluation is None):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io import load_file, near_match
 from qsync_opt.registry import Feature, Kind, attribute, create, entries, require
-from qsync_opt.solving import Answer, Solution, SolveOptions, TerminationStatus, check_claim
+from qsync_opt.solving import Answer, Solution, SolveOptions
 
 if TYPE_CHECKING:
     from qsync_opt import training
@@ -305,20 +305,5 @@ def solve_by_formulation(
         solver = create(Kind.SOLVER, solver)
     options = SolveOptions(solver=solver, time_limit_s=time_limit_s, gap=0.0 if gap is None else gap)
     answer: Answer = formulation.solve(problem, options)
-    reason = answer.reason
-    if answer.plan is None and reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
-        reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
     evaluation = None if answer.plan is None else evaluate(problem, answer.plan)
-    if evaluation is not None:
-        check_claim(answer, evaluation, name)
-    return Solution(
-        termination=answer.termination,
-        plan=answer.plan,
-        evaluation=evaluation,
-        bound=answer.bound,
-        method=name,
-        solver=answer.solver,
-        build_seconds=answer.build_seconds,
-        solve_seconds=answer.solve_seconds,
-        reason=reason,
-    )
+    return Solution.checked(answer, answer.plan, evaluation, method=name, time_limit_s=time_limit_s)

@@ -79,7 +79,7 @@ class _Balance:
     def _amounts(self, number: int, source: str, target: str, now: float, bound: float) -> set[int]:
         """Numbers of rows worth a try: what the source has too much, what the target still takes, and half-way."""
         piece, writers, hosts = self._problem.pieces[number], self._problem.writers, self._problem.hosts
-        held = self.counts[number][source]
+        rows = self.counts[number][source]
         own, other = writers[source], writers[target]
         excess = max(
             self._writers[source] - bound * own.bytes_per_s,
@@ -89,7 +89,7 @@ class _Balance:
         if own.host != other.host:
             room = min(room, now * hosts[other.host] - self._hosts[other.host])
         wanted = (int(excess // piece.row_bytes), -int(-excess // piece.row_bytes), int(room / 2 // piece.row_bytes), 1)
-        return {min(held, count) for count in wanted if count > 0}
+        return {min(rows, count) for count in wanted if count > 0}
 
     def _after(self, number: int, source: str, target: str, count: int) -> float:
         self._shift(number, source, target, count)

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 
 from qsync_opt.checkpoints import Problem, evaluate
-from qsync_opt.errors import SolverError, UnsupportedError
+from qsync_opt.errors import SolverError
 from qsync_opt.formulations.checkpoints.fractional import least_time
 from qsync_opt.formulations.checkpoints.moves import Counts
 from qsync_opt.formulations.checkpoints.wrap_around import (
@@ -22,11 +22,8 @@ from qsync_opt.formulations.checkpoints.wrap_around import (
     nobody_writes,
     plan_of_counts,
 )
-from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearSolver, LinearStatus
-from qsync_opt.registry import Kind, create, default_solver
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus, required_solver
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
-
-_NO_SOLVER = "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
 
 
 class IlpFormulation:
@@ -40,15 +37,7 @@ class IlpFormulation:
         started = time.monotonic()
         if (reason := nobody_writes(problem)) is not None:
             return Answer(termination=TerminationStatus.INFEASIBLE, reason=reason)
-        choice = options.solver or default_solver()
-        if choice is None:
-            raise UnsupportedError(_NO_SOLVER)
-        solver: LinearSolver = create(Kind.SOLVER, choice)
-        if not solver.continuous:
-            raise UnsupportedError(
-                f"solver {solver.name!r} takes whole columns only, and the time of a plan is none; use ortools, pulp, "
-                "highs or scip"
-            )
+        solver = required_solver(options.solver, "method 'ilp'", continuous=True)
         if not problem.pieces:
             return replace(WrapAroundFormulation().solve(problem, options), solver=f"{solver.name} {solver.version}")
         program = _Program(problem)

@@ -16,10 +16,16 @@ import math
 import time
 
 from qsync_opt.decoding import Problem
-from qsync_opt.errors import NotInstalledError, SolverError
+from qsync_opt.errors import SolverError
 from qsync_opt.formulations.decoding.tables import Tables, build_tables
-from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearResult, LinearSolver, LinearStatus
-from qsync_opt.registry import Kind, create, default_solver
+from qsync_opt.formulations.linear import (
+    LinearModel,
+    LinearOptions,
+    LinearResult,
+    LinearSolver,
+    LinearStatus,
+    required_solver,
+)
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
 _OBJECTIVE_SCALE = 1e3
@@ -45,12 +51,7 @@ class IlpFormulation:
             SolverError: The solver failed.
         """
         started = time.monotonic()
-        choice = options.solver or default_solver()
-        if choice is None:
-            raise NotInstalledError(
-                "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
-            )
-        solver: LinearSolver = create(Kind.SOLVER, choice)
+        solver = required_solver(options.solver, "method 'ilp'")
         tables = build_tables(problem)
         model, columns, unit = _program(tables, whole=not solver.continuous)
         built = time.monotonic()
@@ -100,15 +101,15 @@ def _program(tables: Tables, *, whole: bool) -> tuple[LinearModel, dict[int, int
     model = LinearModel(name=tables.problem.name, constant=constant)
     columns = {d: model.add_column(f"y[{name}]", integer=True) for d, name in enumerate(tables.drafts)}
     for r, regime in enumerate(tables.problem.regimes):
-        taken = {}
+        choices = {}
         for d, name in enumerate(tables.drafts):
             if (saved := float(tables.plain_R[r] - tables.time_RD[r, d])) <= 0:
                 continue
             cost = -float(math.ceil(saved / unit)) if whole else -saved / unit
-            taken[d] = model.add_column(f"x[{regime.name},{name}]", integer=whole, cost=cost)
-            model.add_row(f"used[{regime.name},{name}]", {taken[d]: 1.0, columns[d]: -1.0}, upper=0.0)
-        if taken:
-            model.add_row(f"one[{regime.name}]", dict.fromkeys(taken.values(), 1.0), upper=1.0)
+            choices[d] = model.add_column(f"x[{regime.name},{name}]", integer=whole, cost=cost)
+            model.add_row(f"used[{regime.name},{name}]", {choices[d]: 1.0, columns[d]: -1.0}, upper=0.0)
+        if choices:
+            model.add_row(f"one[{regime.name}]", dict.fromkeys(choices.values(), 1.0), upper=1.0)
     scale = 1.0 if whole else _ROW_SCALE / max(tables.memory_kib, 1)
     memory = {columns[d]: kib * scale for d, kib in enumerate(tables.memory_D)}
     model.add_row("memory", memory, upper=tables.memory_kib * scale)

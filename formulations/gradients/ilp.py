@@ -18,12 +18,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qsync_opt.errors import NotInstalledError, SolverError
+from qsync_opt.errors import SolverError
 from qsync_opt.formulations.gradients.prices import least_variance, priced, relative_variances
 from qsync_opt.formulations.gradients.tables import Tables
-from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearSolver, LinearStatus
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus, required_solver
 from qsync_opt.gradients import VARIANCE_SLACK, Objective, Problem, evaluate
-from qsync_opt.registry import Feature, Kind, create, default_solver, require
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
 _SCALE = 1e3
@@ -40,13 +39,7 @@ class IlpFormulation:
         tables = Tables.of(problem)
         if (reason := tables.infeasible()) is not None:
             return Answer(plan=None, termination=TerminationStatus.INFEASIBLE, reason=reason)
-        choice = options.solver or default_solver()
-        if choice is None:
-            raise NotInstalledError(
-                "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
-            )
-        require(Kind.SOLVER, choice, Feature.CONTINUOUS)
-        solver: LinearSolver = create(Kind.SOLVER, choice)
+        solver = required_solver(options.solver, "method 'ilp'", continuous=True)
         program = _Program(tables)
         excess, bound, status, picks_K = 0, -math.inf, LinearStatus.LIMIT, program.start_K
         built = time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from qsync_opt.errors import NotInstalledError, SolverError
+from qsync_opt.errors import SolverError
 from qsync_opt.formulations.assignment import (
     PROOF,
     AssignmentModel,
@@ -29,10 +29,10 @@ from qsync_opt.formulations.assignment import (
     labels_at,
     linear_program,
 )
-from qsync_opt.formulations.linear import LinearOptions, LinearSolver, LinearStatus
+from qsync_opt.formulations.linear import LinearOptions, LinearSolver, LinearStatus, required_solver
 from qsync_opt.formulations.training import Collapsed, collapse, exact_effort, graph_tables, greedy_effort
 from qsync_opt.gradients import JointPlan, JointProblem, Plan, evaluate_joint, under_schemes
-from qsync_opt.registry import Feature, Kind, create, default_solver, require
+from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 from qsync_opt.training import Plan as PrecisionPlan
 
@@ -259,13 +259,7 @@ class IlpJointFormulation:
     def solve(self, problem: JointProblem, options: SolveOptions) -> Answer:
         """Choose precisions and schemes; see `Formulation.solve`."""
         started = time.monotonic()
-        choice = options.solver or default_solver()
-        if choice is None:
-            raise NotInstalledError(
-                "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
-            )
-        require(Kind.SOLVER, choice, Feature.CONTINUOUS)
-        solver: LinearSolver = create(Kind.SOLVER, choice)
+        solver = required_solver(options.solver, "method 'ilp'", continuous=True)
         joint = build_joint(problem)
         # Objectives near 1 and rows near 1000 keep solvers' absolute tolerances small beside both.
         unit = float(joint.model.objective_Z.max(initial=0.0)) or 1.0

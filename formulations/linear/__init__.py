@@ -9,7 +9,13 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.formulations.linear.model import LinearModel
-    from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearSolver, LinearStatus
+    from qsync_opt.formulations.linear.solver import (
+        LinearOptions,
+        LinearResult,
+        LinearSolver,
+        LinearStatus,
+        required_solver,
+    )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -19,4 +25,5 @@ __all__ = [
     "LinearResult",
     "LinearSolver",
     "LinearStatus",
+    "required_solver",
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from qsync_opt.errors import NotInstalledError, UnsupportedError
 from qsync_opt.formulations.linear.model import LinearModel
+from qsync_opt.registry import Kind, create, default_solver
 
 
 class LinearStatus(enum.StrEnum):
@@ -74,3 +76,29 @@ class LinearSolver(Protocol):
             SolverError: The solver itself failed; its exception is the cause.
         """
         ...
+
+
+def required_solver(choice: Any, method: str, *, continuous: bool = False) -> LinearSolver:
+    """The solver of a method that solves a program.
+
+    Args:
+        choice: A name or an instance; None: the first that is installed.
+        method: The method as errors call it, such as ``"method 'ilp'"``.
+        continuous: Whether the program has continuous columns.
+
+    Raises:
+        NotInstalledError: No solver is installed.
+        UnsupportedError: The solver takes whole columns only.
+    """
+    choice = choice or default_solver()
+    if choice is None:
+        raise NotInstalledError(
+            f"{method} needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
+        )
+    solver: LinearSolver = create(Kind.SOLVER, choice)
+    if continuous and not solver.continuous:
+        raise UnsupportedError(
+            f"solver {solver.name!r} takes whole columns and coefficients only, but {method} needs continuous ones; "
+            "use ortools, pulp, highs or scip"
+        )
+    return solver

@@ -134,10 +134,10 @@ class Frontier:
         for limit in (most, np.zeros_like(most)):  # steps of one price first, then whatever still fits
             for step, width in enumerate(steps.tolist()):
                 floor = max(int(limit[step]), int(first[step - 1]) if step else 0)
-                taken = min(int(first[step]) - floor, left // width)
-                if taken > 0:
-                    first[step] -= taken
-                    left -= taken * width
+                count = min(int(first[step]) - floor, left // width)
+                if count > 0:
+                    first[step] -= count
+                    left -= count * width
         return first
 
     def widths(self, first: Integers) -> npt.NDArray[np.uint8]:

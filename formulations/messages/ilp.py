@@ -14,20 +14,25 @@ import time
 
 import numpy as np
 
-from qsync_opt.errors import NotInstalledError, SolverError, UnsupportedError
-from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearResult, LinearSolver, LinearStatus
+from qsync_opt.errors import SolverError, UnsupportedError
+from qsync_opt.formulations.linear import (
+    LinearModel,
+    LinearOptions,
+    LinearResult,
+    LinearSolver,
+    LinearStatus,
+    required_solver,
+)
 from qsync_opt.formulations.messages.exhaustive import plan_of
 from qsync_opt.formulations.messages.frontier import frontiers
 from qsync_opt.formulations.messages.threshold import infeasible
 from qsync_opt.messages import Plan, Problem, evaluate
-from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
 MOST_ITEMS = 20_000
 """Messages or groups beyond which the program is refused."""
 GROUP = 100
 """Messages of a group of the paper's method."""
-_NO_SOLVER = "this method needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
 GROUPED_S = 60.0
 """Most seconds of ``grouped`` where no time limit is given."""
 
@@ -46,12 +51,7 @@ class IlpFormulation:
         reason = infeasible(problem, frontiers(problem))
         if reason is not None:
             return Answer(termination=TerminationStatus.INFEASIBLE, reason=reason)
-        choice = options.solver or default_solver()
-        if choice is None:
-            raise NotInstalledError(_NO_SOLVER)
-        solver: LinearSolver = create(Kind.SOLVER, choice)
-        if not solver.continuous:
-            raise UnsupportedError(f"solver {solver.name!r} takes no continuous columns; use ortools, pulp or scip")
+        solver = required_solver(options.solver, "this method", continuous=True)
         items = _items(problem, self.size)
         if len(items) > MOST_ITEMS:
             raise UnsupportedError(

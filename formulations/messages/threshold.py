@@ -230,34 +230,34 @@ def _relax(
     order = np.argsort(-slope, kind="stable")
     order = order[slope[order] > 0]
     length, slope, ring, source = length[order], slope[order], ring[order], source[order]
-    taken = np.zeros(length.size)  # nanoseconds
+    spent = np.zeros(length.size)  # nanoseconds
     marginal = [0.0] * len(tables)  # slope of the first piece that no hidden time covers
     for e, exchange in enumerate(problem.exchanges):
         mine = np.flatnonzero(source == e)
         free = max(0.0, exchange.hidden_ns - bases[e]) * (1 - _SHRINK)
         ends = np.cumsum(length[mine])
-        taken[mine] = np.clip(free - (ends - length[mine]), 0.0, length[mine])
+        spent[mine] = np.clip(free - (ends - length[mine]), 0.0, length[mine])
         beyond = int(np.searchsorted(ends, free, side="right"))
         marginal[e] = float(slope[mine[beyond]]) if beyond < mine.size else 0.0
-    rest = length - taken
+    rest = length - spent
     paid = np.cumsum(rest)
     if problem.time_limit_ns is not None:
         room = max(0.0, problem.time_limit_ns - exposed) * (1 - _SHRINK)
-        taken += np.clip(room - (paid - rest), 0.0, rest)
+        spent += np.clip(room - (paid - rest), 0.0, rest)
         last = int(np.searchsorted(paid, room, side="right"))
         mu = float(slope[last]) if last < slope.size else 0.0
     elif problem.time_weight is not None:
         mu = problem.time_weight / problem.variance_weight if problem.variance_weight else math.inf
-        taken = np.where(slope >= mu, length, taken)
+        spent = np.where(slope >= mu, length, spent)
     else:
-        needed = variance - float(taken @ slope) - (cap or 0.0)
+        needed = variance - float(spent @ slope) - (cap or 0.0)
         worth = np.cumsum(rest * slope)
         fractions = np.clip((needed - (worth - rest * slope)) / np.maximum(rest * slope, 1e-300), 0.0, 1.0)
-        taken += np.where(rest > 0, fractions, 0.0) * rest
+        spent += np.where(rest > 0, fractions, 0.0) * rest
         last = int(np.searchsorted(worth, needed, side="left"))
         mu = 0.0 if not slope.size else math.inf if needed <= 0 else float(slope[min(last, slope.size - 1)])
     for index, (e, r, _) in enumerate(members):
-        round_ns[e][r] += float(taken[ring == index].sum())
+        round_ns[e][r] += float(spent[ring == index].sum())
     prices = _prices(problem, points, members, round_ns, mu, marginal, bases)
     return Relaxed(round_ns, prices)
 

@@ -23,11 +23,10 @@ import math
 import time
 from dataclasses import dataclass
 
-from qsync_opt.errors import NotInstalledError, SolverError, UnsupportedError
-from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus
+from qsync_opt.errors import SolverError
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus, required_solver
 from qsync_opt.formulations.serving.infeasible import harm_draft, simple_reason
 from qsync_opt.formulations.serving.tables import build_tables
-from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.serving import Plan, Problem, Stage, Times, evaluate
 from qsync_opt.solving import Answer, SolveOptions, TerminationStatus
 
@@ -137,17 +136,7 @@ class IlpFormulation:
         """Solve each micro-batch option; see `Formulation.solve`."""
         started = time.monotonic()
         deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
-        choice = options.solver or default_solver()
-        if choice is None:
-            raise NotInstalledError(
-                "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
-            )
-        solver = create(Kind.SOLVER, choice)
-        if not solver.continuous:
-            raise UnsupportedError(
-                f"solver {solver.name!r} takes whole columns and coefficients only, but method 'ilp' of serving needs "
-                "continuous ones; use 'ortools', 'highs', 'scip' or 'pulp'"
-            )
+        solver = required_solver(options.solver, "method 'ilp'", continuous=True)
         best, objective, bound = None, math.inf, math.inf
         late, build_s = False, 0.0
         for k in range(len(problem.microbatches)):

@@ -203,15 +203,15 @@ class Node:
         free = region.allowed_GS.sum(1)
         if free.max() <= 1:
             return []
-        taken = np.asarray([draft.schemes for draft in drafts[-_ROUND:]])
-        variety = (taken != taken[-1]).sum(0) + 1e-3 * self.tables.harm_GS.max(1) / max(
+        recent = np.asarray([draft.schemes for draft in drafts[-_ROUND:]])
+        variety = (recent != recent[-1]).sum(0) + 1e-3 * self.tables.harm_GS.max(1) / max(
             self.tables.harm_GS.max(), 1e-300
         )
         g = int(np.where(free > 1, variety, -1.0).argmax())
         only, rest = region.allowed_GS.copy(), region.allowed_GS.copy()
         only[g] = False
-        only[g, taken[-1, g]] = True
-        rest[g, taken[-1, g]] = False
+        only[g, recent[-1, g]] = True
+        rest[g, recent[-1, g]] = False
         return [replace(region, allowed_GS=only), replace(region, allowed_GS=rest)]
 
     def is_point(self) -> bool:

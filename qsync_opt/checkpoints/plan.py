@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    Document,
     Extras,
     Json,
     Name,
     check_fields,
-    decode,
-    encode,
     freeze,
-    merge_extras,
-    split_extras,
-    write_json,
 )
 
 PLAN_FORMAT = "qsync-writes-plan/1"
@@ -39,8 +34,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Document):
     """The parts of each piece by its name."""
+
+    FORMAT: ClassVar = PLAN_FORMAT
+    KIND: ClassVar = "plan"
 
     writes: Mapping[Name, tuple[Part, ...]]
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
@@ -48,17 +46,3 @@ class Plan:
     def __post_init__(self) -> None:
         check_fields(self, "plan")
         freeze(self, "writes", "extras")
-
-    @classmethod
-    def from_json(cls, data: Any, where: str = "plan") -> Plan:
-        """The plan that the JSON data of a plan file describe; ``where`` names the data in errors."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, where, version=PLAN_FORMAT, extras=extras)
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PLAN_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)

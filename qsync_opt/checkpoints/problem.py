@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    Document,
     Extras,
     Json,
     Name,
+    Optimum,
     check_fields,
-    decode,
-    encode,
     freeze,
-    merge_extras,
     near_match,
-    split_extras,
-    write_json,
 )
 
 PROBLEM_FORMAT = "qsync-writes/1"
@@ -59,17 +55,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimum:
-    """A recorded optimum, for tests; never used in solving."""
-
-    objective: float
-
-    def __post_init__(self) -> None:
-        check_fields(self, "optimum")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Document):
     """Pieces to be split by rows among their writers, so that the slowest writer or host is done soonest.
 
     ``hosts`` maps each host to the bytes per second that its writers share. The same problem balances reads: then
@@ -81,6 +67,9 @@ class Problem:
     Source: the write plan of ByteCheckpoint (NSDI 2025), section 4, which assigns whole tensors; splitting them, rates
     and hosts are ours.
     """
+
+    FORMAT: ClassVar = PROBLEM_FORMAT
+    KIND: ClassVar = "problem"
 
     name: Name
     hosts: Mapping[Name, float]
@@ -114,20 +103,6 @@ class Problem:
     def num_bytes(self) -> int:
         """Bytes of all pieces."""
         return sum(piece.num_bytes for piece in self.pieces)
-
-    @classmethod
-    def from_json(cls, data: Any, where: str = "problem") -> Problem:
-        """The problem that the JSON data of a file describe; ``where`` names the data in errors."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, where, version=PROBLEM_FORMAT, extras=extras)
-
-    def to_json(self) -> dict[str, Any]:
-        """The problem as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the problem file, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)
 
 
 def _require_positive(rate: float, what: str) -> None:

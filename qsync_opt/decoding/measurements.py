@@ -15,26 +15,22 @@ import bisect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from qsync_opt.decoding.acceptance import AcceptanceCounts
 from qsync_opt.decoding.problem import Choice, Draft, Problem, Regime
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    Document,
     Extras,
     Fields,
     Json,
     Name,
     check_fields,
     check_integer,
-    decode,
-    encode,
     freeze,
     load_file,
-    merge_extras,
     near_match,
-    split_extras,
-    write_json,
 )
 
 MEASUREMENTS_FORMAT = "qsync-decoding-measurements/1"
@@ -113,7 +109,7 @@ class RegimeTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurements:
+class Measurements(Document):
     """What was measured of one model on one device.
 
     Args:
@@ -126,6 +122,9 @@ class Measurements:
     Raises:
         ProblemError: A value is unusable; the text names its place.
     """
+
+    FORMAT: ClassVar = MEASUREMENTS_FORMAT
+    KIND: ClassVar = "measurements"
 
     name: Name
     memory_kib: int
@@ -154,20 +153,6 @@ class Measurements:
                         f"regime {regime.name!r}: draft_ns names {draft!r}, which drafts lacks"
                         f"{near_match(draft, self.drafts)}; allowed are {', '.join(self.drafts) or 'none'}"
                     )
-
-    @classmethod
-    def from_json(cls, data: Any) -> Measurements:
-        """Build measurements from the JSON data of their file."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, "measurements", version=MEASUREMENTS_FORMAT, extras=extras)
-
-    def to_json(self) -> dict[str, Any]:
-        """The measurements as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=MEASUREMENTS_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)
 
 
 def load_measurements(path: str | os.PathLike[str]) -> Measurements:

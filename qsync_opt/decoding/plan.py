@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from qsync_opt.decoding.problem import Choice, Problem
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    Document,
     Extras,
     Json,
     Name,
     check_fields,
-    decode,
-    encode,
     freeze,
-    merge_extras,
-    split_extras,
-    write_json,
 )
 
 PLAN_FORMAT = "qsync-decoding-plan/1"
@@ -37,11 +32,14 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Document):
     """Regime to selection; None: plain decoding.
 
     ``problem`` is the name of the problem it was made for, empty if that is not known.
     """
+
+    FORMAT: ClassVar = PLAN_FORMAT
+    KIND: ClassVar = "plan"
 
     choices: Mapping[Name, Selection | None]
     problem: Annotated[str, Json(omitted=True, empty=True)] = ""
@@ -69,17 +67,3 @@ class Plan:
             selection = self.choices[regime.name]
             result[regime.name] = None if selection is None else regime.choice(selection.draft, selection.length)
         return result
-
-    @classmethod
-    def from_json(cls, data: Any) -> Plan:
-        """Build a plan from the JSON data of a plan file."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, "plan", version=PLAN_FORMAT, extras=extras)
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PLAN_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)

@@ -7,26 +7,22 @@ file or from code.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from qsync_opt.decoding.acceptance import CONFIDENCES, Acceptance, expected_tokens
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     LARGEST_INTEGER,
+    Document,
     Extras,
     Json,
     Name,
+    Optimum,
     check_fields,
-    decode,
-    encode,
     freeze,
-    merge_extras,
     near_match,
-    split_extras,
-    write_json,
 )
 
 PROBLEM_FORMAT = "qsync-decoding/1"
@@ -106,17 +102,7 @@ class Regime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimum:
-    """A recorded optimum, for tests and reports; never used in solving."""
-
-    objective: float
-
-    def __post_init__(self) -> None:
-        check_fields(self, "optimum")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Document):
     """A speculation problem, checked.
 
     The objective is the sum over regimes of weight times time per token. ``confidence`` says which value of each
@@ -129,6 +115,10 @@ class Problem:
     Source: the problem file format of this package, "qsync-decoding/1"; the drafts are those of QSPEC (EMNLP 2025), the
         choice per regime is ours.
     """
+
+    FORMAT: ClassVar = PROBLEM_FORMAT
+    KIND: ClassVar = "problem"
+    DIGEST: ClassVar = False
 
     name: Name
     memory_kib: int
@@ -196,17 +186,3 @@ class Problem:
     def time_per_token_ns(self, choice: Choice) -> float:
         """Nanoseconds per token of a choice at the problem's confidence."""
         return choice.cycle_ns / self.tokens(choice)
-
-    @classmethod
-    def from_json(cls, data: Any) -> Problem:
-        """Build a problem from the JSON data of a problem file."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, "problem", version=PROBLEM_FORMAT, extras=extras)
-
-    def to_json(self) -> dict[str, Any]:
-        """The problem as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the problem file, whole or not at all."""
-        write_json(path, self.to_json())

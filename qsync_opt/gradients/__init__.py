@@ -32,14 +32,14 @@ if TYPE_CHECKING:
         under_schemes,
     )
     from qsync_opt.gradients.plan import PLAN_FORMAT, Plan
-    from qsync_opt.gradients.problem import PROBLEM_FORMAT, Bucket, Choice, Objective, Optimum, Problem
+    from qsync_opt.gradients.problem import PROBLEM_FORMAT, Bucket, Choice, Objective, Problem
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "BLOCK", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK", "Bucket", "BucketStatistics",
     "Choice", "Code", "Evaluation", "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments",
-    "Objective", "Optimum", "Plan", "Problem", "Scheme", "SchemeTimes", "Transport", "build_joint_problem",
-    "build_problem", "communication_problem", "evaluate", "evaluate_choices", "evaluate_joint", "load_scheme_times",
-    "scheme", "schemes", "under_schemes", "uniform_plan",
+    "Objective", "Plan", "Problem", "Scheme", "SchemeTimes", "Transport", "build_joint_problem", "build_problem",
+    "communication_problem", "evaluate", "evaluate_choices", "evaluate_joint", "load_scheme_times", "scheme", "schemes",
+    "under_schemes", "uniform_plan",
 ]  # fmt: skip

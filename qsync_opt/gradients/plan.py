@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from qsync_opt.errors import ProblemError, first_few
 from qsync_opt.gradients.problem import Choice, Problem
 from qsync_opt.io import (
+    Document,
     Extras,
     Json,
     Name,
     check_fields,
-    decode,
-    encode,
     freeze,
-    merge_extras,
     near_match,
-    split_extras,
-    write_json,
 )
 
 PLAN_FORMAT = "qsync-gradients-plan/1"
@@ -28,12 +23,15 @@ _JOB_KEYS = ("x-workers", "x-elements")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Document):
     """Bucket to scheme, in the order of reduction.
 
     ``workers`` is the number that it was made for and ``elements`` the buckets' sizes, where they are known: the scales
     of a sum depend on the first, and a job whose buckets differ from the second is refused.
     """
+
+    FORMAT: ClassVar = PLAN_FORMAT
+    KIND: ClassVar = "plan"
 
     schemes: Mapping[Name, Name]
     workers: Annotated[int | None, Json(key="x-workers", omitted=True, minimum=1)] = None
@@ -78,19 +76,9 @@ class Plan:
         return tuple(result)
 
     @classmethod
-    def from_json(cls, data: Any, where: str = "plan") -> Plan:
-        """Build it from the data of a plan file; ``where`` names the data in errors."""
-        clean, extras = split_extras(data)
-        job = {key: extras.pop((key,)) for key in _JOB_KEYS if (key,) in extras}
-        return decode(cls, clean | job, where, version=PLAN_FORMAT, extras=extras)
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PLAN_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)
+    def reads_extra(cls, path: tuple[str, ...]) -> bool:
+        """What the plan's job was stands under extension keys."""
+        return len(path) == 1 and path[0] in _JOB_KEYS
 
     def made_for(self, problem: Problem) -> Plan:
         """The plan with the number of workers and the sizes that ``problem`` was built from, where it says so."""

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import enum
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     LARGEST_INTEGER,
+    Document,
     Extras,
     Json,
     Name,
+    Optimum,
     check_fields,
-    decode,
-    encode,
     freeze,
-    merge_extras,
-    split_extras,
-    write_json,
 )
 
 PROBLEM_FORMAT = "qsync-gradients/1"
@@ -67,17 +63,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimum:
-    """A recorded optimal objective, for tests; never used in solving."""
-
-    objective: float
-
-    def __post_init__(self) -> None:
-        check_fields(self, "optimum")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Document):
     """A compression problem, checked.
 
     ``compute_end_ns`` is when the backward pass ends, ``tail_ns`` what follows the last all-reduce. Only the limit on
@@ -88,6 +74,9 @@ class Problem:
 
     Source: the file format of this package, "qsync-gradients/1".
     """
+
+    FORMAT: ClassVar = PROBLEM_FORMAT
+    KIND: ClassVar = "problem"
 
     name: Name
     compute_end_ns: int
@@ -116,17 +105,3 @@ class Problem:
         largest = math.fsum(max(c.variance for c in bucket.choices.values()) / len(names) for bucket in self.buckets)
         if not math.isfinite(largest * len(names)):
             raise ProblemError("the variances add up to infinity; scale all of them by one factor")
-
-    @classmethod
-    def from_json(cls, data: Any, where: str = "problem") -> Problem:
-        """Build it from the data of a problem file; ``where`` names the data in errors."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, where, version=PROBLEM_FORMAT, extras=extras)
-
-    def to_json(self) -> dict[str, Any]:
-        """The problem as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the problem file, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from qsync_opt.messages.problem import (
         FORMAT,
         Exchange,
-        Optimum,
         Pair,
         Problem,
         ring_rounds,
@@ -23,6 +22,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FORMAT", "PLAN_FORMAT", "Evaluation", "Exchange", "Optimum", "Pair", "Plan", "Problem", "evaluate",
-    "ring_rounds", "uniform_plan", "variance_factor",
+    "FORMAT", "PLAN_FORMAT", "Evaluation", "Exchange", "Pair", "Plan", "Problem", "evaluate", "ring_rounds",
+    "uniform_plan", "variance_factor",
 ]  # fmt: skip

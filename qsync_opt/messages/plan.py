@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Extras, Json, decode, encode, freeze, merge_extras, split_extras, write_json
+from qsync_opt.io import Document, Extras, Json, freeze
 from qsync_opt.messages.problem import WIDEST, Problem
 
 PLAN_FORMAT = "qsync-messages-plan/1"
@@ -49,11 +48,14 @@ def _write_bits(bits: Bits) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plan:
+class Plan(Document):
     """The width in bits of each message: by exchange, round and pair, an array of shape (messages,).
 
     Source: the plan file format of this package, "qsync-messages-plan/1".
     """
+
+    FORMAT: ClassVar = PLAN_FORMAT
+    KIND: ClassVar = "plan"
 
     bits: Annotated[Bits, Json(read=_read_bits, write=_write_bits)]
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
@@ -108,24 +110,6 @@ class Plan:
                             f"exchange {exchange.name!r}, {pair.label}: a width is {width}, but allowed are "
                             f"{', '.join(map(str, menu))}"
                         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PLAN_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file with a digest, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)
-
-    @classmethod
-    def from_json(cls, data: Any) -> Plan:
-        """Build a plan from the JSON data of a file.
-
-        Raises:
-            ProblemError: It breaks a rule of the format.
-        """
-        clean, extras = split_extras(data)
-        return decode(cls, clean, "plan", version=PLAN_FORMAT, extras=extras)
 
 
 def uniform_plan(problem: Problem, bits: int) -> Plan:

@@ -6,27 +6,23 @@ Times are nanoseconds. A `Problem` validates itself, whether it comes from a fil
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    Document,
     Extras,
     Json,
     Name,
+    Optimum,
     check_fields,
     check_number,
-    decode,
-    encode,
     freeze,
-    merge_extras,
-    split_extras,
-    write_json,
 )
 
 FORMAT = "qsync-messages/1"
@@ -132,17 +128,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimum:
-    """A recorded optimum, for tests; never used in solving."""
-
-    objective: float
-
-    def __post_init__(self) -> None:
-        check_fields(self, "optimum")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Document):
     """Messages whose widths are to be chosen.
 
     Exactly one of three is set. ``time_limit_ns``: the least variance of which the exposed time keeps the limit (0:
@@ -156,6 +142,10 @@ class Problem:
     Source: the file format "qsync-messages/1" of this package, with ``x-variance-limit`` and, of exchanges,
         ``x-hidden-ns``; the problem is AdaQP's (MLSys 2023) with the overlap in the objective.
     """
+
+    FORMAT: ClassVar = FORMAT
+    KIND: ClassVar = "problem"
+    DIGEST: ClassVar = False
 
     name: Name
     time_limit_ns: int | None
@@ -211,25 +201,10 @@ class Problem:
             return self.variance_weight * variance + self.time_weight * time_ns
         return variance if self.variance_limit is None else time_ns
 
-    def to_json(self) -> dict[str, Any]:
-        """The problem as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the problem file, whole or not at all."""
-        write_json(path, self.to_json())
-
     @classmethod
-    def from_json(cls, data: Any) -> Problem:
-        """Build a problem from the JSON data of a file.
-
-        Raises:
-            ProblemError: It breaks a rule of the format.
-        """
-        clean, extras = split_extras(data)
-        own = {path: value for path, value in extras.items() if path[-1] in _OWN_KEYS}
-        others = {path: value for path, value in extras.items() if path not in own}
-        return decode(cls, merge_extras(clean, own), "problem", version=FORMAT, extras=others)
+    def reads_extra(cls, path: tuple[str, ...]) -> bool:
+        """Limits and hidden times stand under extension keys."""
+        return path[-1] in _OWN_KEYS
 
 
 def ring_rounds(workers: int) -> tuple[tuple[tuple[int, int], ...], ...]:

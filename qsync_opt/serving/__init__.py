@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Ends,
         Group,
         Microbatch,
-        Optimum,
         Problem,
         Times,
         load_problem,
@@ -25,7 +24,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "HARM_SLACK", "PLAN_FORMAT", "PROBLEM_FORMAT", "Device", "Ends", "Evaluation", "Group", "Microbatch", "Optimum",
-    "Plan", "Problem", "Stage", "StageTimes", "Times", "decode_ns", "evaluate", "load_plan", "load_problem",
-    "prefill_ns",
+    "HARM_SLACK", "PLAN_FORMAT", "PROBLEM_FORMAT", "Device", "Ends", "Evaluation", "Group", "Microbatch", "Plan",
+    "Problem", "Stage", "StageTimes", "Times", "decode_ns", "evaluate", "load_plan", "load_problem", "prefill_ns",
 ]  # fmt: skip

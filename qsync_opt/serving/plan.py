@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    Document,
     Extras,
     Json,
     Name,
     check_fields,
-    decode,
-    encode,
     freeze,
-    merge_extras,
+    load_file,
     near_match,
-    read_json,
-    split_extras,
-    write_json,
 )
 from qsync_opt.serving.problem import Problem
 
@@ -41,11 +37,14 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Document):
     """Micro-batch option, stages in order, and a scheme for each group.
 
     ``solution`` says where the plan came from and is never trusted.
     """
+
+    FORMAT: ClassVar = PLAN_FORMAT
+    KIND: ClassVar = "plan"
 
     microbatch: int
     stages: tuple[Stage, ...]
@@ -98,20 +97,6 @@ class Plan:
         if len(actual) > len(expected):
             raise ProblemError(f"plan: the stages name {actual[len(expected)]!r} once too often")
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PLAN_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)
-
-    @classmethod
-    def from_json(cls, data: Any) -> Plan:
-        """Build a plan from the JSON data of a file; see `load_plan`."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, "plan", version=PLAN_FORMAT, extras=extras)
-
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a serving plan file.
@@ -121,8 +106,4 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     Source: the plan file format of this package, "qsync-serving-plan/1".
     """
-    data = read_json(path, (PLAN_FORMAT,))
-    try:
-        return Plan.from_json(data)
-    except ProblemError as failure:
-        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
+    return load_file(path, {PLAN_FORMAT: Plan.from_json})

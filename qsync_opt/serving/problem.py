@@ -10,25 +10,22 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     LARGEST_INTEGER,
+    Document,
     Extras,
     Fields,
     Json,
     Name,
+    Optimum,
     check_fields,
     check_integer,
-    decode,
-    encode,
     freeze,
-    merge_extras,
+    load_file,
     near_match,
-    read_json,
-    split_extras,
-    write_json,
 )
 
 PROBLEM_FORMAT = "qsync-serving/1"
@@ -145,17 +142,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimum:
-    """A recorded optimum, for tests and reports; never used in solving."""
-
-    objective: float
-
-    def __post_init__(self) -> None:
-        check_fields(self, "optimum")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Document):
     """A serving problem, checked.
 
     Lists that are indexed by micro-batch option have one entry per option. ``costs`` is keyed by device, kind and
@@ -168,6 +155,10 @@ class Problem:
     Source: the problem file format of this package, "qsync-serving/1"; the problem is LLM-PQ's (PPoPP 2024), with the
     decode time of a pipeline whose stages wait for each other.
     """
+
+    FORMAT: ClassVar = PROBLEM_FORMAT
+    KIND: ClassVar = "problem"
+    DIGEST: ClassVar = False
 
     name: Name
     new_tokens: Annotated[int, Json(minimum=1)]
@@ -271,20 +262,6 @@ class Problem:
             f"problem {self.name!r} has no device {name!r}{near_match(name, names)}; it has {', '.join(names)}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The problem as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the problem file, whole or not at all."""
-        write_json(path, self.to_json())
-
-    @classmethod
-    def from_json(cls, data: Any) -> Problem:
-        """Build a problem from the JSON data of a file; see `load_problem`."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, "problem", version=PROBLEM_FORMAT, extras=extras)
-
 
 def load_problem(path: str | os.PathLike[str]) -> Problem:
     """Read and check a serving problem file.
@@ -294,11 +271,7 @@ def load_problem(path: str | os.PathLike[str]) -> Problem:
 
     Source: the problem file format of this package, "qsync-serving/1".
     """
-    data = read_json(path, (PROBLEM_FORMAT,))
-    try:
-        return Problem.from_json(data)
-    except ProblemError as failure:
-        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
+    return load_file(path, {PROBLEM_FORMAT: Problem.from_json})
 
 
 def _unique(what: str, names: Iterable[str]) -> None:

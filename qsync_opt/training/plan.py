@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    Document,
     Extras,
     Json,
     Name,
     check_fields,
-    decode,
-    encode,
     freeze,
     load_file,
-    merge_extras,
     near_match,
-    split_extras,
-    write_json,
 )
 from qsync_opt.model import Role
 from qsync_opt.training.problem import Problem, ProblemDevice
@@ -33,12 +29,15 @@ _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(Displayed, Tabular):
+class Plan(Document, Displayed, Tabular):
     """Device type to operator to precision.
 
     ``problem`` is the name of the problem it was made for. Every adjustable operator of every device is named;
     dependent and fixed ones may be. ``solution`` says where the plan came from and is never trusted.
     """
+
+    FORMAT: ClassVar = PLAN_FORMAT
+    KIND: ClassVar = "plan"
 
     problem: Name
     devices: Mapping[Name, Mapping[Name, str]]
@@ -51,12 +50,6 @@ class Plan(Displayed, Tabular):
         check_fields(self, "plan")
         freeze(self, "devices", depth=2)
         freeze(self, "extras", *(() if self.solution is None else ("solution",)))
-
-    @classmethod
-    def from_json(cls, data: Any, where: str = "plan") -> Plan:
-        """The plan that the JSON data of a plan file describe; ``where`` names the data in errors."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, where, version=PLAN_FORMAT, extras=extras)
 
     def resolve(self, problem: Problem) -> dict[str, dict[str, str]]:
         """Device to operator to precision, in the problem's order, with dependent and fixed operators recomputed.
@@ -102,14 +95,6 @@ class Plan(Displayed, Tabular):
                     f"{planned}, but {why} {actual}; leave it out or correct it"
                 )
         return resolved
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PLAN_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file, whole or not at all."""
-        write_json(path, self.to_json(), digest=True)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

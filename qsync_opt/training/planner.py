@@ -14,7 +14,7 @@ from qsync_opt.costs import carried_estimates
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.io import check_number
 from qsync_opt.registry import Feature, Kind, create, default_solver, features, require
-from qsync_opt.solving import AGREEMENT, TerminationStatus, check_claim
+from qsync_opt.solving import AGREEMENT
 from qsync_opt.systems import system
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan
@@ -124,9 +124,6 @@ def solve(
     _LOGGER.info("solving %s by %s", problem.name, name)
     answer: Answer = formulation.solve(problem, options)
     _LOGGER.info("%s ended %s after %.2f s", name, answer.termination, answer.build_seconds + answer.solve_seconds)
-    if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
-        reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
-        answer = replace(answer, reason=reason)
     for device, plan_of_device in (answer.devices or {}).items():
         for group in tied:
             precisions = {plan_of_device[operator] for operator in group}
@@ -137,19 +134,7 @@ def solve(
                 )
     plan = None if answer.devices is None else Plan(problem=problem.name, devices=answer.devices)
     evaluation = None if plan is None else evaluate(problem, plan)
-    if evaluation is not None:
-        check_claim(answer, evaluation, name)
-    solution = Solution(
-        termination=answer.termination,
-        plan=plan,
-        evaluation=evaluation,
-        bound=answer.bound,
-        method=name,
-        solver=answer.solver,
-        build_seconds=answer.build_seconds,
-        solve_seconds=answer.solve_seconds,
-        reason=answer.reason,
-    )
+    solution = Solution.checked(answer, plan, evaluation, method=name, time_limit_s=time_limit_s)
     if plan is None:
         return solution
     estimates = carried_estimates(problem.extras)

@@ -10,11 +10,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     LARGEST_INTEGER,
+    Document,
     Extras,
     Fields,
     Json,
@@ -26,10 +27,7 @@ from qsync_opt.io import (
     encode,
     freeze,
     load_file,
-    merge_extras,
     near_match,
-    split_extras,
-    write_json,
 )
 from qsync_opt.model import Role
 from qsync_opt.numerics import PrecisionFormats
@@ -190,7 +188,7 @@ class Optimum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Problem(Displayed, Tabular):
+class Problem(Document, Displayed, Tabular):
     """A precision-allocation problem, checked.
 
     ``formats`` maps number formats, from the lowest rank to the highest, to bytes per element. ``operators`` are in
@@ -201,6 +199,10 @@ class Problem(Displayed, Tabular):
 
     Source: the problem file format of this package, "qsync-problem/1"; the problem is QSync's (IPDPS 2024).
     """
+
+    FORMAT: ClassVar = PROBLEM_FORMAT
+    KIND: ClassVar = "problem"
+    DIGEST: ClassVar = False
 
     name: Name
     formats: Mapping[Name, Annotated[int, Json(minimum=1)]]
@@ -360,20 +362,6 @@ class Problem(Displayed, Tabular):
     def adjustable(self) -> tuple[ProblemOperator, ...]:
         """The operators that a plan decides on, in forward order."""
         return tuple(operator for operator in self.operators if operator.role is Role.ADJUSTABLE)
-
-    @classmethod
-    def from_json(cls, data: Any) -> Problem:
-        """The problem that the JSON data of a problem file describe."""
-        clean, extras = split_extras(data)
-        return decode(cls, clean, "problem", version=PROBLEM_FORMAT, extras=extras)
-
-    def to_json(self) -> dict[str, Any]:
-        """The problem as plain JSON data, extension keys included."""
-        return merge_extras(encode(self, version=PROBLEM_FORMAT), self.extras)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the problem file, whole or not at all."""
-        write_json(path, self.to_json())
 
 
 def load_problem(path: str | os.PathLike[str]) -> Problem:

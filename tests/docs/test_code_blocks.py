@@ -32,11 +32,12 @@ SLOW = {
     *(f"docs/how-to/{name}.md" for name in ("several-device-types", "your-own-model", "predict-steps")),
     *(f"docs/how-to/{name}.md" for name in ("changing-cluster", "checkpoints", "frameworks", "ordinary-training")),
 }
-REASONS = {"needs a GPU", "installs packages", "runs for minutes"}
+REASONS = {"needs a GPU", "installs packages", "needs several processes", "runs for minutes"}
 NOT_RUN = {
     "README.md": 1,
     "docs/newcomer-walk.md": 1,
     "docs/how-to/frameworks.md": 1,
+    "docs/how-to/messages.md": 1,
     "docs/how-to/ordinary-training.md": 1,
     "docs/background/kernels.md": 1,
 }

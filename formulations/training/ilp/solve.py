@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsync_opt.errors import NotInstalledError, SolverError
-from qsync_opt.formulations.linear import LinearOptions, LinearResult, LinearSolver, LinearStatus
+from qsync_opt.errors import SolverError
+from qsync_opt.formulations.linear import LinearOptions, LinearResult, LinearSolver, LinearStatus, required_solver
 from qsync_opt.formulations.training.ilp.assignment import MEMORY, Assignment, Choice, build_assignment, read_back
 from qsync_opt.formulations.training.ilp.program import AssignmentProgram, Units, linearize
 from qsync_opt.formulations.training.infeasible import prove_infeasible
 from qsync_opt.formulations.training.paper_greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.training.tables import peers_ns
-from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training import PROOF_GAP, Answer, Problem, ProblemDevice, SolveOptions, TerminationStatus, relative_gap
 
 _OBJECTIVE_SCALE = 1e3
@@ -37,7 +36,6 @@ reached."""
 _TIGHTENINGS = 3
 """Most repetitions with tightened limits when a solver's tolerance lets a plan exceed them."""
 _UNEXPLAINED = "the solver proved that no plan keeps the limits; there was no time to find out which limit is at fault"
-_NO_SOLVER = "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
 
 
 @dataclass(slots=True)
@@ -67,10 +65,7 @@ class IlpFormulation:
         """Plan every device type; see `Formulation.solve`."""
         started = time.monotonic()
         deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
-        choice = options.solver or default_solver()
-        if choice is None:
-            raise NotInstalledError(_NO_SOLVER)
-        solver: LinearSolver = create(Kind.SOLVER, choice)
+        solver = required_solver(options.solver, "method 'ilp'")
         answers: list[_DeviceAnswer] = []
         # A device type that has no plan.
         without = problem.devices[0] if peers_ns(problem) > problem.latency_limit_ns else None

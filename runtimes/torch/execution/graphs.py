@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,10 @@ from qsync_opt.runtimes.torch.execution.checks import NO_SECOND_DERIVATIVE, chec
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.support import (
     bare_model,
+    call_arguments,
     capture_stream,
     capturing,
+    compiled_in_place,
     hidden_capture,
     is_capturing,
     model_unchanged,
@@ -86,8 +88,7 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
     check_capturable(bare)
     interception.graphs = None
     graphs = CapturedPasses(interception, bare)
-    positional = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-    graphs.capture(*(((), batch) if isinstance(batch, Mapping) else (positional, {})))
+    graphs.capture(*call_arguments(batch))
     interception.graphs = graphs
     return model
 
@@ -242,7 +243,7 @@ class CapturedPasses:
             with (
                 torch.cuda.device(model_device(self._model)),
                 model_unchanged(self._model),
-                _compiled_calls(self._model) if self._compiled else contextlib.nullcontext(),
+                compiled_in_place(self._model, dynamic=False) if self._compiled else contextlib.nullcontext(),
             ):
                 return self._warm_up_and_capture(leaves, spec)
         except torch.OutOfMemoryError:
@@ -299,17 +300,6 @@ class CapturedPasses:
                 "lost: run it operator by operator"
             )
         return passes
-
-
-@contextlib.contextmanager
-def _compiled_calls(model: nn.Module) -> Iterator[None]:
-    """Compile a model in place within the block."""
-    before: Any = model._compiled_call_impl
-    model.compile(dynamic=False)
-    try:
-        yield
-    finally:
-        model._compiled_call_impl = before
 
 
 def _record(

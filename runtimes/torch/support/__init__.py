@@ -34,7 +34,13 @@ if TYPE_CHECKING:
         storage_of,
         wanted_bytes,
     )
-    from qsync_opt.runtimes.torch.support.models import bare_model, first_device, model_unchanged, plain_name
+    from qsync_opt.runtimes.torch.support.models import (
+        bare_model,
+        compiled_in_place,
+        first_device,
+        model_unchanged,
+        plain_name,
+    )
     from qsync_opt.runtimes.torch.support.optimizers import (
         check_steps,
         optimizer_key,
@@ -58,11 +64,10 @@ else:
 
 __all__ = [
     "HALF", "Elapsed", "Loss", "Stopwatch", "TrainingExample", "allocation_of", "allocations_of", "bare_model",
-    "call_arguments", "capture_stream", "capturing", "check_batches", "check_steps", "cpu_clock", "default_loss",
-    "device_identity", "first_device",
-    "full_precision", "hidden_capture", "intervals_ns", "is_capturing", "make_stopwatch", "measure_iteration",
-    "memory_budget", "model_loss", "model_unchanged", "optimizer_key", "optimizer_name", "plain_name",
-    "rebuild_optimizer", "recorded_waits", "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of",
-    "synchronize", "tensors_in", "time_mark", "time_passes", "wanted_bytes",
-    "without_cudnn_attention",
+    "call_arguments", "capture_stream", "capturing", "check_batches", "check_steps", "compiled_in_place", "cpu_clock",
+    "default_loss", "device_identity", "first_device", "full_precision", "hidden_capture", "intervals_ns",
+    "is_capturing", "make_stopwatch", "measure_iteration", "memory_budget", "model_loss", "model_unchanged",
+    "optimizer_key", "optimizer_name", "plain_name", "rebuild_optimizer", "recorded_waits", "resident_bytes",
+    "silent_profiler", "single", "state_bytes", "storage_of", "synchronize", "tensors_in", "time_mark", "time_passes",
+    "wanted_bytes", "without_cudnn_attention",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,6 +51,17 @@ def bare_model(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+@contextlib.contextmanager
+def compiled_in_place(model: nn.Module, **options: Any) -> Iterator[None]:
+    """Compile a model in place within the block; ``options`` are those of ``torch.compile``."""
+    before: Any = model._compiled_call_impl
+    model.compile(**options)
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = before
 
 
 def first_device(model: nn.Module) -> torch.device:

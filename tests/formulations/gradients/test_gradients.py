@@ -159,3 +159,12 @@ def test_every_method_on_a_thousand_problems(case):
     for method in METHODS:
         solution = qsync_opt.solve(problem, method)
         assert solution.objective == (None if least is None else pytest.approx(least, rel=1e-9, abs=1e-300))
+
+
+@pytest.mark.parametrize("solver", ["ortools", "pulp"])
+def test_the_program_is_solved_by_the_solver_that_is_named(solver):
+    problem = problem_of([(0, [(4, 0.0), (1, 2.0)]), (1, [(4, 0.0), (1, 3.0)])], limit=6)
+    solution = qsync_opt.solve(problem, "ilp", solver=solver)
+    assert (solution.objective, solution.solver.partition(":")[0]) == (2.0, solver)
+    with pytest.raises(UnsupportedError, match=r"'ortools:cp-sat' takes whole columns .*; use ortools, pulp, highs or"):
+        qsync_opt.solve(problem, "ilp", solver="cp-sat")

@@ -121,3 +121,11 @@ def test_a_joint_problem_from_measurements():
     assert [set(own) for own in built.buckets] == [{"FP32", "sum8"}] * len(joint.buckets)  # sum4 would overflow
     assert built.buckets[0]["sum8"].time_ns == 30
     assert built.buckets[0]["FP32"].variance == 0.0
+
+
+def test_the_joint_program_is_solved_by_the_solver_that_is_named():
+    joint = random_joint(0)
+    by_name, by_default = (qsync_opt.solve(joint, "ilp", solver=solver) for solver in ("pulp", None))
+    assert by_name.solver.startswith("pulp")
+    assert by_name.termination is by_default.termination
+    assert by_name.objective == pytest.approx(by_default.objective)

@@ -142,7 +142,7 @@ def test_exhaustive_without_time():
 
 
 def test_exact_without_a_solver_says_how_to_get_one(monkeypatch):
-    monkeypatch.setattr(whole_program, "default_solver", lambda: None)
+    monkeypatch.setattr("qsync_opt.formulations.linear.solver.default_solver", lambda: None)
     with pytest.raises(NotInstalledError, match=r"pip install 'qsync-opt\[solvers\]'"):
         solve(chain().problem, "ilp")
 

@@ -81,11 +81,14 @@ def rows_of_unequal_scale(workers, elements=1500):
     return [torch.randn(elements) * rows for _ in range(workers)]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
-@pytest.mark.parametrize("name", [name for name in schemes() if name != "FP32"])
+# Too many workers for so few bits are refused, which the test of the schemes' data sees to.
+LOSSY = [
+    (name, workers) for name in schemes() if name != "FP32" for workers in (2, 3, 8) if scheme(name).supports(workers)
+]
+
+
+@pytest.mark.parametrize(("name", "workers"), LOSSY)
 def test_the_mean_is_unbiased(name, workers):
-    if not scheme(name).supports(workers):
-        pytest.skip("refused: too many workers for so few bits")
     gradients = rows_of_unequal_scale(workers)
     exact = torch.stack(gradients).double().mean(0)
     draws = 200

@@ -26,7 +26,7 @@ from qsync_opt.runtimes.torch.steps.recording import (
     read_events,
     trace_steps,
 )
-from qsync_opt.runtimes.torch.support import bare_model
+from qsync_opt.runtimes.torch.support import bare_model, compiled_in_place
 from qsync_opt.steps import LAUNCHES, PREFIX, Range, StepSample
 from qsync_opt.steps.compiled import ChargedStep, CompiledEvents, HostCall, Scheduled, charge_compiled
 
@@ -42,13 +42,11 @@ def compiled_inside(model: nn.Module, backend: str = "inductor") -> Iterator[Non
     Earlier compilations of this process are dropped (`torch.compiler.reset`), before and after.
     """
     bare = bare_model(model)
-    before: Any = bare._compiled_call_impl
     torch.compiler.reset()
-    bare.compile(fullgraph=True, dynamic=False, backend=backend)
     try:
-        yield
+        with compiled_in_place(bare, fullgraph=True, dynamic=False, backend=backend):
+            yield
     finally:
-        bare._compiled_call_impl = before
         torch.compiler.reset()
         gc.collect()  # graphs are cycles and hold memory
 
