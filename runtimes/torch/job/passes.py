@@ -267,12 +267,12 @@ class _Timing:
         for name in chosen:
             # Launched passes are seldom faster than captured ones: they are for where no graph can be captured.
             for captured in (True, False):
-                mode = compiled.get((name, captured))
-                if mode is None or any(other.name == name for other in ready):
+                wanted = compiled.get((name, captured))
+                if wanted is None or any(other.name == name for other in ready):
                     continue
-                compile_and_time(mode)
-                if results[mode.label].pass_ns:
-                    ready.append(results[mode.label])
+                compile_and_time(wanted)
+                if results[wanted.label].pass_ns:
+                    ready.append(results[wanted.label])
         # Of the fastest launched ones too, from the compiler's cache: they need less memory, and shapes may change.
         fastest = min(ready, key=lambda mode: mode.pass_ns, default=None)
         if fastest is not None and fastest.captured and (fastest.name, False) in compiled:
