@@ -169,8 +169,8 @@ class Checkpoints:
         is copied at once. The copy is then written on a thread. Host memory for one copy of what this rank writes is
         kept for the next save (`staged_bytes`). A second call first waits for the first one's checkpoint.
 
-        Parameters may be changed by optimizers' steps only; before anything else changes them, call `wait`. Call it,
-        too, before the process group is destroyed.
+        Parameters may be changed by optimizers' steps only; before anything else changes them, call `wait_for_copy`.
+        Call `wait` before the process group is destroyed.
 
         Args:
             step: Number of training steps done. A checkpoint of the same step is replaced.
@@ -216,6 +216,21 @@ class Checkpoints:
             NotReadyError: Another rank failed; the text repeats its error.
         """
         self._background.wait()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the copy that `save_in_background` began holds all, so that anything may change parameters.
+
+        An optimizer's step does so by itself. On a GPU the current stream waits, not the host.
+
+        Raises:
+            NotReadyError: A copy failed.
+        """
+        self._staging.finish()
+
+    @property
+    def saving(self) -> bool:
+        """Whether the checkpoint that `save_in_background` began is still being written by this rank."""
+        return self._background.running
 
     @property
     def staged_bytes(self) -> int:

@@ -24,13 +24,13 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffer: HostBuffer | None = None
-        self._num_bytes = 0
+        self._file: RankFile | None = None
         self._slices: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._event: Any = None
         self._stream: Any = None
-        self._sources: Sequence[Tensor] = ()
+        self._sources: Sequence[Tensor] = ()  # held, so that their memory is not used anew before it is copied
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +48,7 @@ class Staging:
         device = next((source.device for source in sources if source.is_cuda), None)
         with torch.no_grad():
             for source, target in at_once:
-                target.copy_(source)
+                target.copy_(source, non_blocking=source.is_cuda)  # in the order of the current stream
         self._sources = [source for source, _ in deferred]
         if device is not None:
             self._copy_on_stream(deferred, device)
@@ -62,9 +62,11 @@ class Staging:
         Raises:
             NotReadyError: So much cannot be pinned.
         """
-        self._num_bytes = end = file.num_bytes
         pinned = any(source.is_cuda for source in sources)
-        buffer = self._buffer
+        end, buffer = file.num_bytes, self._buffer
+        if file is self._file and buffer is not None and (buffer.pinned or not pinned):
+            return  # the same boxes in the same places as before
+        self._file = None
         if buffer is None or not end <= buffer.bytes.numel() <= 2 * end + 2**20 or (pinned and not buffer.pinned):
             self._slices = []
             self._buffer = buffer = None  # the old one goes before the new one comes
@@ -76,6 +78,7 @@ class Staging:
             end = place + source.numel() * source.element_size()
             self._slices.append(buffer.bytes[place:end].view(source.dtype).view(source.shape))
             place = end
+        self._file = file
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         try:
@@ -92,8 +95,6 @@ class Staging:
         with torch.cuda.stream(self._stream), torch.no_grad():
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-                if source.is_cuda:
-                    source.record_stream(self._stream)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(self._stream)
 
@@ -127,8 +128,8 @@ class Staging:
         if self._error is not None:
             raise NotReadyError(f"what is to be saved was not copied: {self._error}")
         self._sources = ()
-        if self._buffer is not None:
-            yield from chunks_of(self._buffer, self._num_bytes)
+        if self._buffer is not None and self._file is not None:
+            yield from chunks_of(self._buffer, self._file.num_bytes)
 
 
 class Background:
@@ -149,6 +150,11 @@ class Background:
 
         self._thread = threading.Thread(target=run, name="checkpoint-writing", daemon=False)
         self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the work is not done yet."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the work, if any, and raise its error."""
