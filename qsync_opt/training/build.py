@@ -49,6 +49,7 @@ def build_problem(
     latency_limit_ns: int | None = None,
     sensitivity_estimate: str | None = None,
     by_device: Mapping[str, Sensitivities] | None = None,
+    memory_excess_bytes: Mapping[str, int] | None = None,
 ) -> Problem:
     """Build the precision-allocation problem of a model on a cluster.
 
@@ -66,6 +67,8 @@ def build_problem(
         sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
         by_device: Sensitivities of single device types, in place of ``sensitivities``: border formats differ between
             types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
+        memory_excess_bytes: By device type, how far the sum of memory over operators was above a peak that was
+            measured; so much less is charged for gradients and transient buffers.
 
     Returns:
         The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
@@ -116,6 +119,7 @@ def build_problem(
         memory = model_memory(
             graph, profile, tables, distributed=distributed, gradient_as_view=buckets.gradient_as_view
         )
+        memory = memory.lowered((memory_excess_bytes or {}).get(device.name, 0))
         devices.append(_device(graph, device, profile, tables, memory, own))
         if device.role is DeviceRole.PLANNED:
             extras |= memory.notes(device.name)
