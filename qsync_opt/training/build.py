@@ -52,6 +52,7 @@ def build_problem(
     sensitivity_estimate: str | None = None,
     by_device: Mapping[str, Sensitivities] | None = None,
     quantile: float | None = None,
+    memory_excess_bytes: Mapping[str, int] | None = None,
 ) -> Problem:
     """Build the precision-allocation problem of a model on a cluster.
 
@@ -71,6 +72,8 @@ def build_problem(
             types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
         quantile: Price operators whose times have an interval (learned ones) at this quantile instead of the median, so
             that limits hold at it; 0.9 keeps a plan within its limits on most devices. None: at the median.
+        memory_excess_bytes: By device type, how far the sum of memory over operators was above a peak that was
+            measured; so much less is charged for gradients and transient buffers.
 
     Returns:
         The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
@@ -125,6 +128,7 @@ def build_problem(
         memory = model_memory(
             graph, profile, tables, distributed=distributed, gradient_as_view=buckets.gradient_as_view
         )
+        memory = memory.lowered((memory_excess_bytes or {}).get(device.name, 0))
         devices.append(_device(graph, device, profile, tables, memory, own))
         if device.role is DeviceRole.PLANNED:
             extras |= memory.notes(device.name)

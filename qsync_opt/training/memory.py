@@ -24,7 +24,7 @@ Source: ours; the liveness view follows dPRO's memory estimator (MLSys 2022), wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 from qsync_opt.costs import DeviceProfile, MeasuredCost
@@ -87,6 +87,21 @@ class MemoryModel:
         """The extension keys of a problem file for one device, by path: `MEMORY_KEY` and `OPERATORS_KEY`."""
         charges = {name: num_bytes for name, num_bytes in self.fixed_bytes.items() if num_bytes}
         return {("devices", device, MEMORY_KEY): encode(self.static), ("devices", device, OPERATORS_KEY): charges}
+
+    def lowered(self, excess_bytes: int) -> MemoryModel:
+        """The model with so many bytes less for gradients and transient buffers, as far as there are any.
+
+        Where the peak of a plan was measured, this takes off how far the sum of the plan was above it.
+        """
+        taken = max(0, min(excess_bytes, self.static.transient_bytes + self.static.gradients_bytes))
+        transient = min(taken, self.static.transient_bytes)
+        static = replace(
+            self.static,
+            transient_bytes=self.static.transient_bytes - transient,
+            gradients_bytes=self.static.gradients_bytes - (taken - transient),
+        )
+        peak = self.static.peak_operator
+        return replace(self, static=static, fixed_bytes={**self.fixed_bytes, peak: self.fixed_bytes[peak] - taken})
 
     def kib(self, operator: str, precision: str) -> int:
         """Memory of an operator in a precision in KiB, rounded up."""
