@@ -125,7 +125,8 @@ class MeasuredCost:
         alias_input: Position of the input whose storage the result shares (a view), or None.
         forward_workspace_bytes: Allocated temporarily, beyond results and saved tensors.
         backward_workspace_bytes: The same of the backward pass.
-        scaled_from: Precision whose measurement the cost was scaled from; empty: it was measured itself.
+        scaled_from: What was measured and scaled to this cost: another precision of the operator, or another operator
+            as ``"NAME in PRECISION"``; empty: it was measured itself.
         source: ``learned`` or ``roofline`` for a time that fills a hole of measurements; empty: as the profile says.
         interval_ns: Ends of the 90 % intervals of an estimated time, forward low and high, backward low and high.
     """
@@ -320,6 +321,8 @@ class DeviceProfile:
         text += ", ".join(self.formats)
         if self.overhead.iterations:
             text += f"; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
+        if how := self.options.get(MEASURED_OPTION):
+            text += f"; {how}"
         return text
 
     def check_graph(self, graph: OpGraph) -> None:

@@ -219,7 +219,7 @@ class _Roofline:
             forward, backward = _lookup_work(graph, operator, borders)
         else:
             forward, backward = _streaming_work(operator, kind, number_format(borders.output).num_bytes)
-        saved_bytes, saves_inputs, saves_output = _kept(graph, operator, kind, precision, product)
+        saved_bytes, saves_inputs, saves_output = kept_for_backward(graph, operator, precision)
         launch_ns = self.assumptions.launch_ns
         return MeasuredCost(
             forward_ns=self.time_ns(forward, precision),
@@ -293,10 +293,13 @@ def _streaming_work(operator: Operator, kind: str, width: int) -> tuple[_Work, _
     return _Work(operator.flops, moved, 1), _Work(2 * operator.flops, backward, 1)
 
 
-def _kept(
-    graph: OpGraph, operator: Operator, kind: str, precision: str, product: bool
-) -> tuple[int, tuple[int, ...], bool]:
-    """Saved bytes of its own, saved inputs, and whether the result is saved."""
+def kept_for_backward(graph: OpGraph, operator: Operator, precision: str) -> tuple[int, tuple[int, ...], bool]:
+    """Bytes that an operator saves for itself, the positions of the inputs it saves, and whether it saves its result.
+
+    Source: ours, by the kind of operator.
+    """
+    kind = base_kind(operator.op_type).lower()
+    product = operator.role is Role.ADJUSTABLE and kind not in LOOKUPS
     every = tuple(range(len(operator.inputs)))
     weights = _parameter_elements(graph, operator)
     width = number_format(precision).num_bytes
