@@ -16,7 +16,7 @@ from qsync_opt.errors import QSyncError
 from qsync_opt.io import Report, check_number
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import Role, TensorSpec, base_kind
-from qsync_opt.runtimes.timing import cast_pairs
+from qsync_opt.runtimes.timing import Rounds, cast_pairs
 from qsync_opt.runtimes.torch.costs.models import MODELS
 from qsync_opt.runtimes.torch.costs.probes import probe_device
 from qsync_opt.runtimes.torch.costs.workloads import LIMITS, Candidate, Limits, captured, sweep
@@ -184,10 +184,10 @@ def _jobs(
         work = Workload(kind="edge", role=Role.DEPENDENT, inputs=(spec,), outputs=(spec,))
 
         def cast(a: str, b: str) -> dict[Phase, float]:
-            return {Phase.CAST: time_cast(a, b, spec, device, options, stopwatch, REPEATS)}
+            return {Phase.CAST: time_cast(a, b, spec, device, options, stopwatch, REPEATS, Rounds())}
 
         def add(name: str) -> dict[Phase, float]:
-            return {Phase.SUM: time_gradient_sum(name, spec, device, stopwatch, REPEATS)}
+            return {Phase.SUM: time_gradient_sum(name, spec, device, stopwatch, REPEATS, Rounds())}
 
         for a, b in cast_pairs(formats):
             if {a, b} != {"FP32", "TF32"}:
