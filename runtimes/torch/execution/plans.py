@@ -27,6 +27,7 @@ from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import signed
 from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
+from qsync_opt.numerics import is_eight_bit
 from qsync_opt.runtimes.plans import DevicePlans, precisions_of
 from qsync_opt.runtimes.torch.ddp import world
 from qsync_opt.runtimes.torch.execution.audit import StepAudit
@@ -227,10 +228,11 @@ class AppliedPlan:
         base = self._options.kernels
         self._kernels: dict[str, KernelOptions] = {}
         for name, precision in self.precisions.items():
-            if precision in ("INT8", "FP8"):
+            if is_eight_bit(precision):
                 digest = hashlib.blake2b(f"{base.seed}/{self._rank}/{name}".encode(), digest_size=8).digest()
                 seed, half_format = int.from_bytes(digest, "little"), backend.half_format(self._device)
-                self._kernels[name] = replace(base, half_format=half_format, seed=seed)
+                _, implied = ops.eight_bit(precision, base)
+                self._kernels[name] = replace(implied, half_format=half_format, seed=seed)
         self._traced_kernels = {
             name: replace(kernels, offset=0, step=self.counter) for name, kernels in self._kernels.items()
         }

@@ -9,11 +9,11 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.profiling.operators import DTYPES, OperatorBench, like
-    from qsync_opt.runtimes.torch.profiling.profiler import option_values, profile, selected_formats
+    from qsync_opt.runtimes.torch.profiling.profiler import operator_menu, option_values, profile, selected_formats
     from qsync_opt.runtimes.torch.profiling.trial import try_plan
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "DTYPES", "OperatorBench", "like", "option_values", "profile", "selected_formats", "try_plan",
+    "DTYPES", "OperatorBench", "like", "operator_menu", "option_values", "profile", "selected_formats", "try_plan",
 ]  # fmt: skip
