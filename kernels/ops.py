@@ -12,18 +12,15 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
-from qsync_opt.kernels.autograd import convolution, float_modes, half_values, linear, product
+from qsync_opt.kernels.autograd import Operand, convolution, float_modes, half_values, linear, product, quantize_operand
 from qsync_opt.kernels.backend import default_precisions, device_precisions, known_device
 from qsync_opt.kernels.matmul import has_half_attention, has_half_units
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import (
     PRECISIONS,
     Quantized,
-    QuantizedMatrix,
-    drawing,
     quantize_fp8,
     quantize_int8,
-    quantize_matrix,
 )
 from qsync_opt.numerics import is_eight_bit, number_format
 
@@ -101,7 +98,7 @@ def eight_bit(precision: str, options: KernelOptions) -> tuple[str, KernelOption
     return form.operands, options
 
 
-def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor | Quantized | QuantizedMatrix:
+def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor | Quantized | Operand:
     """Cast a value on the edge to an operator that computes in ``target``.
 
     Args:
@@ -122,7 +119,7 @@ def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor
     if target != operands:
         rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
         codes = PRECISIONS[operands][0].dtype
-        return quantize_matrix(rows, codes, options.activation_granularity, transposed=True, **drawing(options, 0))
+        return quantize_operand(rows, codes, options.activation_granularity, options, True)
     if target == "INT8":
         return quantize_int8(x, (x.dim() - 1,) if options.activation_granularity == "row" else None, options)
     return quantize_fp8(x, None, options)

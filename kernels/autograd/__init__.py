@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from qsync_opt.kernels.autograd.derivatives import EIGHT_BITS, differentiated_once
     from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
     from qsync_opt.kernels.autograd.float_modes import fp32_mode
-    from qsync_opt.kernels.autograd.products import linear, product, product_slices
+    from qsync_opt.kernels.autograd.products import Operand, linear, product, product_slices, quantize_operand
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "EIGHT_BITS", "convolution", "convolution_slices", "differentiated_once", "feed_forward", "feed_forward_block",
-    "float_modes", "fp32_mode", "half_values", "linear", "product", "product_slices", "scaled_convolution",
+    "EIGHT_BITS", "Operand", "convolution", "convolution_slices", "differentiated_once", "feed_forward", "feed_forward_block",
+    "float_modes", "fp32_mode", "half_values", "linear", "product", "product_slices", "quantize_operand", "scaled_convolution",
 ]  # fmt: skip
