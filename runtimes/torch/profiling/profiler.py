@@ -190,7 +190,7 @@ def measure_uniform(
                 continue
             choices = uniform_choices(graph, profile, precision)
             plan = {operator.name: choices[operator.name] for operator in graph.by_role(Role.ADJUSTABLE)}
-            with under_plan(example.model, plan, graph, options):
+            with under_plan(example.model, plan, graph, options, chunked_loss=False):
                 measured[precision] = MeasuredPasses(**time_passes(example, repeats))
     return measured
 

@@ -361,7 +361,7 @@ def _applied(
 
     A plan of FP32 alone may rest. For its costs within other plans, the block sets ``may_rest`` to None.
     """
-    with under_plan(model, dict(plan), graph, kernels):
+    with under_plan(model, dict(plan), graph, kernels, chunked_loss=False):
         interception = interception_of(bare_model(model))
         assert interception is not None
         yield interception
