@@ -7,6 +7,8 @@ for new noise in every step.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,8 +94,13 @@ def linear_cross_entropy(
 class LinearCrossEntropy(nn.Linear):
     """The last layer of a classifier with its loss: `linear_cross_entropy` of its parameters.
 
-    Parameters and ``state_dict`` are those of ``nn.Linear(features, classes)``; `logits` gives what that would.
+    Parameters and ``state_dict`` are those of ``nn.Linear(features, classes)``; `logits` gives what that would. To
+    whoever exports or intercepts a model's operators the module is a linear layer and a cross-entropy; a plan that is
+    applied gives the layer's precision, and computes the loss in chunks.
     """
+
+    choice: Callable[[], tuple[str | None, KernelOptions | None]] | bool | None = None
+    """Under a plan: what returns precision and options of the products, or False: not in chunks."""
 
     def __init__(
         self,
@@ -116,7 +123,19 @@ class LinearCrossEntropy(nn.Linear):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         """The loss of (.., features) and targets (..)."""
-        return linear_cross_entropy(x, self.weight, target, self.bias, **self.loss_options)
+        choice, options = self.choice, dict(self.loss_options)
+        watched = not torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0
+        if choice is False or (choice is None and (watched or torch.compiler.is_exporting())):
+            if options.pop("shift"):
+                target = F.pad(target, (0, 1), value=options["ignore_index"])[..., 1:]
+            return F.cross_entropy(self.logits(x).flatten(0, -2), target.flatten(), **options)
+        if not callable(choice):
+            return linear_cross_entropy(x, self.weight, target, self.bias, **options)
+        precision, kernels = choice()
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunction():
+            return linear_cross_entropy(
+                x, self.weight, target, self.bias, precision=precision, options=kernels, **options
+            )
 
     def logits(self, x: Tensor) -> Tensor:
         """(.., classes) of (.., features)."""

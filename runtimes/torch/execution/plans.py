@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError, NotReadyError, QSyncError, UnsupportedError
-from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
+from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, layers, ops
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import signed
 from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
@@ -100,8 +100,9 @@ class ApplyOptions:
             `JobPlan` sets it.
         compiled: Compile the model in place (``model.compile()``), which the first passes do; with ``captured`` what is
             captured is compiled, and other passes run as they are. A `JobPlan` sets it.
-        chunked_loss: Where the model is one of Hugging Face's for causal language modelling, compute its loss without
-            the logits of all tokens at once: a training pass with labels then returns no logits.
+        chunked_loss: Compute the loss of `LinearCrossEntropy`, and of Hugging Face's models for causal language
+            modelling, without the logits of all tokens at once: these models' training passes with labels then return
+            no logits.
         outputs: ``"FP32"``: 16-bit outputs of the model, or of a module of it that the script calls by itself, are cast
             to FP32, so that losses and metrics outside the model compute as before; unless the model returns its own
             loss. ``"plan"``: outputs keep the format of the last operators.
@@ -187,6 +188,11 @@ class AppliedPlan:
             ChunkedLoss(head, functools.partial(self._choice_of, operator_name(head.layer_path, "linear", 0)))
             for head in heads
         ]
+        self._loss_layers = [module for module in model.modules() if isinstance(module, layers.LinearCrossEntropy)]
+        for path, module in model.named_modules():
+            if isinstance(module, layers.LinearCrossEntropy):
+                choose = functools.partial(self._choice_of, operator_name(path, "linear", 0))
+                module.choice = choose if options.chunked_loss else False
         try:
             self.interception = Interception(model, self, lifted_kinds)
         except QSyncError:
@@ -366,6 +372,8 @@ class AppliedPlan:
     def _give_losses_back(self) -> None:
         for chunked in self._chunked:
             chunked.remove()
+        for layer in self._loss_layers:
+            layer.choice = None
 
     def _begin_pass(self) -> None:
         if not torch.compiler.is_compiling():

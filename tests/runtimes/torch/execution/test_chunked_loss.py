@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from qsync_opt.kernels import layers
+from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.execution.chunked_loss import loss_heads
 
@@ -158,6 +160,40 @@ def test_compiled_passes_give_the_same():
     assert output.logits is None
     output.loss.backward()
     undo(model)
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(32, 64), layers.LinearCrossEntropy(64, CLASSES, label_smoothing=0.1)
+
+    def forward(self, x, target):
+        return self.head(self.body(x), target)
+
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16", "INT8", "INT8-BWD8"])
+def test_a_loss_layer_follows_the_plan(precision):
+    model = Classifier()
+    x, target = torch.randn(40, 32), torch.randint(CLASSES, (40,))
+    exact = nn.functional.cross_entropy(model.head.logits(model.body(x)), target, label_smoothing=0.1)
+    torch.testing.assert_close(model(x, target), exact)
+    plan, losses = {"body/linear": "FP32", "head/linear": precision}, []
+    for chunked in (True, False):
+        apply(model, plan, options=ApplyOptions(chunked_loss=chunked))
+        losses = [model(x, target) for _ in range(2)]
+        assert all(abs(loss.item() - exact.item()) < 0.02 * exact.item() for loss in losses)
+        assert (losses[0] == losses[1]).item() is not precision.startswith("INT8")
+        losses[-1].backward()
+        undo(model)
+    assert model.head.choice is None
+
+
+def test_a_loss_layer_is_captured_as_a_linear_layer_and_a_loss():
+    model = Classifier()
+    graph = capture(model, (torch.randn(40, 32), torch.randint(CLASSES, (40,))))
+    names = [operator.name for operator in graph]
+    assert "head/linear" in names and "head/cross_entropy_loss" in names
 
 
 def test_models_that_change_their_logits_are_left_alone():
