@@ -32,7 +32,7 @@ from qsync_opt.costs import DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_fields, check_integer, decode, encode
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.numerics import closest_precision, number_format
+from qsync_opt.numerics import closest_precision, is_eight_bit, number_format
 from qsync_opt.training.buckets import gradient_users
 from qsync_opt.training.evaluation import BYTES_PER_KIB, DeviceEvaluation, cast_buffers_kib
 from qsync_opt.training.pricing import problem_inputs, problem_role
@@ -253,7 +253,7 @@ def _cast_away_bytes(
 
 def _own_bytes(graph: OpGraph, name: str, precision: str, cost: MeasuredCost, outputs: Mapping[str, set[str]]) -> int:
     """Saved bytes that are the operator's own, less the copies of inputs that are charged as cast buffers."""
-    if number_format(precision).bits != 8:
+    if not is_eight_bit(precision):
         return cost.saved_bytes
     always_cast = [source for source in graph[name].inputs if precision not in outputs[source]]
     buffers = sum(graph[source].output_elements * number_format(precision).num_bytes for source in always_cast)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
         time_cast,
         time_gradient_sum,
     )
-    from qsync_opt.runtimes.torch.profiling.profiler import option_values, profile, selected_formats
+    from qsync_opt.runtimes.torch.profiling.profiler import operator_menu, option_values, profile, selected_formats
     from qsync_opt.runtimes.torch.profiling.trial import try_plan
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "DTYPES", "OperatorBench", "like", "option_values", "profile", "selected_formats", "time_cast",
+    "DTYPES", "OperatorBench", "like", "operator_menu", "option_values", "profile", "selected_formats", "time_cast",
     "time_gradient_sum", "try_plan",
 ]  # fmt: skip

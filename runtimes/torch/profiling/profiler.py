@@ -31,7 +31,7 @@ from qsync_opt.errors import ModelError, ProblemError, UnsupportedError, first_l
 from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, check_number, decode, encode, reporting
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
-from qsync_opt.numerics import PrecisionFormats, number_format
+from qsync_opt.numerics import PrecisionFormats, formats_for, is_eight_bit
 from qsync_opt.runtimes.timing import Rounds, cast_pairs, edge_sizes
 from qsync_opt.runtimes.torch.capture import CapturedModel, RecordedCall
 from qsync_opt.runtimes.torch.execution import device_formats, under_plan
@@ -90,6 +90,7 @@ class ProfileRun:
     calls: Mapping[str, RecordedCall]
     device: torch.device
     formats: Mapping[str, PrecisionFormats]
+    menu: Mapping[str, Sequence[str]]
     options: KernelOptions
     stopwatch: Stopwatch
     repeats: int
@@ -238,7 +239,7 @@ class ProfileRun:
         """Measured cost, less the quantization of inputs inside an 8-bit operator, which is a cost of the edges."""
         key = _operator_key(operator, precision)
         cost = decode(MeasuredCost, self.results[key], f"measured {key}")
-        if operator.role is not Role.ADJUSTABLE or number_format(precision).bits > 8:
+        if operator.role is not Role.ADJUSTABLE or not is_eight_bit(precision):
             return cost
         fit = casts[f"{self.formats[precision].output}>{precision}"]
         inside_ns = sum(fit.ns(self.graph[source].output_elements) for source in operator.inputs)
@@ -254,7 +255,7 @@ class ProfileRun:
             return ["FP32"]
         if role is Role.DEPENDENT:
             return list(self._sum_formats())
-        return [name for name in self.formats if ops.supports(operator.op_type, name, self.device)]
+        return list(self.menu[operator.name])
 
     def _sum_formats(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(borders.output for borders in self.formats.values()))
@@ -297,7 +298,7 @@ def measure_uniform(
             rounds = Rounds(deadline=now + (deadline - now) / (len(finest_first) - done))
             choices = uniform_choices(graph, profile, precision)
             plan = {operator.name: choices[operator.name] for operator in graph.by_role(Role.ADJUSTABLE)}
-            applied = under_plan(example.model, plan, graph, options)
+            applied = under_plan(example.model, plan, graph, options, chunked_loss=False)
             with applied if len(profile.formats) > 1 else contextlib.nullcontext():
                 measured[precision] = MeasuredPasses(**time_passes(example, repeats, rounds))
             slowest_s = max(slowest_s, rounds.run_s)
@@ -333,7 +334,8 @@ def profile(
     Args:
         captured: The model, by `capture`.
         device: ``cpu`` or a CUDA device. Set the number of threads before (`torch.set_num_threads`).
-        precisions: Those that plans may use; None: all of the device. FP32 is always among them.
+        precisions: Those that plans may use; None: those of the default menu (`operator_menu`). FP32 is always among
+            them.
         options: Of the 8-bit kernels, as in training.
         optimizer: Its step is timed, on a copy, over the model's parameters. None: AdamW.
         example: The model with a batch, to run whole iterations in each precision and fit the overhead of an iteration
@@ -391,6 +393,7 @@ def profile(
         calls=captured.calls,
         device=device,
         formats=formats,
+        menu=operator_menu(captured.graph, device, formats, everything=precisions is not None),
         options=options,
         stopwatch=make_stopwatch(device),
         repeats=repeats,
@@ -479,17 +482,32 @@ def _operations_per_byte(device: torch.device) -> float:
 
 
 def selected_formats(device: torch.device, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:
-    """Formats to profile: the given precisions (None: all of the device), FP32, and output formats of 8-bit operators.
+    """Formats to profile: the given precisions (None: the default ones), FP32, and output formats of 8-bit operators.
 
     Raises:
         UnsupportedError: The device lacks a precision.
     """
-    available = device_formats(device)
     if precisions is None:
-        return available
+        return device_formats(device)
+    available = formats_for(backend.device_precisions(device), backend.half_format(device))
     for precision in precisions:
         if precision not in available:
             raise UnsupportedError(f"{device} cannot run in {precision!r}: allowed are {', '.join(available)}")
     needed = {*precisions, "FP32"}
     needed |= {available[precision].output for precision in needed}
     return {precision: borders for precision, borders in available.items() if precision in needed}
+
+
+def operator_menu(
+    graph: OpGraph, device: torch.device, formats: Collection[str], *, everything: bool
+) -> dict[str, tuple[str, ...]]:
+    """Precisions of every adjustable operator among ``formats``, coarsest first.
+
+    ``everything``: all that it can run in, for precisions that somebody asked for by name; else those of the default
+    menu, which leaves out what was slower wherever it was measured (`ops.default_precisions_of`).
+    """
+    of_kind = ops.precisions_of if everything else ops.default_precisions_of
+    return {
+        operator.name: tuple(name for name in of_kind(operator.op_type, device) if name in formats)
+        for operator in graph.by_role(Role.ADJUSTABLE)
+    }

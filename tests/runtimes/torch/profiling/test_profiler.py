@@ -256,7 +256,7 @@ def test_fewer_precisions(cnn: CapturedModel) -> None:
 
 
 def test_bad_arguments_are_named(cnn: CapturedModel, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="cpu cannot run in 'FP8': allowed are INT8, BF16, FP32"):
+    with pytest.raises(UnsupportedError, match="cpu cannot run in 'FP8': allowed are INT8-BWD8, INT8, BF16, FP32"):
         profile(cnn, "cpu", precisions=("FP8",), progress=False)
     with pytest.raises(ModelError, match="captured is a OpGraph, but the calls of all operators are needed"):
         profile(cnn.graph, "cpu", progress=False)  # type: ignore[arg-type]
