@@ -104,7 +104,7 @@ MODEL_CASES: tuple[Case, ...] = (
         run=lambda: uniform_plan(diamond().problem, "int8"),
         call='uniform_plan(problem, "int8")',
         value="'int8'",
-        allowed="has INT8-BWD8, INT8, FP16, FP32",
+        allowed="has INT8, FP16, FP32",
         advice="did you mean 'INT8'?",
     ),
     Case(
