@@ -165,6 +165,4 @@ class TracedFunctionMode(FunctionMode):
         for method, op_type in self.methods:
             if func is method:
                 return self._interception.call(op_type, func, args, kwargs or {})
-        if func is torch.Tensor.unflatten:  # a Python method that calls super(), which cannot be traced from here
-            func = torch._C.TensorBase.unflatten
         return super().__torch_function__(func, types, args, kwargs)
