@@ -194,7 +194,9 @@ class AppliedPlan:
                 choose = functools.partial(self._choice_of, operator_name(path, "linear", 0))
                 module.choice = choose if options.chunked_loss else False
         try:
-            self.interception = Interception(model, self, lifted_kinds)
+            # What torch's settings carry out changes nothing per operator.
+            passes_only = options.autocast in TORCH_MODES and not options.captured
+            self.interception = Interception(model, self, lifted_kinds, passes_only=passes_only)
         except QSyncError:
             self._give_losses_back()
             raise

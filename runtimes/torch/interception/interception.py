@@ -127,8 +127,13 @@ class Interception:
             weights before any operator runs.
     """
 
-    def __init__(self, model: nn.Module, handler: Handler, kinds: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, handler: Handler, kinds: tuple[str, ...] = (), *, passes_only: bool = False
+    ) -> None:
         """Begin to intercept the operators of ``model``, those of further ``kinds`` (ATen names) too.
+
+        ``passes_only``: of passes that all rest (``at_rest``) only those of the model itself are seen, and no other
+        module is touched, except while the operators are `observed`.
 
         Raises:
             NotReadyError: The model is being intercepted already.
@@ -170,9 +175,8 @@ class Interception:
                     "statistics are being collected): undo that first"
                 )
             check_not_scripted(path, module)
-        self._modules = modules
-        for path, module in modules:
-            module.forward = forward_of(self, path, module)
+        self._modules, self._others = (modules[:1], modules[1:]) if passes_only else (modules, [])
+        self._shadow(self._modules)
 
     def outermost(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
@@ -329,9 +333,11 @@ class Interception:
         self._listen({**function_names(kinds), **names})
         self.handler = lambda call: handle(call, call.op_type in handled)
         self.may_rest = self.prepare = self.graphs = self.at_rest = None
+        self._shadow(self._others)
         try:
             yield
         finally:
+            self._unshadow(self._others)
             self._listen(names)
             self.handler, self.may_rest, self.prepare, self.graphs, self.at_rest = before
 
@@ -339,6 +345,16 @@ class Interception:
         self.function_names = names
         for mode in (self._mode, self._traced_mode):
             mode.listen(names)
+
+    def _shadow(self, modules: list[tuple[str, nn.Module]]) -> None:
+        for path, module in modules:
+            module.forward = forward_of(self, path, module)
+
+    def _unshadow(self, modules: list[tuple[str, nn.Module]]) -> None:
+        for _, module in modules:
+            shadowed = module.__dict__.pop("forward").shadowed
+            if shadowed is not None:
+                module.__dict__["forward"] = shadowed
 
     def remove(self) -> None:
         """Give every module its own ``forward`` back; the model is as it was.
@@ -353,10 +369,7 @@ class Interception:
                 raise NotReadyError(
                     f"forward of module {path or 'the root'!r} was replaced since: take that back first"
                 )
-        for _, module in self._modules:
-            shadowed = module.__dict__.pop("forward").shadowed
-            if shadowed is not None:
-                module.__dict__["forward"] = shadowed
+        self._unshadow(self._modules)
         self._modules.clear()
         self.graphs = None
 

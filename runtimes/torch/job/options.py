@@ -27,7 +27,8 @@ class PlanningOptions:
         solver: As in `solve`.
         slack: How much longer than the fastest plan's an iteration may take (0.1: 10 %).
         least_gain: Least share of FP32's iteration time that a plan must save to be worth applying.
-        precisions: Allowed on this rank's device; None: all that it has.
+        precisions: Allowed on this rank's device, wherever an operator can run in them; None: those that are worth
+            planning by default (`ops.default_precisions_of`).
         memory: Limit of this rank's device, such as ``"12 GiB"`` or bytes; None: what is free.
         device_type: Name of this rank's device type, where that of the hardware does not distinguish it from others.
         cache_dir: Folder of measurements; None: ``QSYNC_CACHE``, else beside this package's other caches.

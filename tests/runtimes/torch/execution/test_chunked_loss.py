@@ -6,8 +6,7 @@ from torch import nn
 
 from qsync_opt.kernels import layers
 from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.execution.chunked_loss import loss_heads
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, loss_heads, undo
 
 transformers = pytest.importorskip("transformers")
 
