@@ -163,3 +163,15 @@ def test_a_signal_of_another_size_is_not_believed() -> None:
     assert (
         Propagation(chain, model(linear("a", output=1.0, gradient=1.0), signals=signals)).output_effect("a") == Effect()
     )
+
+
+def test_each_kind_of_noise_has_its_own_effect() -> None:
+    effect = Effect(independent=2.0, shared=3.0, kink=5.0)
+    assert effect.variance(Noise(independent=0.75), 3.0) == pytest.approx(2.0 * 0.25 + 5.0 * 0.5)
+    assert effect.variance(Noise(shared=0.75), 3.0) == pytest.approx(3.0 * 0.25 + 5.0 * 0.5)
+    assert effect.variance(Noise(independent=0.25, shared=0.5), 3.0) == pytest.approx(
+        2.0 * 0.25 / 3 + 3.0 * 0.5 / 3 + 5.0 * 0.5
+    )
+    assert effect.variance(Noise(independent=1.0, shared=1.0), 0.0) == 0.0
+    assert effect.weighted(0.25) == Effect(independent=0.5, shared=0.75, kink=2.5)
+    assert effect + Effect(independent=1.0, shared=10.0, kink=100.0) == Effect(independent=3.0, shared=13.0, kink=105.0)

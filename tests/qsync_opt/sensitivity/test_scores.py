@@ -117,6 +117,22 @@ def test_parts_add_up() -> None:
     assert first.backward == 0  # nothing stands between it and the input
 
 
+def test_independent_noise_adds_up_by_rows_and_shared_noise_as_the_signal_does() -> None:
+    """What the propagated form is made of: energies of gradients, by hand, and variances of the rounding."""
+    chain = graph(node("a/linear", "linear"), node("b/linear", "linear", "a/linear"))
+    table = sensitivities(chain, statistics(measured("a/linear"), measured("b/linear")), CPU, kind="propagated")
+    # Of one weight gradient: sum over rows of |x|^2 |g|^2, and its own squared norm. Signals have the energy 128.
+    incoherent, norm, energy = 8 * 16 * 16, 256, 128
+    noise = table.details["a/linear"]["INT8"].variances.output
+    assert noise.shared > 0 and noise.independent > 0 and noise.shared != pytest.approx(noise.independent)
+    forward = (incoherent * noise.independent + norm * noise.shared) / energy
+    assert table.details["a/linear"]["INT8"].forward == pytest.approx(forward)
+    noise = table.details["b/linear"]["INT8"].variances.first_gradient
+    assert noise is not None and noise.shared > 0 and noise.independent > 0
+    backward = (incoherent * noise.independent + norm * noise.shared) / energy
+    assert table.details["b/linear"]["INT8"].backward == pytest.approx(backward)
+
+
 def test_order_of_the_statistics_does_not_matter() -> None:
     shuffled = statistics(*reversed(MEASURED.operators))
     for kind in (IndicatorKind.PROPAGATED, IndicatorKind.DEPTH):
