@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from mutants_changes import Change, changes_of  # noqa: E402
-from mutants_running import ROOT, Chosen, Copy, coverage_map  # noqa: E402
+from mutants_running import ROOT, Chosen, Copy, coverage_map, idle_asserts  # noqa: E402
 
+WORK = Path(tempfile.gettempdir()) / f"qsync-mutants-{os.getuid()}"
 ASKED = 0.95
 MODULES = {
     "sensitivities": ("qsync_opt/sensitivity/*.py",),
@@ -183,33 +185,32 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=240)
     parser.add_argument("--again", action="store_true", help="only what was not caught in the results file")
-    parser.add_argument(
-        "--map", type=Path, default=ROOT / ".pytest_cache" / "mutants-map.json", help="where the map is kept"
-    )
+    parser.add_argument("--work", type=Path, default=WORK, help="folder of the copy; one run at a time")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "mutants.json")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a test run ends with this one
     before = json.loads(arguments.output.read_text()) if arguments.again else None
     seed, count = (before["seed"], before["count"]) if before else (arguments.seed, arguments.count)
     chosen, sources, total = sample(seed, count)
     print(f"seed {seed}: {len(chosen)} of {total} changes in {len(sources)} modules", flush=True)
     equivalent = json.loads((HERE / "mutants_equivalent.json").read_text())
     known = {record["change"]: record for record in before["records"]} if before else {}
-    arguments.map.parent.mkdir(parents=True, exist_ok=True)
     records = []
-    with tempfile.TemporaryDirectory(prefix="qsync-mutants-") as folder:
-        copy = Copy(Path(folder))
-        tests = coverage_map(copy, sorted(sources), TESTS, arguments.map)
-        for number, change in enumerate(chosen, 1):
-            begin = time.monotonic()
-            record = known.get(change.name)
-            if change.name in equivalent:
-                record = record_of(change, sources[change.file], "equivalent", "", 0.0)
-                record["reason"] = equivalent[change.name]
-            elif record is None or record["outcome"] not in ("caught", "timed out"):
-                outcome, by = attempt(change, copy, tests)
-                record = record_of(change, sources[change.file], outcome, by, time.monotonic() - begin)
-                print(f"{number}: {outcome} {change.file}:{change.line} {change.name} {by}", flush=True)
-            records.append(record)
+    copy = Copy(arguments.work)
+    tests = coverage_map(copy, sorted(sources), TESTS)
+    idle = idle_asserts(copy, tests)
+    print(f"asserts that no test reaches: {', '.join(idle) or 'none'}", flush=True)
+    for number, change in enumerate(chosen, 1):
+        begin = time.monotonic()
+        record = known.get(change.name)
+        if change.name in equivalent:
+            record = record_of(change, sources[change.file], "equivalent", "", 0.0)
+            record["reason"] = equivalent[change.name]
+        elif record is None or record["outcome"] not in ("caught", "timed out"):
+            outcome, by = attempt(change, copy, tests)
+            record = record_of(change, sources[change.file], outcome, by, time.monotonic() - begin)
+            print(f"{number}: {outcome} {change.file}:{change.line} {change.name} {by}", flush=True)
+        records.append(record)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
     )
@@ -224,6 +225,7 @@ def main() -> None:
         "count": count,
         "changes": total,
         "asked": asked(records),
+        "idle_asserts": idle,
         "records": records,
     }
     arguments.output.write_text(json.dumps(data, indent=1) + "\n")

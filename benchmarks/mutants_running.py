@@ -5,6 +5,7 @@ Every run is a fork of this process, which has loaded the heavy packages and not
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib
@@ -28,20 +29,28 @@ _MOST_MEMORY_BYTES = 6 << 30
 
 
 class Copy:
-    """A copy of the tracked files in a folder of its own, and test runs in it."""
+    """A copy of the tracked files in a folder of its own, and test runs in it.
+
+    The folder is kept from run to run, with what numba has compiled there.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "tree"
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-        for name in listed.decode().split("\0"):
-            if name and (ROOT / name).exists():
-                target = self.folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, target, follow_symlinks=False)
+        names = [name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
+        for name in names:
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+        for path in [*self.folder.rglob("*.py")]:
+            if path.relative_to(self.folder).as_posix() not in names:
+                path.unlink()
+        for room in ("formulations", "runtimes", "kernels"):
+            _link(self.folder / "qsync_opt" / room, Path("..", room))
         # A folder of its own on the path: the root itself would offer kernels/ as a package.
-        (folder / "path").mkdir()
-        (folder / "path" / "qsync_opt").symlink_to(self.folder / "qsync_opt")
-        (folder / "tmp").mkdir()
+        for name in ("path", "tmp"):
+            (folder / name).mkdir(exist_ok=True)
+        _link(folder / "path" / "qsync_opt", self.folder / "qsync_opt")
         self._settings = {
             "PYTHONPATH": str(folder / "path"),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -114,6 +123,11 @@ class Copy:
         resource.setrlimit(resource.RLIMIT_AS, (used + _MOST_MEMORY_BYTES,) * 2)
 
 
+def _link(place: Path, target: Path) -> None:
+    place.unlink(missing_ok=True)
+    place.symlink_to(target)
+
+
 def _pytest(arguments: list[str], plugin: object) -> int:
     import pytest
 
@@ -131,7 +145,7 @@ class Recorder:
         """Begin."""
         import coverage
 
-        include = [str(self._folder / name) for name in self._modules]
+        include = [str(self._folder / name) for name in self._modules] + [str(self._folder / "tests" / "*")]
         self._coverage = coverage.Coverage(data_file=None, include=include, config_file=False)
         self._coverage.start()
 
@@ -177,20 +191,21 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def coverage_map(copy: Copy, modules: list[str], folders: list[str], kept: Path) -> dict[str, Any]:
+def coverage_map(copy: Copy, modules: list[str], folders: list[str]) -> dict[str, Any]:
     """Tests by their id with seconds and the lines of modules that they run.
 
-    Kept in a file; test files that have changed since are run again, all of them where a module has.
+    Kept beside the copy; test files that have changed since are run again, all of them where a module has.
     """
     sources = {name: _digest(copy.folder / name) for name in modules}
+    kept = copy.folder.parent / "map.json"
     known = json.loads(kept.read_text()) if kept.exists() else {"sources": {}, "files": {}}
     if known["sources"] != sources:
         known = {"sources": sources, "files": {}}
-    files = sorted(
+    files = [
         path.relative_to(copy.folder).as_posix()
         for folder in folders
-        for path in (copy.folder / folder).rglob("test_*.py")
-    )
+        for path in sorted((copy.folder / folder).rglob("test_*.py"))
+    ]
     for file in files:
         digest = _digest(copy.folder / file)
         if known["files"].get(file, {}).get("digest") == digest:
@@ -205,3 +220,18 @@ def coverage_map(copy: Copy, modules: list[str], folders: list[str], kept: Path)
         kept.write_text(json.dumps(known))
         print(f"map: {file}, {len(tests)} tests, {sum(test['seconds'] for test in tests.values()):.1f} s", flush=True)
     return {test: found for file in files for test, found in known["files"][file]["tests"].items()}
+
+
+def idle_asserts(copy: Copy, tests: dict[str, Any]) -> list[str]:
+    """Places of asserts in the mapped test files that no test reached: they cannot fail."""
+    reached: dict[str, set[int]] = {}
+    for test, found in tests.items():
+        reached.setdefault(test.partition("::")[0], set())
+        for file, lines in found["lines"].items():
+            reached.setdefault(file, set()).update(lines)
+    places = []
+    for file, lines in sorted(reached.items()):
+        if file.startswith("tests/"):
+            nodes = [n for n in ast.walk(ast.parse((copy.folder / file).read_text())) if isinstance(n, ast.Assert)]
+            places += [f"{file}:{n.lineno}" for n in nodes if not lines & set(range(n.lineno, (n.end_lineno or 0) + 1))]
+    return places
