@@ -227,8 +227,8 @@ def _rounding(precision):
 
     Of floating formats with mantissas spread evenly on a logarithmic scale: the step is ``eps`` times a power of two,
     its mean square over that of a value 3 / (8 log 2), and an error within a step has the variance 1/12 of its square
-    to nearest and 1/6 stochastically; tensor cores may also cut TF32 off, where the mean square is 1/3. Codes of INT8 are
-    1/127 of the largest magnitude apart, here of normal numbers, at most five standard deviations.
+    to nearest and 1/6 stochastically; tensor cores may also cut TF32 off, where the mean square is 1/3. Codes of INT8
+    are 1/127 of the largest magnitude apart, here of normal numbers, at most five standard deviations.
     """
     if precision == "INT8":
         return 5 / 127 / 6**0.5
