@@ -59,7 +59,6 @@ MODULES = {
         "formulations/assignment/dual.py",
         "formulations/gradients/joint.py",
         "formulations/messages/threshold.py",
-        "formulations/training/fold.py",
     ),
     "quantizers": (
         "qsync_opt/numerics/formats.py",
@@ -76,8 +75,7 @@ MODULES = {
 TESTS = [
     *(f"tests/qsync_opt/{name}" for name in ("sensitivity", "training", "steps", "costs", "numerics", "gradients")),
     *(f"tests/kernels/{name}" for name in ("quantize", "gradients", "messages", "weight_only")),
-    *(f"tests/formulations/{name}" for name in ("training", "assignment", "gradients", "messages")),
-    "tests/property",
+    *(f"tests/formulations/{name}" for name in ("gradients", "messages", "assignment/test_parts.py")),
 ]
 NEAREST_S, FURTHER_S = 20.0, 60.0
 """Recorded seconds of tests that a mutant must survive: first the nearest, then others that run the line."""
@@ -108,7 +106,13 @@ def tests_of(change: Change, tests: dict[str, Any]) -> tuple[list[str], list[str
         near = Path(change.file).stem in path.stem
         return not near, path.parent.name != folder, tests[test]["seconds"]
 
-    covering = sorted((test for test in tests if lines & set(tests[test]["lines"].get(change.file, ()))), key=order)
+    # What runs at import matters to every test of the module.
+    covering = [
+        test
+        for test in tests
+        if (ran := tests[test]["lines"].get(change.file)) and (change.at_import or lines & set(ran))
+    ]
+    covering.sort(key=order)
     stages: tuple[list[str], list[str]] = ([], [])
     spent = 0.0
     for test in covering:

@@ -53,6 +53,7 @@ class Change:
     old: str
     new: str
     text: str
+    at_import: bool
 
     @property
     def name(self) -> str:
@@ -69,12 +70,19 @@ class Change:
 
 def changes_of(file: str, source: str) -> list[Change]:
     """Every change of a module, in the order of the text."""
-    changes, lines = [], source.splitlines()
-    for node, kind, text in _visit(ast.parse(source)):
+    changes, lines, tree = [], source.splitlines(), ast.parse(source)
+    inside = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.Lambda))
+        for part in (node.body if isinstance(node.body, list) else [node.body])
+        for line in range(part.lineno, (part.end_lineno or 0) + 1)
+    }
+    for node, kind, text in _visit(tree):
         old = ast.get_source_segment(source, node)
         assert old is not None
         place = (node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0)
-        change = Change(file, kind, *place, old, text, lines[node.lineno - 1].strip())
+        change = Change(file, kind, *place, old, text, lines[node.lineno - 1].strip(), node.lineno not in inside)
         if text.strip("()") != old.strip("()"):
             changes.append(change)
     return sorted(set(changes), key=lambda change: (change.line, change.column, change.kind, change.new))

@@ -204,7 +204,9 @@ def coverage_map(copy: Copy, modules: list[str], folders: list[str]) -> dict[str
     files = [
         path.relative_to(copy.folder).as_posix()
         for folder in folders
-        for path in sorted((copy.folder / folder).rglob("test_*.py"))
+        for path in (
+            [copy.folder / folder] if folder.endswith(".py") else sorted((copy.folder / folder).rglob("test_*.py"))
+        )
     ]
     for file in files:
         digest = _digest(copy.folder / file)
