@@ -154,6 +154,20 @@ def test_batched_second_operand_is_scaled_as_an_activation() -> None:
     assert variances(operator, "INT8", FULL, rows).output.total < tensorwise.output.total / 2
 
 
+def test_groups_of_a_convolution_are_no_batch_of_products() -> None:
+    """Its weight has scales per output channel, whatever the number of groups; a batch's second operand has one."""
+    sizes = (ProductSizes(products=4, rows=N, contraction=K, columns=M // 4),)
+    convolution, batch = (replace(linear(), op_type=kind, products=sizes) for kind in ("conv2d", "bmm"))
+    fine, coarse = NoiseOptions(weight_granularity=Granularity.CHANNEL), PER_TENSOR
+    shared = {
+        (kind.op_type, options.weight_granularity): variances(kind, "INT8", FULL, options).output.shared
+        for kind in (convolution, batch)
+        for options in (fine, coarse)
+    }
+    assert shared["conv2d", "channel"] == pytest.approx(shared["conv2d", "tensor"] / 4)
+    assert shared["bmm", "channel"] == shared["bmm", "tensor"] == pytest.approx(shared["conv2d", "tensor"])
+
+
 def test_tf32_rounds_what_is_multiplied_and_nothing_else() -> None:
     found = variances(linear(), "TF32", FULL)
     v = 4.0**-10 / 28
