@@ -97,6 +97,21 @@ def test_what_is_kept_for_backward_follows_the_kind():
     assert (view["FP32"].alias_input, view["FP32"].forward_ns) == (0, 0)
 
 
+def test_masks_are_kept_as_bytes_and_places_of_maxima_as_indices():
+    graph = linear_graph(rows=8, width=16)
+
+    def kept(op_type):
+        operators = [replace(operator, op_type=op_type) if operator.name == "relu" else operator for operator in graph]
+        cost = roofline_profile(replace(graph, operators=tuple(operators)), SHEET).cost("relu")["FP32"]
+        return cost.saved_bytes, cost.saves_inputs, cost.saves_output
+
+    assert kept("dropout") == (8 * 16, (), False)
+    assert kept("max_pool2d") == (8 * 8 * 16, (0,), False)
+    assert kept("gelu") == (0, (0,), False)
+    assert kept("tanh") == (0, (), True)
+    assert kept("add") == (0, (), False)
+
+
 def test_casts_move_their_bytes():
     profile = roofline_profile(linear_graph(), SHEET, assumptions=IDEAL)
     assert profile.casts["FP32>FP16"].ns_per_mi_elements == round(1e-3 * 6 * MI_ELEMENTS)
