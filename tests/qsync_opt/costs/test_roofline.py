@@ -87,6 +87,47 @@ def test_efficiency_and_constants_are_added():
     assert found.host_forward_ns == 11
 
 
+def kernels(graph, name="fc"):
+    """Kernels of the forward and of the backward pass of an operator, by precision."""
+    plain, dear = (roofline_profile(graph, SHEET, assumptions=replace(IDEAL, kernel_ns=ns)).cost(name) for ns in (0, 7))
+    return {
+        precision: (
+            (dear[precision].forward_ns - plain[precision].forward_ns) / 7,
+            (dear[precision].backward_ns - plain[precision].backward_ns) / 7,
+        )
+        for precision in plain
+    }
+
+
+def test_kernels_are_counted_products_casts_of_weights_and_quantization():
+    graph = linear_graph()
+    # The input of the model needs no gradient; a gradient of a weight that was cast is cast back.
+    assert kernels(graph) == {"FP32": (1, 1), "FP16": (2, 2), "INT8": (4, 2)}
+    bare = [replace(operator, parameters=()) if operator.name == "fc" else operator for operator in graph]
+    assert kernels(replace(graph, operators=tuple(bare), parameters=())) == {
+        "FP32": (1, 0),
+        "FP16": (1, 0),
+        "INT8": (3, 0),
+    }
+    assert kernels(graph, "relu") == {"FP16": (1, 1), "FP32": (1, 1)}
+    assert kernels(graph, "view") == {"FP16": (0, 0), "FP32": (0, 0)}
+
+
+def test_other_operators_move_their_tensors_and_backward_what_they_kept():
+    graph = linear_graph(rows=1000, width=1000)
+
+    def times(op_type, precision):
+        operators = [replace(operator, op_type=op_type) if operator.name == "relu" else operator for operator in graph]
+        profile = roofline_profile(replace(graph, operators=tuple(operators)), SHEET, assumptions=IDEAL)
+        cost = profile.cost("relu")[precision]
+        return cost.forward_ns, cost.backward_ns
+
+    # A million elements at 1000 bytes a nanosecond: input and output; backward the gradients and, if kept, one more.
+    for width, precision in ((4, "FP32"), (2, "FP16")):
+        assert times("relu", precision) == (2000 * width, 3000 * width)
+        assert times("add", precision) == (2000 * width, 2000 * width)
+
+
 def test_what_is_kept_for_backward_follows_the_kind():
     profile = roofline_profile(linear_graph(), SHEET)
     fc, relu, view = (profile.cost(name) for name in ("fc", "relu", "view"))
