@@ -74,6 +74,7 @@ MODULES = {
 }
 TESTS = [
     *(f"tests/qsync_opt/{name}" for name in ("sensitivity", "training", "steps", "costs", "numerics", "gradients")),
+    "tests/qsync_opt/report/test_report_data.py",
     *(f"tests/kernels/{name}" for name in ("quantize", "gradients", "messages", "weight_only")),
     *(f"tests/formulations/{name}" for name in ("gradients", "messages", "assignment/test_parts.py")),
 ]
@@ -183,6 +184,12 @@ def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write whole or not at all; the package's own function would load what is changed."""
+    path.with_suffix(".part").write_text(json.dumps(data, indent=1) + "\n")
+    path.with_suffix(".part").replace(path)
+
+
 def main() -> None:
     """Try the sample and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -199,11 +206,26 @@ def main() -> None:
     print(f"seed {seed}: {len(chosen)} of {total} changes in {len(sources)} modules", flush=True)
     equivalent = json.loads((HERE / "mutants_equivalent.json").read_text())
     known = {record["change"]: record for record in before["records"]} if before else {}
-    records = []
+    records: list[dict[str, Any]] = []
     copy = Copy(arguments.work)
     tests = coverage_map(copy, sorted(sources), TESTS)
     idle = idle_asserts(copy, tests)
     print(f"asserts that no test reaches: {', '.join(idle) or 'none'}", flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    head = {
+        "format": "qsync-results/1",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "command": f"python benchmarks/mutants.py {' '.join(sys.argv[1:])}".strip(),
+        "commit": commit.stdout.strip(),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} processors",
+        "versions": {"python": platform.python_version()},
+        "seed": seed,
+        "count": count,
+        "changes": total,
+        "idle_asserts": idle,
+    }
     for number, change in enumerate(chosen, 1):
         begin = time.monotonic()
         record = known.get(change.name)
@@ -215,25 +237,8 @@ def main() -> None:
             record = record_of(change, sources[change.file], outcome, by, time.monotonic() - begin)
             print(f"{number}: {outcome} {change.file}:{change.line} {change.name} {by}", flush=True)
         records.append(record)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
-    data = {
-        "format": "qsync-results/1",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": f"python benchmarks/mutants.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit.stdout.strip(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} processors",
-        "versions": {"python": platform.python_version()},
-        "seed": seed,
-        "count": count,
-        "changes": total,
-        "asked": asked(records),
-        "idle_asserts": idle,
-        "records": records,
-    }
-    arguments.output.write_text(json.dumps(data, indent=1) + "\n")
-    for each in data["asked"]:
+        write_json(arguments.output, {**head, "asked": asked(records), "records": records})  # kept if this one is ended
+    for each in asked(records):
         print(f"{each['what']}: asked {each['asked']}, measured {each['measured']} ({each['note']})")
 
 

@@ -113,6 +113,18 @@ def test_kernels_belong_to_the_step_that_launched_them(tmp_path):
     assert shown[0]["ts"] == 5000
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_that_is_too_large_says_so(tmp_path, monkeypatch, packed):
+    data = json.dumps(trace()).encode()
+    path = tmp_path / "trace.json"
+    path.write_bytes(gzip.compress(data) if packed else data)
+    monkeypatch.setattr("qsync_opt.steps.trace._LARGEST_BYTES", len(data))
+    assert read_chrome_trace(path).ranges
+    monkeypatch.setattr("qsync_opt.steps.trace._LARGEST_BYTES", len(data) - 1)
+    with pytest.raises(ProblemError, match=f"it has more than {len(data) - 1} bytes; trace fewer steps"):
+        read_chrome_trace(path)
+
+
 def test_every_worker_of_an_overlay_has_its_own_lanes(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace()))

@@ -72,6 +72,18 @@ def test_the_closed_form_is_the_limit_of_steps_played_one_by_one(seed):
     assert played.latency_ns >= max(steady) - max(worker.finish.host + worker.optimizer.host for worker in workers)
 
 
+def test_a_change_of_what_is_not_there_is_refused_and_changes_nothing():
+    for names in (["a"], ["a", "b"]):
+        graph = make_graph([make_operator(name, inputs=names[:i]) for i, name in enumerate(names)])
+        predictor = StepPredictor(graph, random_step_costs(graph, ("BF16", "FP32")))
+        step = predictor.plan(dict.fromkeys(names, "FP32"))
+        with pytest.raises(ProblemError, match="'nowhere' is not in model"):
+            predictor.change(step, "nowhere", "BF16")
+        with pytest.raises(ProblemError):
+            predictor.change(step, "a", "INT8")
+        assert step == predictor.plan(dict.fromkeys(names, "FP32"))
+
+
 def test_all_reduces_slow_down_what_is_computed_beside_them():
     graph = stacked_graph(2)
     borders = [len(graph) - 1, len(graph) // 2, 1]
