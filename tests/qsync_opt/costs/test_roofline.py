@@ -128,6 +128,14 @@ def test_other_operators_move_their_tensors_and_backward_what_they_kept():
         assert times("add", precision) == (2000 * width, 2000 * width)
 
 
+def test_what_computes_more_than_it_moves_takes_its_operations_and_twice_as_many_backward():
+    operators = [replace(o, flops=10**12) if o.name == "relu" else o for o in linear_graph(rows=8, width=16)]
+    graph = replace(linear_graph(rows=8, width=16), operators=tuple(operators))
+    cost = roofline_profile(graph, SHEET, assumptions=IDEAL).cost("relu")
+    assert (cost["FP32"].forward_ns, cost["FP32"].backward_ns) == (10**9, 2 * 10**9)
+    assert (cost["FP16"].forward_ns, cost["FP16"].backward_ns) == (10**9 // 2, 10**9)
+
+
 def test_what_is_kept_for_backward_follows_the_kind():
     profile = roofline_profile(linear_graph(), SHEET)
     fc, relu, view = (profile.cost(name) for name in ("fc", "relu", "view"))

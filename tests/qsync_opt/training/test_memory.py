@@ -64,6 +64,17 @@ def test_a_result_that_others_keep_is_charged_to_its_producer() -> None:
     assert charged["down"] == {"INT8": 0, "BF16": 2 * BIG, "FP32": 4 * BIG}
 
 
+@pytest.mark.parametrize("names", ["bc", "cb"])
+def test_a_result_that_several_layers_keep_is_charged_once_to_its_producer(names: str) -> None:
+    graph = make_graph([make_operator("a"), *(make_operator(name, inputs=["a"]) for name in names)])
+    charged = _model(graph).activation_bytes
+    assert charged["a"] == {"INT8": SMALL + 2 * SMALL, "BF16": 2 * SMALL, "FP32": 4 * SMALL}
+    assert charged["b"]["FP32"] == charged["c"]["FP32"] == 0
+    # With one reader it is that one's, in the precisions in which it reads the result as it is.
+    alone = _model(make_graph([make_operator("a"), make_operator("b", inputs=["a"])])).activation_bytes
+    assert alone["a"]["FP32"] == 0 and alone["b"]["FP32"] == 4 * SMALL
+
+
 def test_views_belong_to_what_they_show() -> None:
     graph = make_graph(
         [
