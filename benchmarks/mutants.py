@@ -78,8 +78,10 @@ TESTS = [
     *(f"tests/kernels/{name}" for name in ("quantize", "gradients", "messages", "weight_only")),
     *(f"tests/formulations/{name}" for name in ("gradients", "messages", "assignment/test_parts.py")),
 ]
-NEAREST_S, FURTHER_S = 20.0, 60.0
-"""Recorded seconds of tests that a mutant must survive: first the nearest, then others that run the line."""
+NEAREST_FILES = 2
+"""Test files that are tried first; only what survives them meets the others."""
+MOST_S = 20.0
+"""Recorded seconds of tests in each of these two stages."""
 
 
 def sample(seed: int, count: int) -> tuple[list[Change], dict[str, str], int]:
@@ -114,17 +116,14 @@ def tests_of(change: Change, tests: dict[str, Any]) -> tuple[list[str], list[str
         if (ran := tests[test]["lines"].get(change.file)) and (change.at_import or lines & set(ran))
     ]
     covering.sort(key=order)
+    files = list(dict.fromkeys(test.partition("::")[0] for test in covering))
     stages: tuple[list[str], list[str]] = ([], [])
-    spent = 0.0
+    spent = [0.0, 0.0]
     for test in covering:
-        seconds = tests[test]["seconds"]
-        if spent + seconds <= NEAREST_S or not stages[0]:
-            stages[0].append(test)
-        elif spent + seconds <= NEAREST_S + FURTHER_S:
-            stages[1].append(test)
-        else:
-            continue
-        spent += seconds
+        stage = int(test.partition("::")[0] not in files[:NEAREST_FILES])
+        spent[stage] += tests[test]["seconds"]
+        if not stages[stage] or spent[stage] <= MOST_S:
+            stages[stage].append(test)
     return stages
 
 
