@@ -75,6 +75,21 @@ def test_every_method_agrees_with_exhaustive_search(problem):
         assert close(solution.objective, oracle.objective), method
 
 
+@pytest.mark.parametrize("method", ["threshold", "exact", "ilp", "exhaustive"])
+def test_messages_that_matter_to_nobody_keep_the_limit_too(method):
+    """Their scores are 0: no price of time makes them wide."""
+    pair = Pair(source=1, target=2, fixed_ns=37, ns_per_byte=2.5, beta=np.zeros(2))
+    bits = {str(width): variance_factor(width) for width in (2, 4, 8)}
+    for spare_ns, most_bits in ((0, 4), (41, 6), (500, 16)):
+        problem = Problem(
+            name="zeros", time_limit_ns=37 + 80 + spare_ns, variance_weight=1.0, time_weight=None, bits=bits,
+            exchanges=(Exchange(name="e", dim=64, rounds=((pair,),)),),
+        )  # fmt: skip
+        solution = qsync_opt.solve(problem, method)
+        assert solution.objective == 0.0 and solution.termination is TerminationStatus.OPTIMAL
+        assert sum(solution.plan.bits["e"][0][0].tolist()) <= most_bits
+
+
 @settings(max_examples=40, deadline=None)
 @given(problems(7))
 def test_exact_search_agrees_with_the_program_and_thresholds_have_a_bound(problem):

@@ -87,6 +87,55 @@ def test_efficiency_and_constants_are_added():
     assert found.host_forward_ns == 11
 
 
+def kernels(graph, name="fc"):
+    """Kernels of the forward and of the backward pass of an operator, by precision."""
+    plain, dear = (roofline_profile(graph, SHEET, assumptions=replace(IDEAL, kernel_ns=ns)).cost(name) for ns in (0, 7))
+    return {
+        precision: (
+            (dear[precision].forward_ns - plain[precision].forward_ns) / 7,
+            (dear[precision].backward_ns - plain[precision].backward_ns) / 7,
+        )
+        for precision in plain
+    }
+
+
+def test_kernels_are_counted_products_casts_of_weights_and_quantization():
+    graph = linear_graph()
+    # The input of the model needs no gradient; a gradient of a weight that was cast is cast back.
+    assert kernels(graph) == {"FP32": (1, 1), "FP16": (2, 2), "INT8": (4, 2)}
+    bare = [replace(operator, parameters=()) if operator.name == "fc" else operator for operator in graph]
+    assert kernels(replace(graph, operators=tuple(bare), parameters=())) == {
+        "FP32": (1, 0),
+        "FP16": (1, 0),
+        "INT8": (3, 0),
+    }
+    assert kernels(graph, "relu") == {"FP16": (1, 1), "FP32": (1, 1)}
+    assert kernels(graph, "view") == {"FP16": (0, 0), "FP32": (0, 0)}
+
+
+def test_other_operators_move_their_tensors_and_backward_what_they_kept():
+    graph = linear_graph(rows=1000, width=1000)
+
+    def times(op_type, precision):
+        operators = [replace(operator, op_type=op_type) if operator.name == "relu" else operator for operator in graph]
+        profile = roofline_profile(replace(graph, operators=tuple(operators)), SHEET, assumptions=IDEAL)
+        cost = profile.cost("relu")[precision]
+        return cost.forward_ns, cost.backward_ns
+
+    # A million elements at 1000 bytes a nanosecond: input and output; backward the gradients and, if kept, one more.
+    for width, precision in ((4, "FP32"), (2, "FP16")):
+        assert times("relu", precision) == (2000 * width, 3000 * width)
+        assert times("add", precision) == (2000 * width, 2000 * width)
+
+
+def test_what_computes_more_than_it_moves_takes_its_operations_and_twice_as_many_backward():
+    operators = [replace(o, flops=10**12) if o.name == "relu" else o for o in linear_graph(rows=8, width=16)]
+    graph = replace(linear_graph(rows=8, width=16), operators=tuple(operators))
+    cost = roofline_profile(graph, SHEET, assumptions=IDEAL).cost("relu")
+    assert (cost["FP32"].forward_ns, cost["FP32"].backward_ns) == (10**9, 2 * 10**9)
+    assert (cost["FP16"].forward_ns, cost["FP16"].backward_ns) == (10**9 // 2, 10**9)
+
+
 def test_what_is_kept_for_backward_follows_the_kind():
     profile = roofline_profile(linear_graph(), SHEET)
     fc, relu, view = (profile.cost(name) for name in ("fc", "relu", "view"))
@@ -95,6 +144,21 @@ def test_what_is_kept_for_backward_follows_the_kind():
     assert (fc["INT8"].saves_inputs, fc["INT8"].saved_bytes) == ((), 4096 * 1024 + 1024 * 1024)
     assert (relu["FP32"].saves_output, relu["FP32"].saves_inputs) == (True, ())
     assert (view["FP32"].alias_input, view["FP32"].forward_ns) == (0, 0)
+
+
+def test_masks_are_kept_as_bytes_and_places_of_maxima_as_indices():
+    graph = linear_graph(rows=8, width=16)
+
+    def kept(op_type):
+        operators = [replace(operator, op_type=op_type) if operator.name == "relu" else operator for operator in graph]
+        cost = roofline_profile(replace(graph, operators=tuple(operators)), SHEET).cost("relu")["FP32"]
+        return cost.saved_bytes, cost.saves_inputs, cost.saves_output
+
+    assert kept("dropout") == (8 * 16, (), False)
+    assert kept("max_pool2d") == (8 * 8 * 16, (0,), False)
+    assert kept("gelu") == (0, (0,), False)
+    assert kept("tanh") == (0, (), True)
+    assert kept("add") == (0, (), False)
 
 
 def test_casts_move_their_bytes():
