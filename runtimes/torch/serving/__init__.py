@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.protocol import read_ask
     from qsync_opt.runtimes.torch.serving.server import bind, make_app, metrics_text, serve
     from qsync_opt.runtimes.torch.serving.stage import StageModel, check_plan, group_names
-    from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, Step
+    from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, Step, pages_of
     from qsync_opt.runtimes.torch.serving.tokens import TextStream, Tokenizer, load_tokenizer
     from qsync_opt.runtimes.torch.serving.weights import (
         GgufSource,
@@ -51,6 +51,6 @@ __all__ = [
     "Pipeline", "Request", "Rotary", "SafetensorsSource", "StageError", "StageModel", "StageOptions",
     "StageProcesses", "StateSource", "Step", "TextStream", "Tokenizer", "Update", "WeightSource", "Workers", "bind",
     "check_plan", "choose", "config_from_json", "generate_here", "group_names", "linear", "load_tokenizer",
-    "make_app", "metrics_text", "microbatch_rows", "open_model", "pack", "read_ask", "read_config", "scheme_bits",
+    "make_app", "metrics_text", "microbatch_rows", "open_model", "pack", "pages_of", "read_ask", "read_config", "scheme_bits",
     "serve", "unpack",
 ]  # fmt: skip
