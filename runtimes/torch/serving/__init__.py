@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
     from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, FullError, Request, Update
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
+    from qsync_opt.runtimes.torch.serving.launching import describe, start_engine, start_stages, uniform_plan
+    from qsync_opt.runtimes.torch.serving.load_test import LoadResult, load_test, percentiles
+    from qsync_opt.runtimes.torch.serving.measuring import MemorySamples, measure_batches
     from qsync_opt.runtimes.torch.serving.packing import (
         GROUP,
         SCHEMES,
@@ -22,9 +25,15 @@ if TYPE_CHECKING:
         scheme_bits,
         unpack,
     )
-    from qsync_opt.runtimes.torch.serving.pipeline import Generation, Pipeline, generate_here, microbatch_rows
+    from qsync_opt.runtimes.torch.serving.pipeline import (
+        Generation,
+        Pipeline,
+        generate,
+        generate_here,
+        microbatch_rows,
+    )
     from qsync_opt.runtimes.torch.serving.protocol import read_ask
-    from qsync_opt.runtimes.torch.serving.server import bind, make_app, metrics_text, serve
+    from qsync_opt.runtimes.torch.serving.server import bind, make_app, metrics_text, serve, serve_quietly
     from qsync_opt.runtimes.torch.serving.stage import StageModel, check_plan, group_names
     from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, Step, pages_of
     from qsync_opt.runtimes.torch.serving.tokens import TextStream, Tokenizer, load_tokenizer
@@ -47,10 +56,11 @@ else:
 
 __all__ = [
     "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "FullError",
-    "Generation", "GgufSource", "Layout", "LocalWorkers", "Mlp", "PackedWeight", "PageStore", "PagedCache",
-    "Pipeline", "Request", "Rotary", "SafetensorsSource", "StageError", "StageModel", "StageOptions",
-    "StageProcesses", "StateSource", "Step", "TextStream", "Tokenizer", "Update", "WeightSource", "Workers", "bind",
-    "check_plan", "choose", "config_from_json", "generate_here", "group_names", "linear", "load_tokenizer",
-    "make_app", "metrics_text", "microbatch_rows", "open_model", "pack", "pages_of", "read_ask", "read_config", "scheme_bits",
-    "serve", "unpack",
+    "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemorySamples", "Mlp", "PackedWeight",
+    "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource", "StageError", "StageModel",
+    "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream", "Tokenizer", "Update", "WeightSource",
+    "Workers", "bind", "check_plan", "choose", "config_from_json", "describe", "generate", "generate_here",
+    "group_names", "linear", "load_test", "load_tokenizer", "make_app", "measure_batches", "metrics_text",
+    "microbatch_rows", "open_model", "pack", "pages_of", "percentiles", "read_ask", "read_config", "scheme_bits",
+    "serve", "serve_quietly", "start_engine", "start_stages", "uniform_plan", "unpack",
 ]  # fmt: skip

@@ -164,7 +164,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer | None, model: str) -> Starlet
 
     Args:
         engine: Runs the requests; who made it closes it.
-        tokenizer: Of the model; None: prompts are token numbers, and answers carry no text.
+        tokenizer: Of the model; None: prompts and answers are token numbers.
         model: The name that requests use.
 
     Raises:
@@ -342,6 +342,12 @@ def serve(app: Starlette, engine: Engine, listening: socket.socket) -> None:
         server.run(sockets=[listening])
     if engine.failure is not None:
         raise StageError(engine.failure)
+
+
+def serve_quietly(app: Starlette, engine: Engine, listening: socket.socket) -> None:
+    """`serve` for a thread beside its clients, who hear of failures themselves."""
+    with contextlib.suppress(StageError):
+        serve(app, engine, listening)
 
 
 def _not_installed() -> NotInstalledError:
