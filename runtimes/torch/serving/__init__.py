@@ -10,11 +10,11 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.cache import PagedCache
     from qsync_opt.runtimes.torch.serving.choosing import choose
+    from qsync_opt.runtimes.torch.serving.clients import LoadResult, load_test, percentiles
     from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
     from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, FullError, Request, Update
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
     from qsync_opt.runtimes.torch.serving.launching import describe, start_engine, start_stages, uniform_plan
-    from qsync_opt.runtimes.torch.serving.load_test import LoadResult, load_test, percentiles
     from qsync_opt.runtimes.torch.serving.measuring import MemorySamples, measure_batches
     from qsync_opt.runtimes.torch.serving.packing import (
         GROUP,

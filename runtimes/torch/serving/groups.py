@@ -142,7 +142,7 @@ class Attention(Group):
         assert self.cache is not None
         table, mask = layout.seen(c.windows[self.layer], self.dtype)
         keys, values = self.cache.read(table)
-        rows = q.unflatten(1, (c.kv_heads, -1)).transpose(0, 1)
+        rows = q.reshape(sequences, c.kv_heads, -1, c.head_size).transpose(0, 1)
         mask = mask.expand(c.kv_heads, -1, rows.shape[2], -1)
         y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=c.query_scale)
         return y.transpose(0, 1).reshape(sequences, -1)

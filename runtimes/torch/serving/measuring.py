@@ -36,16 +36,16 @@ def measure_batches(
     """
     draw = random.Random(0)
     batch = [[draw.randrange(stages.config.vocabulary) for _ in range(prompt_tokens)] for _ in range(prompts)]
-    parts = {"prefill": prefill or prompts, "decode": decode or len(stages.plan.stages)}
-    generate(stages, batch, min(new_tokens, 3), **parts)
-    runs = [generate(stages, batch, new_tokens, **parts) for _ in range(rounds)]
+    prefill, decode = prefill or prompts, decode or len(stages.plan.stages)
+    generate(stages, batch, min(new_tokens, 3), prefill=prefill, decode=decode)
+    runs = [generate(stages, batch, new_tokens, prefill=prefill, decode=decode) for _ in range(rounds)]
     prefill_s, decode_s = min(run.prefill_s for run in runs), min(run.decode_s for run in runs)
     return {
         "prompts": prompts,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
-        "prefill_microbatches": parts["prefill"],
-        "decode_microbatches": parts["decode"],
+        "prefill_microbatches": prefill,
+        "decode_microbatches": decode,
         "prefill_s": prefill_s,
         "decode_s": decode_s,
         "prefill_tokens_per_s": prompts * prompt_tokens / prefill_s,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qsync_opt.errors import NotInstalledError, ProblemError, QSyncError, reason_of
@@ -83,7 +83,7 @@ class _Session:
         prompt, new = sum(len(r.prompt) for r in self.requests), sum(len(r.tokens) for r in self.requests)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    async def texts(self, receive: Receive) -> AsyncIterator[tuple[int, str, str | None]]:
+    async def texts(self, receive: Receive) -> AsyncGenerator[tuple[int, str, str | None]]:
         """Index, text and, at the end, reason, as they come.
 
         Raises:

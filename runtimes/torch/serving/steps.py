@@ -114,7 +114,7 @@ class Layout:
         flat = torch.tensor([*tokens, *positions, *slots, *contexts, *ends, *(p for row in table for p in row)])
         flat = flat.to(device, non_blocking=True)
         n, s = len(tokens), len(contexts)
-        tokens_N, positions_N, slots_N, contexts_S, last_S, pages = flat.split([n, n, n, s, s, s * width])
+        tokens_N, positions_N, slots_N, contexts_S, last_S, pages = torch.split(flat, [n, n, n, s, s, s * width])
         decodes = step.decodes
         return cls(
             tokens_N,
