@@ -1,9 +1,10 @@
-"""The commands that carry serving plans out: ``run`` an endpoint, ``bench`` it."""
+"""The commands that carry serving plans out: ``run`` an endpoint, ``bench`` it, ``export`` to other engines."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import shlex
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qsync_opt.cli.console import EXIT_DIFFERENT, EXIT_OK, Json, Quiet, Verbose, option, print_json
+from qsync_opt.cli.console import EXIT_DIFFERENT, EXIT_OK, Json, Quiet, Verbose, choice, option, print_json
 from qsync_opt.errors import ProblemError
 
 app = typer.Typer(rich_markup_mode=None)
@@ -139,6 +140,36 @@ def bench(
         _print_bench(result)
     lost = result.get("load", {}).get("errors")
     return EXIT_DIFFERENT if lost else EXIT_OK
+
+
+@app.command()
+def export(
+    model: ModelPath,
+    plan: Annotated[str, option("FILE", "serving plan", "--plan")],
+    target: Annotated[
+        str, option("NAME", "vllm (from safetensors) or llama.cpp (from GGUF)", "--to", **choice("vllm", "llama.cpp"))
+    ],
+    output: Annotated[str, option("PATH", "folder (vllm) or file (llama.cpp) to write", "--output")],
+    quiet: Quiet = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> int:
+    """Write a model in a plan's schemes for another engine, and say how to start that with the plan's stages."""
+    from qsync_opt.io import reporting
+    from qsync_opt.serving import load_plan
+
+    runtime = importlib.import_module(_RUNTIME)
+    write = runtime.export_vllm if target == "vllm" else runtime.export_llama_cpp
+    with reporting(False if quiet else None, "writing") as progress:
+        result = write(model, load_plan(plan), output, progress=progress)
+    if json:
+        data = {"path": str(result.path), "environment": dict(result.environment), "arguments": list(result.arguments)}
+        print_json(data)
+    else:
+        print(f"written to {result.path}; start it by")
+        settings = [f"{name}={value}" for name, value in result.environment.items()]
+        print(" ".join([*settings, *(shlex.quote(word) for word in result.arguments)]))
+    return EXIT_OK
 
 
 def _print_bench(result: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.clients import LoadResult, load_test, percentiles
     from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
     from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, FullError, Request, Update
+    from qsync_opt.runtimes.torch.serving.export import Exported, export_llama_cpp, export_vllm
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
     from qsync_opt.runtimes.torch.serving.launching import describe, start_engine, start_stages, uniform_plan
     from qsync_opt.runtimes.torch.serving.measuring import MemorySamples, measure_batches
@@ -55,12 +56,13 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "FullError",
-    "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemorySamples", "Mlp", "PackedWeight",
-    "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource", "StageError", "StageModel",
-    "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream", "Tokenizer", "Update", "WeightSource",
-    "Workers", "bind", "check_plan", "choose", "config_from_json", "describe", "generate", "generate_here",
-    "group_names", "linear", "load_test", "load_tokenizer", "make_app", "measure_batches", "metrics_text",
-    "microbatch_rows", "open_model", "pack", "pages_of", "percentiles", "read_ask", "read_config", "scheme_bits",
-    "serve", "serve_quietly", "start_engine", "start_stages", "uniform_plan", "unpack",
+    "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "Exported",
+    "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemorySamples", "Mlp",
+    "PackedWeight", "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource", "StageError",
+    "StageModel", "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream", "Tokenizer", "Update",
+    "WeightSource", "Workers", "bind", "check_plan", "choose", "config_from_json", "describe", "export_llama_cpp",
+    "export_vllm", "generate", "generate_here", "group_names", "linear", "load_test", "load_tokenizer", "make_app",
+    "measure_batches", "metrics_text", "microbatch_rows", "open_model", "pack", "pages_of", "percentiles",
+    "read_ask", "read_config", "scheme_bits", "serve", "serve_quietly", "start_engine", "start_stages",
+    "uniform_plan", "unpack",
 ]  # fmt: skip

@@ -64,6 +64,16 @@ class SafetensorsSource:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read.
+
+        Raises:
+            ModelError: It is missing.
+        """
+        if name not in self._files:
+            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._files)}")
+        return tuple(self._files[name].get_slice(name).get_shape())
+
 
 _GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
