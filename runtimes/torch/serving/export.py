@@ -29,7 +29,7 @@ _KINDS = {
     "attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 }
-_VLLM_BITS = {"W4": 4, "W4A16": 4, "W8": 8, "W8A16": 8, "W16": 16}
+_VLLM_BITS: Mapping[str, int] = {"W4": 4, "W4A16": 4, "W8": 8, "W8A16": 8, "W16": 16}
 _GGUF_TYPES = {"W4": "Q4_0", "W4A16": "Q4_0", "W8": "Q8_0", "W8A16": "Q8_0", "W16": "BF16", "W32": "F32"}
 _GGUF_STEMS = {
     "attn": ("attn_q", "attn_k", "attn_v", "attn_output"),
@@ -169,7 +169,7 @@ def _layers_of_stages(plan: Plan, target: str) -> list[int]:
 def _rounded(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (outputs, inputs) in int32 and scales (outputs, groups) in BF16, which the codes are for."""
     highest = 2 ** (bits - 1) - 1
-    grouped = weight.float().unflatten(1, (-1, GROUP))
+    grouped = weight.float().view(len(weight), -1, GROUP)
     scales = (grouped.abs().amax(2) / highest).to(torch.bfloat16)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     codes = (grouped / scales.float()[..., None]).round_().clamp_(-highest - 1, highest)
@@ -178,7 +178,7 @@ def _rounded(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes in int32 words, the first input in the lowest bits."""
-    shifted = (codes + 2 ** (bits - 1)).to(torch.int64).unflatten(1, (-1, 32 // bits))
+    shifted = (codes + 2 ** (bits - 1)).to(torch.int64).view(len(codes), -1, 32 // bits)
     words = (shifted << (torch.arange(32 // bits) * bits)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -216,7 +216,7 @@ def _write_shards(
 
 def _config_of(bits_of: Mapping[str, int]) -> dict[str, Any]:
     """The ``quantization_config`` of compressed-tensors."""
-    groups = {}
+    groups: dict[str, Any] = {}
     for bits in (4, 8):
         names = [name for name, own in bits_of.items() if own == bits]
         if names:

@@ -102,7 +102,7 @@ _LONG_ARRAY = 1000
 def _reader_class(gguf: Any) -> type[Any]:
     """A reader that passes over long arrays, such as a tokenizer's words, which take it most of a minute."""
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             types = gguf.GGUFValueType
             if raw_type != types.ARRAY or self.byte_order == "S":
