@@ -37,6 +37,9 @@ Context = Annotated[int, option("N", "most tokens of a request, prompt and new o
 Running = Annotated[int, option("N", "most requests that run at once", "--max-running", min=1)]
 Waiting = Annotated[int, option("N", "most requests that wait; more are answered 429", "--max-waiting", min=0)]
 Cached = Annotated[int | None, option("N", "tokens that caches hold in all (default: 4 times the context)", min=1)]
+Speculate = Annotated[
+    str, option("off|lookup:N", "draft up to N tokens that followed the latest ones earlier in the text", "--speculate")
+]
 Timeout = Annotated[float, option("S", "longest wait for a pass through the stages", "--timeout")]
 
 
@@ -58,6 +61,7 @@ def run(
     max_running: Running = 32,
     max_waiting: Waiting = 128,
     cache_tokens: Cached = None,
+    speculate: Speculate = "off",
     timeout: Timeout = 120.0,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -68,7 +72,7 @@ def run(
         listening = stack.enter_context(runtime.bind(host, port))  # a taken port is said before the model is loaded
         stages = _stages(model, plan, scheme, dtype, kv_bits, device, threads, timeout, quiet)
         stack.callback(stages.close)
-        limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens)
+        limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens, speculate)
         tokenizer = runtime.load_tokenizer(model, stages.config)
         engine = stack.enter_context(runtime.start_engine(stages, limits))
         for line in runtime.describe(stages):
@@ -107,6 +111,7 @@ def bench(
     max_running: Running = 32,
     max_waiting: Waiting = 128,
     cache_tokens: Cached = None,
+    speculate: Speculate = "off",
     timeout: Timeout = 120.0,
     quiet: Quiet = False,
     json: Json = False,
@@ -127,7 +132,7 @@ def bench(
         )  # fmt: skip
         result: dict[str, Any] = {"batch": batch, "predicted": predicted}
         if clients:
-            limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens)
+            limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens, speculate)
             engine = stack.enter_context(runtime.start_engine(stages, limits))
             with _served(runtime, engine) as port, runtime.MemorySamples(stages.pids) as memory:
                 load = runtime.load_test(
@@ -228,14 +233,26 @@ def _served(runtime: Any, engine: Any) -> Iterator[int]:
             thread.join()
 
 
-def _limits(runtime: Any, stages: Any, context: int, running: int, waiting: int, cached: int | None) -> Any:
+def _limits(
+    runtime: Any, stages: Any, context: int, running: int, waiting: int, cached: int | None, speculate: str
+) -> Any:
     return runtime.EngineLimits(
         context=context,
         running=running,
         waiting=waiting,
         cached=cached or 4 * context,
         microbatches=len(stages.plan.stages),
+        drafts=_drafts(speculate),
     )
+
+
+def _drafts(speculate: str) -> int:
+    kind, separator, length = speculate.partition(":")
+    if speculate == "off":
+        return 0
+    if kind != "lookup" or not separator or not length.isdigit() or int(length) < 1:
+        raise ProblemError(f"--speculate is {speculate!r}, but allowed are off and lookup:N, such as lookup:4")
+    return int(length)
 
 
 def _stages(

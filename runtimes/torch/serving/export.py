@@ -79,7 +79,7 @@ def export_vllm(model: str | Path, plan: Plan, output: str | Path, *, progress: 
             )
     with _new_folder(output) as folder:
         files = _write_shards(folder, source, bits_of, config.layers, progress)
-        index = {"metadata": {"total_size": sum(size for size, _ in files.values())}}
+        index: dict[str, Any] = {"metadata": {"total_size": sum(size for size, _ in files.values())}}
         index["weight_map"] = {name: file for file, (_, names) in files.items() for name in names}
         _write_json(folder / "model.safetensors.index.json", index)
         data = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))

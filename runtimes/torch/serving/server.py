@@ -290,6 +290,8 @@ def metrics_text(engine: Engine) -> str:
     metric("cache_pages_used", "gauge", "Pages that requests hold.", [("", engine.pages_used)])
     metric("prompt_tokens_total", "counter", "Prompt tokens that were prefilled.", [("", counts.prompt_tokens)])
     metric("new_tokens_total", "counter", "Tokens that were generated.", [("", counts.new_tokens)])
+    metric("drafted_tokens_total", "counter", "Tokens that were drafted.", [("", counts.drafted)])
+    metric("accepted_tokens_total", "counter", "Drafted tokens that were accepted.", [("", counts.accepted)])
     passes = [('{phase="prefill"}', counts.prefill_passes), ('{phase="decode"}', counts.decode_passes)]
     metric("passes_total", "counter", "Passes through the stages.", passes)
     first = [("_sum", counts.first_token_s), ("_count", counts.first_tokens)]

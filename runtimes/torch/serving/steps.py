@@ -45,6 +45,7 @@ class Step:
         starts: Position of each sequence's first new token: so many positions are cached already.
         pages: The pages of each sequence in order; they reach at least to its last new token.
         choices: How each next token is chosen.
+        every: Choose the token after every token, not only after the last of each sequence: drafts are judged by that.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Step:
     starts: tuple[int, ...]
     pages: tuple[tuple[int, ...], ...]
     choices: tuple[Choice, ...]
+    every: bool = False
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ def test_run_serves_a_plan_until_it_is_interrupted(talking_folder, plan_file):
         (["--dtype", "float8"], "dtype is 'float8', but allowed are float32, bfloat16, float16"),
         (["--kv-bits", "3"], "KV bits are 3"),
         (["--context", "64", "--cache-tokens", "32"], "caches hold 32"),
+        (["--speculate", "lookup"], "--speculate is 'lookup', but allowed are off and lookup:N"),
     ],
 )
 def test_unusable_options_are_one_line(talking_folder, plan_file, capsys, arguments, text):
