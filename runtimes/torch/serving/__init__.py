@@ -10,9 +10,13 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.cache import PagedCache
     from qsync_opt.runtimes.torch.serving.choosing import choose
+    from qsync_opt.runtimes.torch.serving.clients import LoadResult, load_test, percentiles
     from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
     from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, FullError, Request, Update
+    from qsync_opt.runtimes.torch.serving.export import Exported, export_llama_cpp, export_vllm
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
+    from qsync_opt.runtimes.torch.serving.launching import describe, start_engine, start_stages, uniform_plan
+    from qsync_opt.runtimes.torch.serving.measuring import MemorySamples, measure_batches
     from qsync_opt.runtimes.torch.serving.packing import (
         GROUP,
         SCHEMES,
@@ -22,11 +26,17 @@ if TYPE_CHECKING:
         scheme_bits,
         unpack,
     )
-    from qsync_opt.runtimes.torch.serving.pipeline import Generation, Pipeline, generate_here, microbatch_rows
+    from qsync_opt.runtimes.torch.serving.pipeline import (
+        Generation,
+        Pipeline,
+        generate,
+        generate_here,
+        microbatch_rows,
+    )
     from qsync_opt.runtimes.torch.serving.protocol import read_ask
-    from qsync_opt.runtimes.torch.serving.server import bind, make_app, metrics_text, serve
+    from qsync_opt.runtimes.torch.serving.server import bind, make_app, metrics_text, serve, serve_quietly
     from qsync_opt.runtimes.torch.serving.stage import StageModel, check_plan, group_names
-    from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, Step
+    from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, Step, pages_of
     from qsync_opt.runtimes.torch.serving.tokens import TextStream, Tokenizer, load_tokenizer
     from qsync_opt.runtimes.torch.serving.weights import (
         GgufSource,
@@ -46,11 +56,13 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "FullError",
-    "Generation", "GgufSource", "Layout", "LocalWorkers", "Mlp", "PackedWeight", "PageStore", "PagedCache",
-    "Pipeline", "Request", "Rotary", "SafetensorsSource", "StageError", "StageModel", "StageOptions",
-    "StageProcesses", "StateSource", "Step", "TextStream", "Tokenizer", "Update", "WeightSource", "Workers", "bind",
-    "check_plan", "choose", "config_from_json", "generate_here", "group_names", "linear", "load_tokenizer",
-    "make_app", "metrics_text", "microbatch_rows", "open_model", "pack", "read_ask", "read_config", "scheme_bits",
-    "serve", "unpack",
+    "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "Exported",
+    "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemorySamples", "Mlp",
+    "PackedWeight", "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource", "StageError",
+    "StageModel", "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream", "Tokenizer", "Update",
+    "WeightSource", "Workers", "bind", "check_plan", "choose", "config_from_json", "describe", "export_llama_cpp",
+    "export_vllm", "generate", "generate_here", "group_names", "linear", "load_test", "load_tokenizer", "make_app",
+    "measure_batches", "metrics_text", "microbatch_rows", "open_model", "pack", "pages_of", "percentiles",
+    "read_ask", "read_config", "scheme_bits", "serve", "serve_quietly", "start_engine", "start_stages",
+    "uniform_plan", "unpack",
 ]  # fmt: skip

@@ -4,6 +4,9 @@ A request is admitted when a place is free and pages for its prompt and all its 
 runs can run out of memory; others wait, up to a limit. Running requests are spread over as many micro-batches as there
 are stages, each with at most one pass under way, which keeps every stage busy. A micro-batch prefills what it was given
 since its last pass, else it decodes.
+
+Where drafts are allowed, what followed the latest tokens earlier in a request's text is passed along with its last
+token, and counts as far as the model would have chosen it: tokens are those of plain decoding, up to rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qsync_opt.errors import NotReadyError, ProblemError
+from qsync_opt.runtimes.torch.decoding import LookupDrafter
 from qsync_opt.runtimes.torch.serving.stage import check_prompts
 from qsync_opt.runtimes.torch.serving.steps import Choice, PageStore, Step, pages_of
 from qsync_opt.runtimes.torch.serving.workers import StageError, Workers
@@ -46,6 +50,7 @@ class EngineLimits:
         cached: Positions that caches hold in all, rounded up to pages.
         prefill: Prompt tokens of a pass; a longer prompt has a pass of its own.
         microbatches: Micro-batches under way at once.
+        drafts: Most tokens that are drafted for a greedy request in a pass; 0: none.
     """
 
     context: int = 4096
@@ -54,13 +59,15 @@ class EngineLimits:
     cached: int = 16384
     prefill: int = 2048
     microbatches: int = 1
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("context", "running", "cached", "prefill", "microbatches"):
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} is {getattr(self, name)}, but it must be at least 1")
-        if self.waiting < 0:
-            raise ProblemError(f"waiting is {self.waiting}, but it must be at least 0")
+        for name in ("waiting", "drafts"):
+            if getattr(self, name) < 0:
+                raise ProblemError(f"{name} is {getattr(self, name)}, but it must be at least 0")
         if self.context > self.cached:
             raise ProblemError(
                 f"a request may have {self.context} tokens, but caches hold {self.cached}; allow shorter requests or "
@@ -114,6 +121,8 @@ class Counts:
     new_tokens: int = 0
     prefill_passes: int = 0
     decode_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
     first_token_s: float = 0.0
     first_tokens: int = 0
 
@@ -149,7 +158,8 @@ class Engine:
         self._pages = PageStore(pages_of(self.limits.cached) + 1)
         self._waiting: deque[Request] = deque()
         self._microbatches = [_Microbatch() for _ in range(self.limits.microbatches)]
-        self._under_way: deque[tuple[int, _Microbatch, list[Request]]] = deque()
+        self._under_way: deque[tuple[Step, _Microbatch, list[Request]]] = deque()
+        self._drafter = LookupDrafter()
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._failure: str | None = None
@@ -291,6 +301,7 @@ class Engine:
 
     def _begin(self, batch: _Microbatch) -> None:
         """Submit the next pass of a micro-batch, if it has one."""
+        drafts: list[list[int]] = []
         if batch.fresh:
             members = [batch.fresh.pop(0)]
             total = len(members[0].prompt)
@@ -303,46 +314,70 @@ class Engine:
         elif batch.running:
             members = list(batch.running)
             self.counts.decode_passes += 1
+            if self.limits.drafts:
+                drafts = [self._draft(request) for request in members]
         else:
             return
         step = Step(
             number=next(self._numbers),
-            tokens=tuple((r.tokens[-1],) if r.tokens else tuple(r.prompt) for r in members),
+            tokens=tuple(
+                (r.tokens[-1], *draft) if r.tokens else tuple(r.prompt)
+                for r, draft in zip(members, drafts or [[]] * len(members), strict=True)
+            ),
             starts=tuple(len(r.prompt) + len(r.tokens) - 1 if r.tokens else 0 for r in members),
             pages=tuple(r.pages for r in members),
             choices=tuple(r.choice() for r in members),
+            every=any(drafts),
         )
         batch.under_way = True
-        self._under_way.append((step.number, batch, members))
+        self._under_way.append((step, batch, members))
         self._workers.submit(step)
+
+    def _draft(self, request: Request) -> list[int]:
+        if request.temperature > 0:
+            return []
+        most = min(self.limits.drafts, request.new_tokens - len(request.tokens) - 1)
+        return self._drafter.find([*request.prompt, *request.tokens], most)
 
     def _end_oldest(self) -> None:
         """Wait for the oldest pass and hand out its tokens."""
         result = self._workers.result()
-        number, batch, members = self._under_way.popleft()
-        if result.number != number:
-            raise StageError(f"the stages answered pass {result.number}, but {number} was the oldest")
+        step, batch, members = self._under_way.popleft()
+        if result.number != step.number:
+            raise StageError(f"the stages answered pass {result.number}, but {step.number} was the oldest")
         now = time.perf_counter()
-        for request, token in zip(members, result.tokens, strict=True):
+        tokens = iter(result.tokens)
+        for request, passed in zip(members, step.tokens, strict=True):
             if not request.tokens:
                 self.counts.first_token_s += now - request.submitted_s
                 self.counts.first_tokens += 1
-            request.tokens.append(token)
-            self.counts.new_tokens += 1
-            reason = None
-            if request.cancelled:
-                reason = "cancelled"
-            elif token in self.config.end_tokens or token in request.ends:
-                reason = "stop"
-            else:
-                request.listener(Update(token=token))
-                if len(request.tokens) >= request.new_tokens:
-                    reason = "length"
+            new = [next(tokens)]
+            if step.every:
+                new += itertools.islice(tokens, len(passed) - 1)
+                agreed = sum(itertools.takewhile(bool, (a == b for a, b in zip(passed[1:], new, strict=False))))
+                self.counts.drafted += len(passed) - 1
+                self.counts.accepted += agreed
+                del new[agreed + 1 :]
+            reason = self._extend(request, new)
             if reason is not None:
                 with self._changed:
                     batch.running.remove(request)
                     self._finish(request, reason)
         batch.under_way = False
+
+    def _extend(self, request: Request, new: Sequence[int]) -> str | None:
+        """Hand out new tokens; why the request ends with them, if it does."""
+        for token in new:
+            request.tokens.append(token)
+            self.counts.new_tokens += 1
+            if request.cancelled:
+                return "cancelled"
+            if token in self.config.end_tokens or token in request.ends:
+                return "stop"
+            request.listener(Update(token=token))
+            if len(request.tokens) >= request.new_tokens:
+                return "length"
+        return None
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         if request.pages:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qsync_opt.runtimes.torch.serving.steps import Layout, Step, pages_of
-from qsync_opt.runtimes.torch.support import capture_stream, capturing
+from qsync_opt.runtimes.torch.support import capture_stream, capturing, without_cudnn_attention
 
 _LEAST_PAGES = 8
 Call = Callable[[torch.Tensor, Layout], torch.Tensor]
@@ -51,7 +51,8 @@ class DecodeGraphs:
         width = rounded_up(max(pages_of(start + 1) for start in step.starts), _LEAST_PAGES)
         layout = Layout.of(step, device, rows=rows, width=width)
         if (rows, width) not in self._graphs:
-            self._graphs[rows, width] = self._capture(layout, x)
+            with without_cudnn_attention():  # it plans anew for every size
+                self._graphs[rows, width] = self._capture(layout, x)
         graph = self._graphs[rows, width]
         graph.layout.copy_(layout)
         if x is not None:

@@ -9,7 +9,9 @@ a head of keys.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +21,16 @@ from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary
 from qsync_opt.runtimes.torch.serving.packing import PackedWeight, linear, pack
 from qsync_opt.runtimes.torch.serving.steps import PAGE, Layout
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
+
+
+def fused(function: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    """A function of elementwise operations as one kernel on a card, compiled at its first call; on a CPU as it is."""
+    return _compiled(function) if device.type == "cuda" else function
+
+
+@functools.cache
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 class Norm:
@@ -31,8 +43,8 @@ class Norm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The normed vectors, in the type of ``x``."""
-        if x.device.type == "cuda" and not self._gemma and self.weight.dtype is x.dtype:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self._epsilon)  # one kernel
+        if x.device.type == "cuda":  # as one kernel, which rounds once
+            return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self._epsilon).to(x.dtype)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._epsilon)
         return (normed * self.weight).to(x.dtype) if self._gemma else self.weight.to(x.dtype) * normed.to(x.dtype)
@@ -111,11 +123,13 @@ class Attention(Group):
         """The hidden states after the attention; keys and values join the cache."""
         c, tokens = self.config, x_NH.shape[0]
         heads = linear(self.norm(x_NH), self.qkv, self.qkv_bias).view(tokens, -1, c.head_size)
-        q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=1)
+        q_and_k, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], dim=1)
         if self.head_norms is not None:
-            q, k = self.head_norms[0](q), self.head_norms[1](k)
+            q, k = torch.split(q_and_k, [c.heads, c.kv_heads], dim=1)
+            q_and_k = torch.cat([self.head_norms[0](q), self.head_norms[1](k)], dim=1)
         cos, sin = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        rotated = fused(_rotate, x_NH.device)(q_and_k, cos, sin)
+        q, k = torch.split(rotated, [c.heads, c.kv_heads], dim=1)
         assert self.cache is not None, "reserve() comes before the first call"
         self.cache.write(layout.slots_N, k, v)
         y = self._ragged(q, k, v, layout) if layout.counts else self._decode(q, layout)
@@ -128,7 +142,7 @@ class Attention(Group):
         assert self.cache is not None
         table, mask = layout.seen(c.windows[self.layer], self.dtype)
         keys, values = self.cache.read(table)
-        rows = q.view(sequences, c.kv_heads, -1, c.head_size).transpose(0, 1)
+        rows = q.reshape(sequences, c.kv_heads, -1, c.head_size).transpose(0, 1)
         mask = mask.expand(c.kv_heads, -1, rows.shape[2], -1)
         y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=c.query_scale)
         return y.transpose(0, 1).reshape(sequences, -1)
@@ -190,10 +204,19 @@ class Mlp(Group):
 
     def __call__(self, x_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The hidden states after the MLP."""
-        gate, up = linear(self.norm(x_NH), self.gate_up).chunk(2, dim=-1)
-        gate = F.gelu(gate, approximate="tanh") if self.config.gemma else F.silu(gate)
-        y = linear(gate * up, self.down)
+        gate = fused(_gelu_gate if self.config.gemma else _silu_gate, x_NH.device)
+        y = linear(gate(linear(self.norm(x_NH), self.gate_up)), self.down)
         return x_NH + (y if self.after is None else self.after(y))
+
+
+def _silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _gelu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class Embedding:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qsync_opt.errors import NotInstalledError, ProblemError, QSyncError, reason_of
@@ -83,7 +83,7 @@ class _Session:
         prompt, new = sum(len(r.prompt) for r in self.requests), sum(len(r.tokens) for r in self.requests)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    async def texts(self, receive: Receive) -> AsyncIterator[tuple[int, str, str | None]]:
+    async def texts(self, receive: Receive) -> AsyncGenerator[tuple[int, str, str | None]]:
         """Index, text and, at the end, reason, as they come.
 
         Raises:
@@ -164,7 +164,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer | None, model: str) -> Starlet
 
     Args:
         engine: Runs the requests; who made it closes it.
-        tokenizer: Of the model; None: prompts are token numbers, and answers carry no text.
+        tokenizer: Of the model; None: prompts and answers are token numbers.
         model: The name that requests use.
 
     Raises:
@@ -290,6 +290,8 @@ def metrics_text(engine: Engine) -> str:
     metric("cache_pages_used", "gauge", "Pages that requests hold.", [("", engine.pages_used)])
     metric("prompt_tokens_total", "counter", "Prompt tokens that were prefilled.", [("", counts.prompt_tokens)])
     metric("new_tokens_total", "counter", "Tokens that were generated.", [("", counts.new_tokens)])
+    metric("drafted_tokens_total", "counter", "Tokens that were drafted.", [("", counts.drafted)])
+    metric("accepted_tokens_total", "counter", "Drafted tokens that were accepted.", [("", counts.accepted)])
     passes = [('{phase="prefill"}', counts.prefill_passes), ('{phase="decode"}', counts.decode_passes)]
     metric("passes_total", "counter", "Passes through the stages.", passes)
     first = [("_sum", counts.first_token_s), ("_count", counts.first_tokens)]
@@ -342,6 +344,12 @@ def serve(app: Starlette, engine: Engine, listening: socket.socket) -> None:
         server.run(sockets=[listening])
     if engine.failure is not None:
         raise StageError(engine.failure)
+
+
+def serve_quietly(app: Starlette, engine: Engine, listening: socket.socket) -> None:
+    """`serve` for a thread beside its clients, who hear of failures themselves."""
+    with contextlib.suppress(StageError):
+        serve(app, engine, listening)
 
 
 def _not_installed() -> NotInstalledError:

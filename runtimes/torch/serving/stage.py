@@ -149,7 +149,7 @@ class StageModel:
 
     @torch.inference_mode()
     def run(self, step: Step, x: torch.Tensor | None = None) -> torch.Tensor:
-        """One pass: hidden states (N, H), or the chosen next tokens (S,) on the last stage.
+        """One pass: hidden states (N, H), or the chosen next tokens (S,), or (N,) for `Step.every`, on the last stage.
 
         ``x`` holds the hidden states of the stage before; none on the first.
         """
@@ -159,5 +159,10 @@ class StageModel:
             layout = Layout.of(step, self.device)
             result = self.hidden(layout.tokens_N if x is None else x, layout)
             if self.last:
-                result = self.scores(result[layout.last_S])
-        return choose(result, step.choices) if self.last else result
+                result = self.scores(result if step.every else result[layout.last_S])
+        if not self.last:
+            return result
+        choices = step.choices
+        if step.every:
+            choices = tuple(c for c, count in zip(choices, step.counts, strict=True) for _ in range(count))
+        return choose(result, choices)

@@ -45,6 +45,7 @@ class Step:
         starts: Position of each sequence's first new token: so many positions are cached already.
         pages: The pages of each sequence in order; they reach at least to its last new token.
         choices: How each next token is chosen.
+        every: Choose the token after every token, not only after the last of each sequence: drafts are judged by that.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Step:
     starts: tuple[int, ...]
     pages: tuple[tuple[int, ...], ...]
     choices: tuple[Choice, ...]
+    every: bool = False
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -114,7 +116,7 @@ class Layout:
         flat = torch.tensor([*tokens, *positions, *slots, *contexts, *ends, *(p for row in table for p in row)])
         flat = flat.to(device, non_blocking=True)
         n, s = len(tokens), len(contexts)
-        tokens_N, positions_N, slots_N, contexts_S, last_S, pages = flat.split([n, n, n, s, s, s * width])
+        tokens_N, positions_N, slots_N, contexts_S, last_S, pages = torch.split(flat, [n, n, n, s, s, s * width])
         decodes = step.decodes
         return cls(
             tokens_N,

@@ -86,7 +86,7 @@ class TextStream:
     """Text of tokens that come one by one, held back while a character or a stop text may be under way.
 
     Args:
-        tokenizer: Of the model; None: there is no text.
+        tokenizer: Of the model; None: the text is the token numbers, each with a space behind it.
         stops: Texts that end the whole; they and what follows are left out.
     """
 
@@ -99,7 +99,9 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that can be shown after one more token."""
-        if self._tokenizer is None or self.stopped:
+        if self._tokenizer is None:
+            return f"{token} "
+        if self.stopped:
             return ""
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[self._begin : self._shown])

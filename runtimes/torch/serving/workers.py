@@ -34,7 +34,7 @@ class StageError(QSyncError):
 
 
 class Result(NamedTuple):
-    """The next token of each sequence of a pass."""
+    """The next token of each sequence of a pass; for `Step.every` of each token."""
 
     number: int
     tokens: tuple[int, ...]
@@ -151,6 +151,8 @@ class _Links:
 def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
     """The life of a stage: load, say so, then run passes until the caller goes."""
     torch.set_num_threads(setup.threads)
+    if setup.device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(setup.device).index or 0)
     plan, options = Plan.from_json(setup.plan), setup.options
     links = _Links(setup.rank, len(plan.stages))
     try:

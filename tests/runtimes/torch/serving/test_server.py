@@ -181,8 +181,9 @@ def test_bad_requests_are_refused_with_the_reason(start, load, talking_folder, t
 
 def test_without_a_tokenizer_prompts_are_tokens(start, load, llama):
     server = start(LocalWorkers(load(llama[1])), load_tokenizer(llama[1], open_model(llama[1])[0]))
-    answer = server.client.completions.create(model="small", prompt=[5, 9], max_tokens=3)
+    answer = server.client.completions.create(model="small", prompt=[5, 9], max_tokens=3, temperature=0)
     assert answer.usage.completion_tokens == 3
+    assert [int(token) for token in answer.choices[0].text.split()] == generate_here(load(llama[1]), [[5, 9]], 3)[0]
     with pytest.raises(openai.BadRequestError, match="no tokenizer"):
         server.client.completions.create(model="small", prompt="x")
     with pytest.raises(openai.BadRequestError, match="no tokenizer"):
