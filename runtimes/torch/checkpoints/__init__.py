@@ -9,6 +9,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
+    from qsync_opt.runtimes.torch.checkpoints.reading import Reader
     from qsync_opt.runtimes.torch.checkpoints.resuming import (
         PlanState,
         RankState,
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         resume_plan,
     )
     from qsync_opt.runtimes.torch.checkpoints.state import join_state, split_state
-    from qsync_opt.runtimes.torch.checkpoints.storage import RankFile, Reader, WritePlan, plan_writes, write_file
+    from qsync_opt.runtimes.torch.checkpoints.storage import RankFile, WritePlan, plan_writes, write_file
 else:
     __getattr__, __dir__ = lazy(__name__)
 

@@ -34,12 +34,13 @@ from qsync_opt.checkpoints import (
     step_folder,
     steps_in,
     verify,
-    verify_chunks,
+    verify_file,
     verify_sizes,
 )
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
 from qsync_opt.io import check_integer, decode, encode, read_json, write_json
 from qsync_opt.runtimes.torch.checkpoints.memory import Ring
+from qsync_opt.runtimes.torch.checkpoints.reading import Reader
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
     RankState,
     Resumed,
@@ -54,7 +55,6 @@ from qsync_opt.runtimes.torch.checkpoints.staging import Background, Staging
 from qsync_opt.runtimes.torch.checkpoints.state import OPTIMIZER, JobState, Sizes, Values, sizes_of_old
 from qsync_opt.runtimes.torch.checkpoints.storage import (
     RankFile,
-    Reader,
     WritePlan,
     WritePlanner,
     pieces_of,
@@ -181,9 +181,7 @@ class Checkpoints:
             NotReadyError: Another rank failed; the text repeats its error.
         """
         self.wait()
-        if self._group is None and world()[1] > 1:
-            # Training goes on beside the thread: their messages must not meet in one group.
-            self._group = dist.new_group(backend="gloo")
+        group = self._message_group(needed=True)  # training goes on beside the thread: messages must not meet
         if not self._hooks:
             self._hooks = [
                 optimizer.register_step_pre_hook(lambda *_: self._staging.finish()) for optimizer in self._optimizers
@@ -201,7 +199,7 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                self._commit(job, self._staging.chunks, self._group)
+                self._commit(job, self._staging.chunks, group)
             except BaseException as failure:
                 _LOGGER.error("%s", failure)  # noqa: TRY400 (it is raised again, with its trace, by wait)
                 raise
@@ -329,14 +327,15 @@ class Checkpoints:
         tensors, values = together(lambda: self._state.wanted(sizes, state.values, rank, model_only, where))
         reader = None if old else together(lambda: Reader(path, manifest, tensors))
         if reader is not None:
-            together(lambda: self._advising(path, reader.verify))
+            reads, group = reader.plan(), self._message_group(needed=world()[1] > 1 and not _on_gloo())
+            together(lambda: self._advising(path, lambda: reader.fetch(reads, group)))
 
         def read() -> None:
             with _translated(f"{where} was not loaded"):
                 if reader is None:
                     _load_old(path, tensors)
                 else:
-                    reader.read()
+                    reader.copy()
             self._state.load(tensors, values, rank, model_only, where)
 
         together(read)
@@ -345,6 +344,12 @@ class Checkpoints:
         if rank == 0:
             _LOGGER.log(logging.WARNING if resumed.replanned else logging.INFO, "%s", resumed.describe())
         return resumed
+
+    def _message_group(self, *, needed: bool) -> Any:
+        """A gloo group of all ranks, created once; None, the default group, if not needed or there is one rank."""
+        if needed and self._group is None and world()[1] > 1:
+            self._group = dist.new_group(backend="gloo")
+        return self._group if needed else None
 
     def _ranks(self) -> list[RankState]:
         own = RankState.of(self._model, world()[0], self._plan)
@@ -369,7 +374,7 @@ class Checkpoints:
                 fact = manifest.files.get(STATE)
                 if fact is None:
                     raise ProblemError(f"the checkpoint {str(path)!r} lacks {STATE!r}")
-                verify_chunks(path, STATE, fact, range(len(fact.chunks)))
+                verify_file(path, STATE, fact)
             else:
                 verify(path, *world())
             return manifest, _state_of(path)
@@ -418,6 +423,10 @@ class _Job:
     def parts(self) -> list[Tensor]:
         """The values of the boxes of the file, not copied."""
         return [] if self.file is None else list(pieces_of(self.file, self.tensors))
+
+
+def _on_gloo() -> bool:
+    return str(dist.get_backend()) == "gloo"
 
 
 def _attempting(step: int, work: Callable[[], T]) -> Callable[[], T]:
