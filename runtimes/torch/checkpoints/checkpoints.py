@@ -39,6 +39,7 @@ from qsync_opt.checkpoints import (
 )
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
 from qsync_opt.io import check_integer, decode, encode, read_json, write_json
+from qsync_opt.runtimes.torch.checkpoints.loader import require_reshardable
 from qsync_opt.runtimes.torch.checkpoints.memory import Ring
 from qsync_opt.runtimes.torch.checkpoints.reading import Reader
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
@@ -52,7 +53,7 @@ from qsync_opt.runtimes.torch.checkpoints.resuming import (
     resume_plan,
 )
 from qsync_opt.runtimes.torch.checkpoints.staging import Background, Staging
-from qsync_opt.runtimes.torch.checkpoints.state import OPTIMIZER, JobState, Sizes, Values, sizes_of_old
+from qsync_opt.runtimes.torch.checkpoints.state import OPTIMIZER, JobState, Sizes, Values, join_state, sizes_of_old
 from qsync_opt.runtimes.torch.checkpoints.storage import (
     RankFile,
     WritePlan,
@@ -63,6 +64,7 @@ from qsync_opt.runtimes.torch.checkpoints.storage import (
 )
 from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
+    digest,
     gather_json,
     naming_lost_ranks,
     require_agreement,
@@ -125,7 +127,9 @@ class Checkpoints:
                 )
         self._folder = Path(folder)
         self._model = model
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = [_bare_optimizer(each) for each in several]
+        self._others = others
         self._state = JobState(model, optimizers, others)
         self._plan = plan
         self._keep = keep
@@ -245,6 +249,7 @@ class Checkpoints:
             {"step": step, "model": self._state.shapes_digest()},
             "save the same model at the same step on all ranks",
         )
+        _require_equal_others(values.others)
         ranks = self._ranks()
         layout = self._planner.plan(tensors)
         create = _attempting(step, lambda: None if rank else str(begin(self._folder, step)))
@@ -317,6 +322,7 @@ class Checkpoints:
         path = step_folder(self._folder, chosen)
         manifest, state = together(lambda: self._checked(path))
         present = self._ranks()
+        together(lambda: None if model_only else require_reshardable(self._others, len(state.ranks)))
         together(lambda: require_same_operators(state.ranks, present, state.versions))
         saved = in_present_order(state.ranks, present)
         tight = broadcast_json(self._tight(state.memory_bytes) if rank == 0 else None)
@@ -377,7 +383,7 @@ class Checkpoints:
                 verify_file(path, STATE, fact)
             else:
                 verify(path, *world())
-            return manifest, _state_of(path)
+            return manifest, state_of(path)
 
         return self._advising(path, check)
 
@@ -429,6 +435,41 @@ def _on_gloo() -> bool:
     return str(dist.get_backend()) == "gloo"
 
 
+def _bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside Accelerate's wrapper, which has no hooks."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _require_equal_others(others: Mapping[str, Any]) -> None:
+    """Refuse other objects whose states differ between ranks, of which a checkpoint keeps one.
+
+    Raises:
+        ModelError: On all ranks; the text names the object.
+    """
+    if not others:
+        return
+    digests = gather_json({name: digest(value) for name, value in others.items()})
+    for rank, own in enumerate(digests):
+        for name in others:
+            if own.get(name) != digests[0].get(name):
+                raise ModelError(
+                    f"the state of {name!r} is another one on rank {rank} than on rank 0, and a checkpoint keeps one "
+                    "for any number of ranks: give an object whose state is equal on all ranks, such as ResumableLoader"
+                )
+
+
+def value_of(path: Path, name: str) -> Any:
+    """What a checkpoint holds of one of its other objects, without its tensors; None if it has no such object.
+
+    Raises:
+        ProblemError: The checkpoint is damaged.
+    """
+    verify_sizes(path)
+    value = state_of(path).values.others.get(name)
+    return None if value is None else join_state(value, {}, f"the checkpoint {str(path)!r}")
+
+
 def _attempting(step: int, work: Callable[[], T]) -> Callable[[], T]:
     def translated() -> T:
         with _translated(f"the checkpoint of step {step} was not written"):
@@ -442,7 +483,12 @@ def _load_old(path: Path, tensors: Mapping[str, Tensor]) -> None:
     load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=world()[1] == 1)
 
 
-def _state_of(path: Path) -> _State:
+def state_of(path: Path) -> _State:
+    """The JSON part of a checkpoint, once it was verified.
+
+    Raises:
+        ProblemError: It is damaged, or not of the step that the folder says.
+    """
     where = str(path / STATE)
     data = read_json(where, (OLD_FORMAT, CHECKPOINT_FORMAT))
     state = decode(_State, data, where, version=data["format"])
