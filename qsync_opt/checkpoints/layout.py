@@ -63,17 +63,20 @@ def replica_problem(
         check_cover(own[0].shape, (shard.box for shard in own), f"tensor {tensor!r}")
     share = sum(shard.box.size * shard.itemsize for shard in shards) / max(1, len(hosts))
     pieces = []
+    names = [str(rank) for rank in range(len(hosts))]
+    several: dict[tuple[int, ...], tuple[str, ...]] = {}  # thousands of shards share thousands of ranks
     for number, shard in enumerate(shards):
         if shard.box.size:
             rows, row_bytes = _rows(shard, share)
-            writers = tuple(str(rank) for rank in shard.ranks)
+            if (writers := several.get(shard.ranks)) is None:
+                writers = several[shard.ranks] = tuple(names[rank] for rank in shard.ranks)
             pieces.append(Piece(name=str(number), row_bytes=row_bytes, rows=rows, writers=writers))
     free = len(hosts) * rank_bytes_per_s
     rates = dict.fromkeys(hosts, free) if host_bytes_per_s is None else dict(host_bytes_per_s)
     return Problem(
         name=name,
         hosts=rates,
-        writers={str(rank): Writer(host=host, bytes_per_s=rank_bytes_per_s) for rank, host in enumerate(hosts)},
+        writers={names[rank]: Writer(host=host, bytes_per_s=rank_bytes_per_s) for rank, host in enumerate(hosts)},
         pieces=tuple(pieces),
     )
 
