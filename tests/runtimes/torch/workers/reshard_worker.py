@@ -27,7 +27,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(13, 6)
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
         self.norm = nn.BatchNorm1d(6)
         self.one = nn.Linear(6, 1)
         self.head = nn.Linear(6, 13, bias=False)
