@@ -310,9 +310,10 @@ def read_chunk(path: Path, name: str, fact: FileFact, number: int, into: memoryv
         ProblemError: The hash differs, or the file cannot be read.
     """
     with _naming(f"cannot read {str(path / name)!r}"), open(path / name, "rb", buffering=0) as stream:
-        place, rest = number * CHUNK_BYTES, into
-        while count := os.preadv(stream.fileno(), [rest], place) if len(rest) else 0:
-            place, rest = place + count, rest[count:]
+        stream.seek(number * CHUNK_BYTES)
+        rest = into
+        while len(rest) and (count := stream.readinto(rest)):
+            rest = rest[count:]
     if len(rest) or hash_of(into) != fact.chunks[number]:
         raise _damaged(path, name, f"was changed after it was written (in bytes from {number * CHUNK_BYTES})")
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.runtimes.torch.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints, reading
 
 
 class Net(nn.Module):
@@ -127,14 +127,12 @@ class BytesRead:
     """Counts what this process reads of files of tensors."""
 
     def __init__(self):
-        self.count, self._original = 0, os.preadv
-        os.preadv = self._noted
+        self.count, self._original = 0, reading.read_chunk
+        reading.read_chunk = self._noted
 
-    def _noted(self, descriptor, buffers, place):
-        count = self._original(descriptor, buffers, place)
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
-            self.count += count
-        return count
+    def _noted(self, path, name, fact, number, into):
+        self._original(path, name, fact, number, into)
+        self.count += len(into)
 
     def of_all_ranks(self):
         total = torch.tensor(self.count)
