@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class HostBuffer:
     def _pin(self) -> None:
         # Registered memory, as torch's own pinned memory is rounded up to a power of two.
         self.bytes.zero_()  # by several threads; pinning alone would touch the pages by one
-        runtime, place = torch.cuda.cudart(), self.bytes.data_ptr()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        place = self.bytes.data_ptr()
         status = int(runtime.cudaHostRegister(place, max(1, self.bytes.numel()), 0))
         if status:
             raise NotReadyError(

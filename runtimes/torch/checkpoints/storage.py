@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
-import mmap
 import os
 import socket
 import struct
@@ -26,18 +24,14 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from qsync_opt.checkpoints import (
-    CHUNK_BYTES,
     Box,
-    Copy,
     FileFact,
     Manifest,
     SavedPiece,
     SavedTensor,
     Shard,
     assign_boxes,
-    copies_into,
     replica_problem,
-    verify_chunks,
 )
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.runtimes.torch.ddp import gather_json
@@ -323,67 +317,3 @@ def saved_sizes(manifest: Manifest, where: str) -> dict[str, tuple[torch.Size, t
                 )
         sizes[name] = torch.Size(tensor.shape), DTYPES[tensor.dtype]
     return sizes
-
-
-class Reader:
-    """What this rank needs of a checkpoint: verified first, then copied into its tensors.
-
-    Raises:
-        ProblemError: The saved pieces do not hold a tensor.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        self._path, self._manifest = path, manifest
-        self._copies: list[tuple[str, Tensor, Box, Copy]] = []
-        for name, tensor in tensors.items():
-            local, box = local_part(tensor)
-            for copy in copies_into(box, manifest.tensors[name].pieces, f"tensor {name!r}"):
-                self._copies.append((name, local, box, copy))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are copied."""
-        return sum(copy.box.size * self._dtype(name).itemsize for name, _, _, copy in self._copies)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._manifest.tensors[name].dtype]
-
-    def verify(self) -> None:
-        """Compare the chunks that will be read, and the headers, with their hashes.
-
-        Raises:
-            ProblemError: One was changed after it was written.
-        """
-        chunks = {name: {0} for name in {copy.piece.file for _, _, _, copy in self._copies}}
-        for name, _, _, copy in self._copies:
-            first, last = _byte_range(copy, self._dtype(name).itemsize)
-            chunks[copy.piece.file].update(range(first // CHUNK_BYTES, (last - 1) // CHUNK_BYTES + 1))
-        for file, numbers in sorted(chunks.items()):
-            verify_chunks(self._path, file, self._manifest.files[file], sorted(numbers))
-
-    def read(self) -> None:
-        """Copy into the tensors."""
-        maps: dict[str, mmap.mmap] = {}
-        with torch.no_grad():
-            for name, local, box, copy in self._copies:
-                piece, dtype = copy.piece, self._dtype(name)
-                if piece.file not in maps:
-                    with open(self._path / piece.file, "rb") as stream:
-                        # Private, not read-only: torch warns of memory that it must not write to.
-                        maps[piece.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-                raw = torch.frombuffer(
-                    maps[piece.file], dtype=torch.uint8, count=piece.box.size * dtype.itemsize, offset=piece.begin
-                )
-                if piece.begin % dtype.itemsize:
-                    raw = raw.clone()
-                saved = raw.view(dtype).reshape(piece.lengths)
-                local[copy.box.relative_to(box)].copy_(saved[copy.box.relative_to(piece.box)])
-
-
-def _byte_range(copy: Copy, itemsize: int) -> tuple[int, int]:
-    """Bytes of a file from the first to behind the last that a copy reads."""
-    piece, box = copy.piece, copy.box
-    strides = [math.prod(piece.lengths[k + 1 :]) for k in range(len(piece.lengths))]
-    low = sum((o - base) * s for o, base, s in zip(box.offsets, piece.offsets, strides, strict=True))
-    high = sum((e - 1 - base) * s for e, base, s in zip(box.ends, piece.offsets, strides, strict=True))
-    return piece.begin + low * itemsize, piece.begin + (high + 1) * itemsize
