@@ -13,6 +13,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.gradients import Plan as CompressionPlan
 from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.ddp import gather_json, split_samples
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
 from qsync_opt.sensitivity import SensitivityValues
@@ -194,6 +195,16 @@ class JobPlan:
     def devices(self) -> Mapping[str, Mapping[str, str]]:
         """This worker's device type, operator and precision: what `apply` carries out here."""
         return MappingProxyType({self.device_type: self.plan.devices[self.device_type]})
+
+    def local_batches(self, global_batch: int) -> tuple[int, ...]:
+        """Samples of every rank in a step of ``global_batch`` samples, by `shares`; every rank must call it.
+
+        They add up exactly, and go to `qsync_opt.ShareSampler`.
+
+        Raises:
+            ProblemError: Fewer samples than ranks.
+        """
+        return split_samples(global_batch, gather_json(self.shares.get(self.device_type, 1.0)))
 
     def apply_settings(self) -> ApplySettings:
         """What `apply` does with this worker's part beside the precisions."""
