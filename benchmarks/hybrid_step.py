@@ -93,14 +93,16 @@ class Worker:
         """The training problem of the job at a local batch, on rank 0."""
         model = self.model()
         options = qsync_opt.PlanningOptions(
-            precisions=("BF16", "INT8"),
+            precisions=("BF16", "INT8") if self.device.type == "cuda" else ("BF16",),
+            costs="steps",
+            probes=0,
             memory=None if self.device.type == "cuda" or not self.rank else self.arguments.memory,
             device_type=self.kind,
             cache_dir=cache,
             compare=False,
             trial=False,
             slack=9.0,
-            profile_seconds=8.0,
+            profile_seconds=8.0 if self.device.type == "cuda" else 1.0,
             progress=False,
         )
         plan = qsync_opt.auto_plan(
@@ -184,7 +186,7 @@ def work(rank: int, port: int, arguments: argparse.Namespace, folder: Path) -> N
     worker = Worker(rank, arguments)
     separate = arguments.device == "cuda" and torch.cuda.device_count() > 1
     with (
-        process_group(rank, 2, port, backend="nccl" if separate else "gloo", timeout_s=300),
+        process_group(rank, 2, port, backend="nccl" if separate else "gloo", timeout_s=LIMIT_S[arguments.device]),
         partition(worker.device, worker.multiprocessors),
     ):
         began = time.perf_counter()

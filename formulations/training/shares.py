@@ -83,18 +83,42 @@ def best_batches(values: Values, problem: SharesProblem, combine: Combine) -> tu
 
 
 class _Floors:
-    """Bounds without any search: times and memory of the cheapest precision of every operator, casts left out."""
+    """Bounds without any search: times and memory of the cheapest precision of every operator, casts left out.
+
+    Axes: A anchors, O operators, P precisions; times are of forward and backward, rounded down.
+    """
 
     def __init__(self, problem: SharesProblem) -> None:
-        self._problem = problem
+        self._sizes = [*problem.anchors]
+        self._least_ns = peers_ns(problem.first)
+        self._optimizer_ns = problem.first.optimizer_ns
+        self._costs: dict[str, tuple[Floats, Floats]] = {}
+        for device in problem.first.devices:
+            tables = [anchor.device(device.name).operators for anchor in problem.anchors.values()]
+            width = max(map(len, device.operators.values()))
+            time_AOP: Floats = np.full((len(tables), len(device.operators), width), np.inf)
+            memory_AOP = time_AOP.copy()
+            for anchor, table in enumerate(tables):
+                for row, costs in enumerate(table.values()):
+                    values = [*costs.values()]
+                    time_AOP[anchor, row, : len(values)] = [cost.forward_ns + cost.backward_ns for cost in values]
+                    memory_AOP[anchor, row, : len(values)] = [cost.memory_kib for cost in values]
+            self._costs[device.name] = time_AOP, memory_AOP
 
     def __call__(self, name: str, batch: int) -> tuple[int, int]:
         """Least iteration time in ns and least memory in KiB, of a device type at a batch."""
-        alone = self._problem.at(name, batch)
-        tables = alone.devices[0].operators.values()
-        busy_ns = sum(min(cost.forward_ns + cost.backward_ns for cost in table.values()) for table in tables)
-        memory_kib = sum(min(cost.memory_kib for cost in table.values()) for table in tables)
-        return max(peers_ns(alone), busy_ns + alone.optimizer_ns), memory_kib
+        busy_ns, memory_kib = (self._least(costs_AOP, batch) for costs_AOP in self._costs[name])
+        return max(self._least_ns, busy_ns + self._optimizer_ns), memory_kib
+
+    def _least(self, costs_AOP: Floats, batch: int) -> int:
+        position = sum(size <= batch for size in self._sizes[1:-1])
+        low, high = self._sizes[position : position + 2]
+        share = (batch - low) / (high - low)
+        with np.errstate(invalid="ignore"):
+            costs_OP = costs_AOP[position] + (costs_AOP[position + 1] - costs_AOP[position]) * share
+        least_O = np.nanmin(np.where(np.isfinite(costs_OP), np.maximum(costs_OP, 0.0), np.nan), axis=1)
+        # Less by what rounding each of up to two parts down, and floating point, can take.
+        return max(0, math.floor(float(least_O.sum()) * (1 - 1e-9)) - 2 * len(least_O))
 
 
 @dataclass(slots=True)
@@ -193,6 +217,8 @@ class SharesFormulation:
     """The default: every batch that is wanted is solved by the default for precisions, with its gap."""
 
     METHOD: ClassVar = "greedy"
+    GAP: ClassVar = 1e-3
+    """Relative gap at which it stops, where none is asked for: that of the default for precisions."""
 
     def solve(self, problem: SharesProblem, options: SolveOptions) -> Answer:
         """Choose local batches and precisions; see `Formulation.solve`."""
@@ -202,7 +228,7 @@ class SharesFormulation:
             problem=problem,
             solve=lambda name, batch: self._solved(problem.at(name, batch), options, deadline),
             combine=np.add,
-            gap=max(options.gap, 0.0),
+            gap=options.gap or self.GAP,
             deadline=deadline,
             lower=_possible(problem),
         )
@@ -254,12 +280,14 @@ class ExactSharesFormulation(SharesFormulation):
     """The proved optimum: every batch that is wanted is solved with proof."""
 
     METHOD: ClassVar = "exact"
+    GAP: ClassVar = 0.0
 
 
 class ExhaustiveSharesFormulation(SharesFormulation):
     """Every batch that is wanted is solved by trying all precisions, for tiny problems."""
 
     METHOD: ClassVar = "exhaustive"
+    GAP: ClassVar = 0.0
 
 
 def _possible(problem: SharesProblem) -> dict[str, dict[int, float]]:

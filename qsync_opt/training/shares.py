@@ -379,8 +379,8 @@ def build_shares_problem(
     Args:
         anchors: Local batch to the training problem at it, at two batches or more.
         global_batch: Samples of one iteration of all workers.
-        candidates: Device type to local batches to choose from; by default all multiples of ``multiple_of``, 1 sample
-            for every other worker left.
+        candidates: Device type to local batches to choose from; by default multiples of ``multiple_of``, at most about
+            64 of them, evenly spaced.
         multiple_of: What local batches are multiples of, such as 8 for matrix units.
         slack: How much longer than in the fastest joint plan an iteration may take (0.1: by ten percent).
         latency_limit_ns: A limit instead of that.
@@ -397,12 +397,9 @@ def build_shares_problem(
     first = next(iter(anchors.values()))
     workers = sum(device.count for device in first.devices)
     if candidates is None:
+        step = _step(global_batch, workers, multiple_of)
         candidates = {
-            device.name: range(
-                multiple_of,
-                (global_batch - multiple_of * (workers - device.count)) // device.count + 1,
-                multiple_of,
-            )
+            device.name: range(step, (global_batch - step * (workers - device.count)) // device.count + 1, step)
             for device in first.devices
         }
     problem = SharesProblem(
@@ -421,6 +418,23 @@ def build_shares_problem(
             "fits into memory; allow other local batches, more memory or another global batch"
         )
     return replace(problem, latency_limit_ns=math.floor(quickest.iteration_ns * (1.0 + slack)))
+
+
+_MOST_CANDIDATES = 64
+
+
+def _step(global_batch: int, workers: int, multiple_of: int) -> int:
+    """Distance of candidates: the least multiple that divides the global batch and leaves few enough of them.
+
+    ``multiple_of`` itself where it does not divide the global batch, or none leaves a sample for every worker.
+    """
+    units, rest = divmod(global_batch, multiple_of)
+    fitting = (
+        multiple_of * d
+        for d in range(1, units // workers + 1)
+        if not rest and units % d == 0 and units // d <= _MOST_CANDIDATES
+    )
+    return next(fitting, multiple_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,4 +198,5 @@ def global_mean(
         weight: Any = (workers * own / whole).to(loss.dtype)
     else:
         weight = workers * (1 if summed else count) / total
-    return loss * weight
+    result: Tensor = loss * weight
+    return result
