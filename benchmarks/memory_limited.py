@@ -66,11 +66,13 @@ class Training:
     def peak_bytes(self, **how: Any) -> int:
         """Peak of a step once the optimizer has its state, with parameters, buffers and that state."""
         self.step(**how)
-        self.optimizer.zero_grad()
         parameters = [*self.model.parameters(), *self.model.buffers()]
         state = [x for own in self.optimizer.state.values() for x in own.values() if torch.is_tensor(x)]
         kept = sum(x.numel() * x.element_size() for x in (*parameters, *state) if x.device.type == self.device.type)
-        peaks = [allocation_of(lambda: self.step(**how), self.device)[1].peak_bytes for _ in range(STEPS)]
+        peaks = []
+        for _ in range(STEPS):
+            self.optimizer.zero_grad()  # the gradients of the step before are not there when it begins
+            peaks.append(allocation_of(lambda: self.step(**how), self.device)[1].peak_bytes)
         return kept + max(peaks)
 
 
@@ -151,6 +153,7 @@ def planned(model: str, device: torch.device, cap_bytes: int) -> dict[str, Any]:
         "memory_excess_bytes": dict(plan.model.memory_excess_bytes),
         "predicted_peak_bytes": plan.peak_bytes[plan.device_type],
         "peak_bytes": peak,
+        "allocated_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
         "step_ms": (time.perf_counter() - began) / STEPS * 1e3,
         "modes": {

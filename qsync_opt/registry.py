@@ -160,6 +160,24 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _built_in(
                 "ilp", "formulations.gradients.joint:IlpJointFormulation", *_LINEAR, Feature.SOLVER, system="joint"
             ),
+            _built_in("greedy", "formulations.training.shares:SharesFormulation", *_LINEAR[1:], system="shares"),
+            _built_in(
+                "exact",
+                "formulations.training.shares:ExactSharesFormulation",
+                *_LINEAR,
+                Feature.SOLVER,
+                system="shares",
+            ),
+            _built_in(
+                "ilp", "formulations.training.shares:IlpSharesFormulation", *_LINEAR, Feature.SOLVER, system="shares"
+            ),
+            _built_in(
+                "exhaustive",
+                "formulations.training.shares:ExhaustiveSharesFormulation",
+                Feature.PROOF,
+                Feature.TIME_LIMIT,
+                system="shares",
+            ),
             _formulation("threshold", "threshold:ThresholdFormulation", Feature.PROOF, system="messages"),
             _formulation(
                 "exact", "exact:ExactFormulation", Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT, system="messages"

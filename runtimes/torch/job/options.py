@@ -65,7 +65,8 @@ class PlanningOptions:
             which takes minutes for large models; what this process has compiled before is compiled again.
         local_batches: ``"equal"`` on all workers, so that the slowest decides; ``"by speed"``: they will be sized so
             that no worker waits, as the plan's ``shares`` say, and the fastest execution modes are taken, among them
-            the plan of every device type that is fastest by itself. The batch for planning is the same on all ranks in
+            the joint plan of local batches and precisions (`JobModel.shares_problem`) and the plan of every device type
+            that is fastest by itself. The batch for planning is the same on all ranks in
             either case; where all its tensors share their first dimension, it is cut or repeated to train for a few
             steps with sized batches. Only ``compare`` uses it.
         noise_share: With ``auto_plan(compress=True)``, most variance of compressed gradients, as a share of the noise

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from qsync_opt.errors import UnsupportedError, first_line
-from qsync_opt.io import decode, encode
+from qsync_opt.errors import ProblemError, SolverError, UnsupportedError, first_line
+from qsync_opt.io import decode, encode, format_time
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.model import OpGraph
@@ -28,14 +28,16 @@ from qsync_opt.runtimes.torch.job.candidates import (
     CAPTURED,
     COMPILED,
     FORMS,
+    JOINT,
     LAUNCHED,
     SCALING,
     ExecutionMode,
     Modes,
     fastest_modes,
+    joint_modes,
     possible_modes,
 )
-from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
+from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job, batch_size
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.steps import compiled_inside
 from qsync_opt.runtimes.torch.support import (
@@ -46,6 +48,8 @@ from qsync_opt.runtimes.torch.support import (
     resident_bytes,
     synchronize,
 )
+from qsync_opt.systems import solve
+from qsync_opt.training import Problem
 
 _LOGGER = logging.getLogger(__name__)
 _ROUNDS, _CAPTURED_ROUNDS, _HOST_PASSES = 7, 3, 3
@@ -68,7 +72,8 @@ _MODE_NS = 1.2e9
 def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: DeviceTypes) -> JobModel | None:
     """Time the passes of every execution mode; every rank must call it.
 
-    With local batches by speed, the fastest plan of every device type by itself is among them; of a job whose modes
+    With local batches by speed, the joint plan of batches and precisions and the fastest plan of every device type by
+    itself are among them; of a job whose modes
     were timed before, such plans alone are timed.
 
     Args:
@@ -118,8 +123,39 @@ def _untimed_modes(job: Job, measured: JobModel, plan: JobPlan) -> dict[str, lis
     if job.options.sizes_batches and not job.options.compiled:  # compiling each would take longer than it is worth
         own = fastest_modes(plan.problem, measured.modes or modes, slack=job.options.slack)
         modes = {name: [*modes.get(name, ()), *mine] for name, mine in own.items()}
+        for name, mine in _joint_modes(job, measured, plan.problem).items():
+            modes[name] += mine
     forms = [form for form in FORMS if job.options.allows(form)]
     return {name: in_forms(mine, forms) for name, mine in modes.items()}
+
+
+_JOINT_S = 10.0
+"""Seconds for the fastest joint plan, and for the joint plan."""
+
+
+def _joint_modes(job: Job, measured: JobModel, problem: Problem) -> dict[str, list[ExecutionMode]]:
+    """The modes of the joint plan of local batches and precisions, where there are several device types."""
+    samples = batch_size(job.example)
+    known = any(mode.name == JOINT for own in measured.modes.values() for mode in own)
+    if samples is None or len(measured.workers) == 1 or known:
+        return {}
+    try:
+        shares = measured.shares_problem(samples, slack=job.options.slack, time_limit_s=_JOINT_S)
+        solution = solve(shares, time_limit_s=_JOINT_S)
+    except (ProblemError, SolverError) as failure:
+        _LOGGER.warning("local batches and precisions are not planned together: %s", first_line(failure))
+        return {}
+    if solution.plan is None or solution.evaluation is None:
+        _LOGGER.warning("local batches and precisions are not planned together: %s", solution.reason)
+        return {}
+    _LOGGER.info(
+        "joint plan: local batches %s, a step of %s, sensitivity %.4g, none below %.4g",
+        dict(solution.plan.batches),
+        format_time(solution.evaluation.iteration_ns),
+        solution.objective,
+        solution.bound,
+    )
+    return joint_modes(problem, solution.plan)
 
 
 def in_forms(modes: Sequence[ExecutionMode], forms: Sequence[str]) -> list[ExecutionMode]:

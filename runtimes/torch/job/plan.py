@@ -13,10 +13,21 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.gradients import Plan as CompressionPlan
 from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.ddp import gather_json, split_samples
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
 from qsync_opt.sensitivity import SensitivityValues
-from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, uniform_plan
+from qsync_opt.training import (
+    Plan,
+    Problem,
+    SharesProblem,
+    Solution,
+    at_batch,
+    build_problem,
+    build_shares_problem,
+    evaluate,
+    uniform_plan,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +78,39 @@ class JobModel:
             slack=slack,
             by_device=self.sensitivities,
             memory_excess_bytes=self.memory_excess_bytes,
+        )
+
+    def shares_problem(
+        self,
+        batch: int,
+        global_batch: int | None = None,
+        *,
+        multiple_of: int = 1,
+        slack: float = 0.0,
+        time_limit_s: float | None = None,
+    ) -> SharesProblem:
+        """The problem of choosing local batches and precisions together, as things are now.
+
+        Costs at other local batches than the measured one are estimates, see `qsync_opt.training.at_batch`.
+
+        Args:
+            batch: The local batch that was measured.
+            global_batch: Samples of a step of all workers; None: as many as with equal batches.
+            multiple_of: As in `build_shares_problem`.
+            slack: As in `build_shares_problem`.
+            time_limit_s: As in `build_shares_problem`.
+
+        Raises:
+            ProblemError: As in `build_problem` and `build_shares_problem`.
+        """
+        problem = self.problem(slack=slack)
+        total = batch * sum(self.workers.values()) if global_batch is None else global_batch
+        return build_shares_problem(
+            {batch: problem, 2 * batch: at_batch(problem, batch, 2 * batch)},
+            total,
+            multiple_of=multiple_of,
+            slack=slack,
+            time_limit_s=time_limit_s,
         )
 
     def with_memory(self, limits_bytes: Mapping[str, int]) -> JobModel:
@@ -194,6 +238,16 @@ class JobPlan:
     def devices(self) -> Mapping[str, Mapping[str, str]]:
         """This worker's device type, operator and precision: what `apply` carries out here."""
         return MappingProxyType({self.device_type: self.plan.devices[self.device_type]})
+
+    def local_batches(self, global_batch: int) -> tuple[int, ...]:
+        """Samples of every rank in a step of ``global_batch`` samples, by `shares`; every rank must call it.
+
+        They add up exactly, and go to `qsync_opt.ShareSampler`.
+
+        Raises:
+            ProblemError: Fewer samples than ranks.
+        """
+        return split_samples(global_batch, gather_json(self.shares.get(self.device_type, 1.0)))
 
     def apply_settings(self) -> ApplySettings:
         """What `apply` does with this worker's part beside the precisions."""

@@ -301,9 +301,7 @@ def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes) -> dict[str
     proposed = together(frugal)
     sent = broadcast_json(None if proposed is None else [dict(proposed[0].devices[name]) for name in types.ranks])
     mine = sent[[*types.ranks].index(types.mine)]
-    peaks_bytes = gather_json(
-        together(lambda: try_plan(job.example, mine, measured and measured.graph, job.options.kernels))
-    )
+    peaks_bytes = gather_json(together(lambda: try_plan(job.example, mine, measured.graph, job.options.kernels)))
     excess_bytes: dict[str, int] = {}
     if proposed is not None:
         kept_bytes = _kept_bytes(job, measured)
