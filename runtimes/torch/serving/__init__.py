@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp, Rows, scheme_bits
     from qsync_opt.runtimes.torch.serving.packing import GROUP, PackedWeight, linear, pack, unpack
     from qsync_opt.runtimes.torch.serving.pipeline import Generation, Pipeline, StageError, generate_here
+    from qsync_opt.runtimes.torch.serving.profiling import (
+        MemoryWatch,
+        process_kib,
+        profile_serving,
+        random_state,
+        serve_model,
+    )
+    from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
     from qsync_opt.runtimes.torch.serving.stage import Batch, StageModel, check_plan, group_names, microbatch_rows
     from qsync_opt.runtimes.torch.serving.weights import (
         GgufSource,
@@ -24,8 +32,9 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "GROUP", "Attention", "Batch", "DecoderConfig", "Generation", "GgufSource", "Mlp", "PackedWeight", "Pipeline",
-    "Rotary", "Rows", "SafetensorsSource", "StageError", "StageModel", "StateSource", "WeightSource", "check_plan",
-    "config_from_json", "generate_here", "group_names", "linear", "microbatch_rows", "open_model", "pack",
-    "read_config", "scheme_bits", "unpack",
+    "GROUP", "Attention", "Batch", "DecoderConfig", "Generation", "GgufSource", "MemoryWatch", "Mlp",
+    "PackedWeight", "Pipeline", "Rotary", "Rows", "SafetensorsSource", "StageError", "StageModel", "StateSource",
+    "WeightSource", "check_plan", "config_from_json", "generate_here", "group_names", "linear", "microbatch_rows",
+    "open_model", "pack", "process_kib", "profile_serving", "random_state", "read_config", "sample_config",
+    "scheme_bits", "serve_model", "unpack", "write_sample",
 ]  # fmt: skip
