@@ -131,6 +131,7 @@ BUILT_IN = (
         problem_format="qsync-serving/1",
         plan_format="qsync-serving-plan/1",
         evaluation="qsync_opt.serving.evaluation:evaluate",
+        commands="qsync_opt.cli.serving:app",
     ),
     System(
         name="checkpoints",

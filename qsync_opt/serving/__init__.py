@@ -9,11 +9,13 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.serving.evaluation import HARM_SLACK, Evaluation, StageTimes, decode_ns, evaluate, prefill_ns
+    from qsync_opt.serving.harm import HARM_FORMAT, Harm, load_harm
     from qsync_opt.serving.plan import PLAN_FORMAT, Plan, Stage, load_plan
     from qsync_opt.serving.planner import (
         Prediction,
         ServeWorkload,
         ServingDevice,
+        ServingMeasurement,
         ServingPlan,
         StagePrediction,
         build_serving_problem,
@@ -48,10 +50,10 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CACHE_PAGE", "HARM_SLACK", "KINDS", "PLAN_FORMAT", "PROBLEM_FORMAT", "PROFILE_FORMAT", "Device", "Ends",
-    "Evaluation", "Group", "Microbatch", "PhaseCosts", "Plan", "Prediction", "Problem", "ServeModel",
-    "ServeWorkload", "ServingDevice", "ServingPlan", "ServingProfile", "Stage", "StagePrediction", "StageTimes",
-    "Table", "Times", "build_serving_problem", "decode_ns", "default_microbatches", "evaluate", "load_plan",
-    "load_problem", "load_serving_profile", "plan_serving", "predict", "prefill_ns", "profile_json",
-    "roofline_serving_profile", "rounding_harm",
+    "CACHE_PAGE", "HARM_FORMAT", "HARM_SLACK", "KINDS", "PLAN_FORMAT", "PROBLEM_FORMAT", "PROFILE_FORMAT",
+    "Device", "Ends", "Evaluation", "Group", "Harm", "Microbatch", "PhaseCosts", "Plan", "Prediction", "Problem",
+    "ServeModel", "ServeWorkload", "ServingDevice", "ServingMeasurement", "ServingPlan", "ServingProfile",
+    "Stage", "StagePrediction", "StageTimes", "Table", "Times", "build_serving_problem", "decode_ns",
+    "default_microbatches", "evaluate", "load_harm", "load_plan", "load_problem", "load_serving_profile",
+    "plan_serving", "predict", "prefill_ns", "profile_json", "roofline_serving_profile", "rounding_harm",
 ]  # fmt: skip

@@ -139,6 +139,25 @@ class Prediction:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingMeasurement:
+    """What a plan did: tokens per second of both phases, and the most memory of each device's process."""
+
+    label: str
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    memory_kib: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {
+            "label": self.label,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "memory_kib": dict(self.memory_kib),
+        }
+
+
 def rounding_harm(model: ServeModel, schemes: Sequence[str]) -> dict[str, dict[str, float]]:
     """Harm where nothing is known of a model: the squared step of each scheme, the same for every group of a kind.
 

@@ -9,6 +9,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
+    from qsync_opt.runtimes.torch.serving.demo import ServingDemo, measure_plan, run_serving_demo
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp, Rows, scheme_bits
     from qsync_opt.runtimes.torch.serving.packing import GROUP, PackedWeight, linear, pack, unpack
     from qsync_opt.runtimes.torch.serving.pipeline import Generation, Pipeline, StageError, generate_here
@@ -33,8 +34,8 @@ else:
 
 __all__ = [
     "GROUP", "Attention", "Batch", "DecoderConfig", "Generation", "GgufSource", "MemoryWatch", "Mlp",
-    "PackedWeight", "Pipeline", "Rotary", "Rows", "SafetensorsSource", "StageError", "StageModel", "StateSource",
-    "WeightSource", "check_plan", "config_from_json", "generate_here", "group_names", "linear", "microbatch_rows",
-    "open_model", "pack", "process_kib", "profile_serving", "random_state", "read_config", "sample_config",
-    "scheme_bits", "serve_model", "unpack", "write_sample",
+    "PackedWeight", "Pipeline", "Rotary", "Rows", "SafetensorsSource", "ServingDemo", "StageError", "StageModel",
+    "StateSource", "WeightSource", "check_plan", "config_from_json", "generate_here", "group_names", "linear",
+    "measure_plan", "microbatch_rows", "open_model", "pack", "process_kib", "profile_serving", "random_state",
+    "read_config", "run_serving_demo", "sample_config", "scheme_bits", "serve_model", "unpack", "write_sample",
 ]  # fmt: skip

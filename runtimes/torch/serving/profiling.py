@@ -33,6 +33,8 @@ _DECODE_STEPS = 8
 _LONG_TOKENS = 256
 """Prompts from which on two lengths are measured."""
 _WATCH_S = 0.01
+_SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
+"""Of the model that the memory of a process is measured with."""
 _LINK_NS, _LINK_NS_PER_KIB = 150_000, 600.0
 """A message between two processes of one machine over gloo: 0.15 ms and 1.7 GB/s."""
 
@@ -135,7 +137,9 @@ def profile_serving(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _measured(_Bench(config, dtype, repeats, rows, lengths, pasts), sizes, name, schemes, threads, progress)
+        return _measured(
+            _Bench(config, dtype, repeats, rows, lengths, pasts), sizes, workload, name, schemes, threads, progress
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -154,7 +158,6 @@ class _Bench:
     ) -> None:
         self.config, self.dtype, self.repeats = config, dtype, repeats
         self.rows, self.lengths, self.pasts = tuple(rows), tuple(lengths), tuple(pasts)
-        self.load_kib = 0
 
     def stage(self, scheme: str, *, layers: int, tiny: bool) -> StageModel:
         """A whole model of some layers, all of the first layer's kind."""
@@ -169,12 +172,9 @@ class _Bench:
         )
         state, names = random_state(config), group_names(layers)
         source = StateSource(state)
-        peak = _Peak()
-        stage = StageModel(
+        return StageModel(
             config, source, Stage(device="here", groups=names), dict.fromkeys(names, scheme), dtype=self.dtype
         )
-        self.load_kib = max(self.load_kib, peak.kib() - stage.bytes // _KIB)
-        return stage
 
     def seconds(self, stage: StageModel, rows: int, tokens: int, new: int) -> float:
         """The fastest of some generations."""
@@ -207,11 +207,16 @@ class _Bench:
 
 
 def _measured(
-    bench: _Bench, model: ServeModel, name: str, schemes: Sequence[str], threads: int, progress: Progress | None
+    bench: _Bench,
+    model: ServeModel,
+    workload: ServeWorkload,
+    name: str,
+    schemes: Sequence[str],
+    threads: int,
+    progress: Progress | None,
 ) -> ServingProfile:
     weights: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
     costs: dict[str, dict[str, PhaseCosts]] = {kind: {} for kind in KINDS}
-    workspace = torch.zeros(len(bench.rows), len(bench.lengths))
     last: Any = None
     for done, scheme in enumerate(schemes):
         if progress is not None:
@@ -226,9 +231,6 @@ def _measured(
             # The first group brings the embedding; the rest is its own.
             ends = one.config.vocabulary * one.config.hidden * bench.dtype.itemsize if alone.first else 0
             weights[kind][scheme] = -(-(alone.bytes - ends) // _KIB)
-        for i, rows in enumerate(bench.rows):
-            for j, tokens in enumerate(bench.lengths):
-                workspace[i, j] = max(float(workspace[i, j]), _pass_kib(bench, many, model, rows, tokens))
         whole = [torch.tensor(phase) for phase in bench.phases(many)]
         single = [torch.tensor(phase) for phase in bench.phases(one)]
         del many
@@ -249,16 +251,12 @@ def _measured(
         source="measured",
         model=model,
         threads=threads,
-        base_kib=process_kib(),
-        load_kib=bench.load_kib,
+        base_kib=process_kib(model, workload, threads=threads),
+        load_kib=0,
         cache_bytes_per_number=bench.dtype.itemsize,
         weights_kib=weights,
         costs=costs,
-        workspace=Table(
-            rows=bench.rows,
-            lengths=bench.lengths,
-            values=tuple(tuple(int(v) for v in line) for line in workspace.tolist()),
-        ),
+        workspace=nothing,
         first_kib=end_kib,
         last_kib=end_kib,
         first=PhaseCosts(prefill=nothing, decode=nothing),
@@ -266,32 +264,6 @@ def _measured(
         link_ns=_LINK_NS,
         link_ns_per_kib=_LINK_NS_PER_KIB,
     )
-
-
-def _pass_kib(bench: _Bench, stage: StageModel, model: ServeModel, rows: int, tokens: int) -> int:
-    """KiB that a prefill needs for a moment, without its caches."""
-    prompts = [[1] * tokens] * rows
-    generate_here([stage], prompts, 1)  # what is kept from the first pass on is no part of it
-    gc.collect()
-    peak = _Peak()
-    generate_here([stage], prompts, 1)
-    cache = stage.config.layers * rows * model.cache_bytes(tokens + 1, bench.dtype.itemsize)
-    return max(peak.kib() - cache // _KIB, 0)
-
-
-class _Peak:
-    """How much more memory than now the process needs from now on; 0 where Linux does not say."""
-
-    def __init__(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self._before = None
-            return
-        self._before = _status("VmRSS")
-
-    def kib(self) -> int:
-        return 0 if self._before is None else max(_status("VmHWM") - self._before, 0)
 
 
 def _status(key: str, pid: int | str = "self") -> int:
@@ -329,23 +301,40 @@ class MemoryWatch:
                 return
 
 
-def process_kib() -> int:
-    """Memory of a stage's process, in KiB, that serves a model of next to no size beside another stage.
+def process_kib(model: ServeModel, workload: ServeWorkload, *, threads: int = 1) -> int:
+    """Memory that a stage's process holds beside weights, caches and ends, in KiB, as measured on two stages.
+
+    They serve a workload with a Llama of the model's matrix sizes, but of few layers and a small vocabulary. What the
+    allocator keeps of loading and of passes is part of it, so that a profile needs no further allowance.
 
     Raises:
-        StageError: The process could not start.
+        StageError: A process could not start.
     """
     from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
 
-    sizes = sample_config(layers=1, hidden=32, inner=32, heads=1, kv_heads=1, vocabulary=32)
-    names = group_names(1)
+    small = dataclasses.replace(model, layers=_SMALL_LAYERS, vocabulary=min(model.vocabulary, _SMALL_VOCABULARY))
+    config = sample_config(
+        layers=small.layers,
+        hidden=small.hidden,
+        inner=small.inner,
+        heads=small.heads,
+        kv_heads=small.kv_heads,
+        vocabulary=small.vocabulary,
+    )
+    config["head_dim"] = small.head_size
+    names = group_names(small.layers)
+    parts = (names[: len(names) // 2], names[len(names) // 2 :])
     plan = Plan(
         microbatch=0,
-        stages=tuple(Stage(device=str(j), groups=(name,)) for j, name in enumerate(names)),
-        schemes=dict.fromkeys(names, "W32"),
+        stages=tuple(Stage(device=str(j), groups=part) for j, part in enumerate(parts)),
+        schemes=dict.fromkeys(names, "W8"),
     )
+    prompts = [[1] * workload.prompt_tokens] * workload.prompts
     with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
-        write_sample(folder, sizes)
-        with Pipeline(folder, plan) as pipeline, MemoryWatch(pipeline.pids) as watch:
-            pipeline.generate([[1, 2, 3]], 3)
-        return max(watch.peaks_kib.values())
+        write_sample(folder, config)
+        with Pipeline(folder, plan, threads=[threads] * 2) as pipeline, MemoryWatch(pipeline.pids) as watch:
+            for _ in range(3):
+                pipeline.generate(prompts, min(workload.new_tokens, 8), prefill=1)
+        weights = max(pipeline.weight_bytes)
+    cache = small.layers // 2 * workload.prompts * small.cache_bytes(workload.prompt_tokens + 8)
+    return max(watch.peaks_kib.values()) - (weights + cache) // _KIB
