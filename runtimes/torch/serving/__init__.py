@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         serve_model,
     )
     from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
+    from qsync_opt.runtimes.torch.serving.sensitivity import measure_harm, output_divergence
     from qsync_opt.runtimes.torch.serving.stage import Batch, StageModel, check_plan, group_names, microbatch_rows
     from qsync_opt.runtimes.torch.serving.weights import (
         GgufSource,
@@ -36,6 +37,7 @@ __all__ = [
     "GROUP", "Attention", "Batch", "DecoderConfig", "Generation", "GgufSource", "MemoryWatch", "Mlp",
     "PackedWeight", "Pipeline", "Rotary", "Rows", "SafetensorsSource", "ServingDemo", "StageError", "StageModel",
     "StateSource", "WeightSource", "check_plan", "config_from_json", "generate_here", "group_names", "linear",
-    "measure_plan", "microbatch_rows", "open_model", "pack", "process_kib", "profile_serving", "random_state",
-    "read_config", "run_serving_demo", "sample_config", "scheme_bits", "serve_model", "unpack", "write_sample",
+    "measure_harm", "measure_plan", "microbatch_rows", "open_model", "output_divergence", "pack", "process_kib",
+    "profile_serving", "random_state", "read_config", "run_serving_demo", "sample_config", "scheme_bits",
+    "serve_model", "unpack", "write_sample",
 ]  # fmt: skip

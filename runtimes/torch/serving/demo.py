@@ -10,7 +10,7 @@ from typing import Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.pipeline import Pipeline
-from qsync_opt.runtimes.torch.serving.profiling import MemoryWatch, profile_serving
+from qsync_opt.runtimes.torch.serving.profiling import MemoryWatch, profile_serving, steady_allocator
 from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
 from qsync_opt.serving import (
     KINDS,
@@ -150,12 +150,13 @@ def measure_plan(
         [1 + (row * 31 + t * 7) % (most - 1) for t in range(workload.prompt_tokens)] for row in range(workload.prompts)
     ]
     prefill_s = decode_s = float("inf")
-    with Pipeline(model, plan, threads=[threads[stage.device] for stage in plan.stages]) as pipeline:
-        with MemoryWatch(pipeline.pids) as watch:
-            for _ in range(_ROUNDS):
-                run = pipeline.generate(prompts, workload.new_tokens, prefill=option.prefill, decode=option.decode)
-                prefill_s, decode_s = min(prefill_s, run.prefill_s), min(decode_s, run.decode_s)
-        memory = dict(zip((stage.device for stage in plan.stages), watch.peaks_kib.values(), strict=True))
+    with steady_allocator():
+        pipeline = Pipeline(model, plan, threads=[threads[stage.device] for stage in plan.stages])
+    with pipeline, MemoryWatch(pipeline.pids) as watch:
+        for _ in range(_ROUNDS):
+            run = pipeline.generate(prompts, workload.new_tokens, prefill=option.prefill, decode=option.decode)
+            prefill_s, decode_s = min(prefill_s, run.prefill_s), min(decode_s, run.decode_s)
+    memory = dict(zip((stage.device for stage in plan.stages), watch.peaks_kib.values(), strict=True))
     return ServingMeasurement(
         label=label,
         prefill_tokens_per_s=workload.prompts * workload.prompt_tokens / prefill_s,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _DECODE_STEPS = 8
 _LONG_TOKENS = 256
 """Prompts from which on two lengths are measured."""
 _WATCH_S = 0.01
+_KEPT_BYTES = 4 << 20
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
 _LINK_NS, _LINK_NS_PER_KIB = 150_000, 600.0
@@ -301,6 +303,25 @@ class MemoryWatch:
                 return
 
 
+@contextlib.contextmanager
+def steady_allocator() -> Iterator[None]:
+    """Processes that start within give freed memory back soon, so that what they hold can be predicted.
+
+    By itself glibc keeps up to 64 MiB, or nothing, as the order of requests has it. Other C libraries take no notice.
+    """
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(_KEPT_BYTES)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def process_kib(model: ServeModel, workload: ServeWorkload, *, threads: int = 1) -> int:
     """Memory that a stage's process holds beside weights, caches and ends, in KiB, as measured on two stages.
 
@@ -332,7 +353,9 @@ def process_kib(model: ServeModel, workload: ServeWorkload, *, threads: int = 1)
     prompts = [[1] * workload.prompt_tokens] * workload.prompts
     with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
         write_sample(folder, config)
-        with Pipeline(folder, plan, threads=[threads] * 2) as pipeline, MemoryWatch(pipeline.pids) as watch:
+        with steady_allocator():
+            pipeline = Pipeline(folder, plan, threads=[threads] * 2)
+        with pipeline, MemoryWatch(pipeline.pids) as watch:
             for _ in range(3):
                 pipeline.generate(prompts, min(workload.new_tokens, 8), prefill=1)
         weights = max(pipeline.weight_bytes)
