@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None)
 _MODEL_HELP = "model folder (config.json and safetensors) or .gguf file"
+_RUNTIME = "qsync_opt.runtimes.torch.serving"
 _BITS = "W4,W8,W16,W32"
 _KIB_PER_MIB = 1024
 
@@ -48,12 +49,13 @@ def profile(
     verbose: Verbose = False,
 ) -> int:
     """Measure what a model's layers cost on this CPU, by kind, scheme and phase."""
-    from qsync_opt.runtimes.torch.serving import profile_serving
+    from qsync_opt.registry import attribute
     from qsync_opt.serving import ServeWorkload, profile_json
 
     check_outputs([output], [model])
     workload = ServeWorkload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    result = profile_serving(model, workload, name=name, schemes=_names(schemes), threads=threads)
+    measure = attribute(f"{_RUNTIME}:profile_serving")
+    result = measure(model, workload, name=name, schemes=_names(schemes), threads=threads)
     result.save(output)
     if json:
         print_json(profile_json(result))
@@ -178,15 +180,14 @@ def demo(
     verbose: Verbose = False,
 ) -> int:
     """Measure, plan and serve on two processes of this machine, one with half the memory of the other."""
+    from qsync_opt.registry import attribute
     from qsync_opt.report import write_serving_report
-    from qsync_opt.runtimes.torch.serving import run_serving_demo
 
     check_outputs([report], [model])
     if min(threads) < 1:
         raise ProblemError(f"threads are {threads[0]} and {threads[1]}, but each must be at least 1")
-    result = run_serving_demo(
-        model, threads=threads, seed=seed, say=None if json else lambda text: print(text, flush=True)
-    )
+    run = attribute(f"{_RUNTIME}:run_serving_demo")
+    result = run(model, threads=threads, seed=seed, say=None if json else lambda text: print(text, flush=True))
     if report is not None:
         write_serving_report(result.planned, report, measured=result.measured[0])
     if json:

@@ -88,8 +88,17 @@ class ServingPlan:
 
     @property
     def reason(self) -> str | None:
-        """Why there is no plan."""
-        return self.solution.reason
+        """Why there is no plan: the limit, the device that needs least more, and what is missing there."""
+        reason = self.solution.reason
+        if reason is None or not reason.startswith("memory"):
+            return reason
+        left = {device.name: device.memory_kib for device in self.problem.devices}
+        taken = ", ".join(f"{format_memory(d.memory_kib - left[d.name])} on {d.name!r}" for d in self.devices)
+        caches = sum(max(self.problem.state_kib[group.kind]) for group in self.problem.groups)
+        return (
+            f"{reason}. That is beside what the processes and their passes need ({taken}); of the groups' memory the "
+            f"caches of both phases are {format_memory(caches)}: fewer prompts or tokens need less"
+        )
 
     def predict(self, plan: Plan | None = None) -> Prediction:
         """What a plan should do; by default the solution's.
@@ -213,8 +222,7 @@ def build_serving_problem(
         passes need (the largest of all options).
 
     Raises:
-        ProblemError: A profile is of another model or lacks a scheme, a harm is missing or no number, or a device has
-            too little memory for its own process.
+        ProblemError: A profile is of another model or lacks a scheme, or a harm is missing or no number.
     """
     if not devices:
         raise ProblemError("devices is empty, but at least one is needed")
@@ -235,15 +243,8 @@ def build_serving_problem(
     _check_harm(harm, model, schemes)
     options = tuple(microbatches or default_microbatches(workload.prompts))
     shapes = [_Shape.of(workload, option) for option in options]
-    planned = []
-    for device in devices:
-        held = _process_kib(device.profile, shapes)
-        if device.memory_kib <= held:
-            raise ProblemError(
-                f"device {device.name!r} has {format_memory(device.memory_kib)}, but its process alone needs "
-                f"{format_memory(held)}, without any weight; give it more, or leave it out"
-            )
-        planned.append(Device(name=device.name, memory_kib=device.memory_kib - held))
+    # A device whose process alone is too large is left nothing, and is never used.
+    planned = [Device(name=d.name, memory_kib=max(d.memory_kib - _process_kib(d.profile, shapes), 0)) for d in devices]
     profiles = {device.name: device.profile for device in devices}
     tokens = workload.prompt_tokens + workload.new_tokens
     cache = max(p.cache_bytes_per_number for p in profiles.values())
