@@ -59,13 +59,13 @@ def summary_markup(report: Report) -> str:
 
 def _iteration_card(report: Report) -> str:
     evaluation = report.evaluation
-    return _card(
+    return card(
         "Whole iteration",
         [
             ("Iteration time", format_time(evaluation.iteration_ns)),
             ("Sensitivity", format_sensitivity(evaluation.objective)),
         ],
-        _meter(evaluation.iteration_ns, evaluation.latency_limit_ns),
+        level_bar(evaluation.iteration_ns, evaluation.latency_limit_ns),
         [
             time_words(report),
             "Sensitivity is the variance that low precision adds to the gradient; the plan keeps its sum small.",
@@ -76,13 +76,13 @@ def _iteration_card(report: Report) -> str:
 def _device_card(report: Report, device: DeviceEvaluation) -> str:
     count = report.problem.device(device.name).count
     workers = f"{count} worker{'s' if count > 1 else ''}"
-    return _card(
+    return card(
         f"{device.name} · {workers}",
         [
             ("Memory per worker", format_memory(device.memory_kib)),
             ("Sensitivity", format_sensitivity(device.sensitivity)),
         ],
-        _meter(device.memory_kib, device.memory_limit_kib) + _mix_bar(report, device.name),
+        level_bar(device.memory_kib, device.memory_limit_kib) + _mix_bar(report, device.name),
         [
             memory_words(report, device),
             mix_words(report, device.name),
@@ -91,13 +91,14 @@ def _device_card(report: Report, device: DeviceEvaluation) -> str:
     )
 
 
-def _card(title: str, figures: Iterable[tuple[str, str]], drawing: str, sentences: Iterable[str]) -> str:
+def card(title: str, figures: Iterable[tuple[str, str]], drawing: str, sentences: Iterable[str]) -> str:
+    """A box with a title, named figures, a drawing (markup) and sentences."""
     rows = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures)
     text = "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences)
     return f'<article class="card"><h3><bdi>{_text(title)}</bdi></h3><dl>{rows}</dl>{drawing}{text}</article>'
 
 
-def _meter(value: float, limit: float) -> str:
+def level_bar(value: float, limit: float) -> str:
     """A bar of what is used of a limit; the words beside it say the same."""
     share = value / limit if limit else 1.0
     width = min(1000.0, 1000.0 * share)

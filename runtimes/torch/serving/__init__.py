@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.choosing import choose
     from qsync_opt.runtimes.torch.serving.clients import LoadResult, load_test, percentiles
     from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
+    from qsync_opt.runtimes.torch.serving.demo import ServingDemo, measure_plan, run_serving_demo
     from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, FullError, Request, Update
     from qsync_opt.runtimes.torch.serving.export import Exported, export_llama_cpp, export_vllm
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
@@ -33,7 +34,17 @@ if TYPE_CHECKING:
         generate_here,
         microbatch_rows,
     )
+    from qsync_opt.runtimes.torch.serving.profiling import (
+        MemoryWatch,
+        process_kib,
+        profile_serving,
+        random_state,
+        serve_model,
+        steady_allocator,
+    )
     from qsync_opt.runtimes.torch.serving.protocol import read_ask
+    from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
+    from qsync_opt.runtimes.torch.serving.sensitivity import measure_harm, output_divergence
     from qsync_opt.runtimes.torch.serving.server import bind, make_app, metrics_text, serve, serve_quietly
     from qsync_opt.runtimes.torch.serving.stage import StageModel, check_plan, group_names
     from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, Step, pages_of
@@ -57,12 +68,14 @@ else:
 
 __all__ = [
     "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "Exported",
-    "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemorySamples", "Mlp",
-    "PackedWeight", "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource", "StageError",
-    "StageModel", "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream", "Tokenizer", "Update",
-    "WeightSource", "Workers", "bind", "check_plan", "choose", "config_from_json", "describe", "export_llama_cpp",
-    "export_vllm", "generate", "generate_here", "group_names", "linear", "load_test", "load_tokenizer", "make_app",
-    "measure_batches", "metrics_text", "microbatch_rows", "open_model", "pack", "pages_of", "percentiles",
-    "read_ask", "read_config", "scheme_bits", "serve", "serve_quietly", "start_engine", "start_stages",
-    "uniform_plan", "unpack",
+    "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemorySamples", "MemoryWatch",
+    "Mlp", "PackedWeight", "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource",
+    "ServingDemo", "StageError", "StageModel", "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream",
+    "Tokenizer", "Update", "WeightSource", "Workers", "bind", "check_plan", "choose", "config_from_json", "describe",
+    "export_llama_cpp", "export_vllm", "generate", "generate_here", "group_names", "linear", "load_test",
+    "load_tokenizer", "make_app", "measure_batches", "measure_harm", "measure_plan", "metrics_text", "microbatch_rows",
+    "open_model", "output_divergence", "pack", "pages_of", "percentiles", "process_kib", "profile_serving",
+    "random_state", "read_ask", "read_config", "run_serving_demo", "sample_config", "scheme_bits", "serve",
+    "serve_model", "serve_quietly", "start_engine", "start_stages", "steady_allocator", "uniform_plan", "unpack",
+    "write_sample",
 ]  # fmt: skip
