@@ -1,6 +1,6 @@
 """QSync's allocator as it was published: exhaustive initial plans of subgraphs, then one pass of recovery.
 
-The graph is cut wherever all later operators read one operator alone. The memory limit is shared out over the blocks, in
+The graph is cut wherever all that follows reads one operator alone. The memory limit is shared out over the blocks in
 proportion to what each can save; of each block all assignments of precisions are tried, and the fastest within its
 share is kept. `qsync` starts from better plans, which is why it finds some where this method fails.
 """
