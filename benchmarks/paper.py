@@ -27,12 +27,15 @@ import qsync_opt
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.formulations.training import published_start
 from qsync_opt.io import write_json
+from qsync_opt.model import OpGraph, TensorSpec
 from qsync_opt.training import Evaluation, Plan, Problem, memory_breakdown, uniform_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "paper.json"
 PAGE = ROOT / "docs" / "background" / "paper.md"
 CLUSTERS = {name: ROOT / "examples" / "paper_clusters" / f"cluster-{name.lower()}.yaml" for name in "AB"}
+CAPTURED = 7
+"""Samples that models are captured with, and statistics collected from; it divides no first dimension of a weight."""
 BATCHES = {"ResNet-50": 128, "VGG16": 128, "VGG16-BN": 128, "BERT-base": 12, "RoBERTa-base": 16}
 """Local batches of the release's scripts."""
 RELEASED_MS: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -99,6 +102,28 @@ def build(name: str, batch: int, *, small: bool) -> Example:
     )
 
 
+def at_batch(graph: OpGraph, batch: int) -> OpGraph:
+    """A graph that was captured with `CAPTURED` samples, as if with ``batch``.
+
+    The samples are the first dimension of all activations, or a factor of it; weights have no such first dimension.
+    """
+
+    def scaled(spec: TensorSpec) -> TensorSpec:
+        if not spec.shape or spec.shape[0] % CAPTURED:
+            return spec
+        return replace(spec, shape=(spec.shape[0] // CAPTURED * batch, *spec.shape[1:]))
+
+    operators = []
+    for operator in graph:
+        inputs, outputs = (tuple(map(scaled, specs)) for specs in (operator.input_specs, operator.output_specs))
+        grown = sum(spec.num_bytes for spec in (*inputs, *outputs))
+        before = sum(spec.num_bytes for spec in (*operator.input_specs, *operator.output_specs))
+        sizes = {"num_bytes": operator.num_bytes * grown // max(1, before), "flops": operator.flops * batch // CAPTURED}
+        signature = f"{operator.signature} at {batch}"
+        operators.append(replace(operator, input_specs=inputs, output_specs=outputs, signature=signature, **sizes))
+    return replace(graph, operators=tuple(operators))
+
+
 def _compute_ns(profile: Any) -> int:
     """Forward and backward of one worker in FP32, and the optimizer's step."""
     costs = [profile.cost(name)["FP32"] for name in profile.operators]
@@ -128,16 +153,14 @@ def _row(model: str, cluster: str, how: str, problem: Problem, plan: Plan | None
 
 def simulate(name: str, *, small: bool) -> dict[str, Any]:
     """Rows of one model: plans on both clusters, uniform plans on a T4 alone, and batches by speed."""
-    batch = 4 if small else BATCHES[name]
-    whole = build(name, batch, small=small)
-    graph = qsync_opt.capture(whole.model, (), whole.kwargs, name=name)
-    few = build(name, 2, small=small)
-    small_graph = qsync_opt.capture(few.model, (), few.kwargs, name=name)
-    few.model.load_state_dict(whole.model.state_dict())
-    statistics = qsync_opt.collect_statistics(few.model, [few.kwargs], graph=small_graph)
+    batch = BATCHES[name]
+    few = build(name, CAPTURED, small=small)
+    captured = qsync_opt.capture(few.model, (), few.kwargs, name=name)
+    graph = at_batch(captured, batch)
+    statistics = qsync_opt.collect_statistics(few.model, [few.kwargs], graph=captured)
     profiles = {card: qsync_opt.roofline_profile(graph, qsync_opt.data_sheet(card)) for card in ("V100", "T4")}
     formats = profiles["T4"].formats
-    tables = {kind: qsync_opt.sensitivities(small_graph, statistics, formats, kind=kind) for kind in _KINDS}
+    tables = {kind: qsync_opt.sensitivities(captured, statistics, formats, kind=kind) for kind in _KINDS}
     rows, batches, alone = [], [], []
     for letter, path in CLUSTERS.items():
         cluster = qsync_opt.load_cluster(path)
@@ -300,7 +323,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 QSync (IPDPS 2024) compares its plans with uniform precision, with batches sized by speed, and with full precision, on
 two clusters of 16 V100 and 16 T4. This page repeats the comparison **by simulation**: no card ran. Times are roofline
-estimates from data sheets, variances come from one batch of 2 random samples and random weights, and accuracy cannot be
+estimates from data sheets, variances come from one batch of 7 random samples and random weights, and accuracy cannot be
 simulated at all ([quality](quality.md) has trained models). The paper's own tables could not be had when this was
 written; what stands beside is what the code of its release records. Its claims are an accuracy 0.27 to 1.03 points
 above uniform precision at equal throughput, and predicted iteration times within 5 %.
@@ -344,10 +367,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small relatives of the models, for a trial")
     parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--merge", type=Path, nargs="+", help="put the records of runs for single models together")
     parser.add_argument("--page-only", action="store_true", help="write the page from the record")
     options = parser.parse_args()
     if options.page_only:
         PAGE.write_text(page(json.loads(RESULT.read_text(encoding="utf-8"))), encoding="utf-8")
+        return
+    if options.merge:
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in options.merge]
+        parts = {part: [row for each in records for row in each[part]] for part in ("plans", "batches", "alone")}
+        record = {**records[0], **parts}
+        write_json(RESULT, record)
+        PAGE.write_text(page(record), encoding="utf-8")
         return
     torch.set_num_threads(1)
     record = run(options.models, small=options.small)
