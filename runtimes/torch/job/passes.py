@@ -30,7 +30,6 @@ from qsync_opt.runtimes.torch.job.candidates import (
     FORMS,
     JOINT,
     LAUNCHED,
-    SCALING,
     ExecutionMode,
     Modes,
     fastest_modes,
@@ -252,7 +251,7 @@ class _Timing:
                     try:
                         if not turn and self.example.device.type == "cuda":
                             needs[index] = self._peak_bytes()
-                        times_ns[index].append(self._pass_ns())
+                        times_ns[index].append(self._pass_ns(scaled=mode.needs_scaling))
                     except RuntimeError as failure:
                         needs[index] = None
                         model.zero_grad()
@@ -275,13 +274,12 @@ class _Timing:
             modes: In all forms; launched and captured ones are timed already.
             until: As in `time_modes`.
         """
-        fastest_ns: dict[str, float] = {}
+        fastest_ns: dict[str, int] = {}
         carried: dict[str, bool] = {}
         for mode in modes:
             carried[mode.name] = mode.carrier is not None
             if mode.pass_ns and mode.needed_bytes is not None and not mode.compiled:
-                spent_ns = mode.pass_ns * (SCALING if mode.needs_scaling else 1.0)
-                fastest_ns[mode.name] = min(spent_ns, fastest_ns.get(mode.name, spent_ns))
+                fastest_ns[mode.name] = min(mode.pass_ns, fastest_ns.get(mode.name, mode.pass_ns))
         near_ns = _NEAR_FASTEST * min(fastest_ns.values(), default=0)
         near = [name for name, ns in fastest_ns.items() if ns <= near_ns]
         # What torch carries out by itself first: it compiles faster.
@@ -339,7 +337,7 @@ class _Timing:
                     needed = self._peak_bytes()
                 began = time.perf_counter()
                 while len(times_ns) < (_ROUNDS if self.compiled else _CAPTURED_ROUNDS):
-                    times_ns.append(self._pass_ns())
+                    times_ns.append(self._pass_ns(scaled=mode.needs_scaling))
                     if 1e9 * (time.perf_counter() - began) > _MODE_NS:
                         break
                 if mode.captured:  # graphs keep their memory, which steps do not allocate
@@ -355,23 +353,28 @@ class _Timing:
             _reserved_bytes(device)
         return replace(mode, pass_ns=round(statistics.median(times_ns)), needed_bytes=needed)
 
-    def _pass(self) -> None:
+    def _pass(self, *, scaled: bool = False) -> None:
         self.example.run()
+        if scaled:
+            unscale_gradients(self.example.model)
         self.example.model.zero_grad()
 
     def _peak_bytes(self) -> int:
         _, allocation = allocation_of(self._pass, self.example.device)
         return resident_bytes(self.example.model) + allocation.peak_bytes + self.kept_bytes
 
-    def _pass_ns(self) -> float:
-        """Nanoseconds of a pass, from as many that follow each other as `_BLOCK_NS` allows."""
+    def _pass_ns(self, *, scaled: bool) -> float:
+        """Nanoseconds of a pass, from as many that follow each other as `_BLOCK_NS` allows.
+
+        With loss scaling, ``scaled``, the gradients are looked through and divided too, and the host waits for them.
+        """
         device = self.example.device
         clock: Callable[[], int] = time.perf_counter_ns if device.type == "cuda" else cpu_clock()
 
         def block(passes: int) -> float:
             began = clock()
             for _ in range(passes):
-                self._pass()
+                self._pass(scaled=scaled)
             synchronize(device)
             return float(clock() - began)
 
@@ -380,6 +383,16 @@ class _Timing:
             first = block(1)
         passes = max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, first))))
         return block(passes) / passes
+
+
+def unscale_gradients(model: nn.Module) -> bool:
+    """What a loss scaler does before a step, with the scale 1: divide all gradients; returns whether one overflowed."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and not p.grad.is_sparse]
+    if not gradients:
+        return False
+    overflow, scale = (torch.full((), value, device=gradients[0].device) for value in (0.0, 1.0))
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, scale)
+    return bool(overflow.item())
 
 
 def carried_out(

@@ -466,6 +466,7 @@ def _job_plan(
         measured={name: how_measured(profile) for name, profile in measured.profiles.items()},
         sensitivity_unit=next(iter(measured.sensitivities.values())).unit,
         lifted_kinds=measured.graph.lifted_kinds(),
+        opaque_modules=measured.graph.opaque_modules(),
         problem=problem,
         solution=solution,
         model=measured,

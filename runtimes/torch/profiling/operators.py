@@ -24,7 +24,7 @@ from qsync_opt.costs import MeasuredCost, OptimizerCost
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.runtimes.timing import Rounds, steady_medians
-from qsync_opt.runtimes.torch.capture import RecordedCall, TensorArgument
+from qsync_opt.runtimes.torch.capture import OpaqueModule, RecordedCall, TensorArgument
 from qsync_opt.runtimes.torch.support import (
     Elapsed,
     Stopwatch,
@@ -76,6 +76,10 @@ class OperatorBench:
         options: KernelOptions,
     ) -> None:
         self._operator = operator
+        self._inside: tuple[Tensor, ...] = ()
+        if isinstance(call.target, OpaqueModule):  # its passes may write into buffers
+            opaque = call.target.copied(device)
+            call, self._inside = replace(call, target=opaque), opaque.parameters()
         self._call = call
         self._precision = precision
         self._device = device
@@ -137,8 +141,8 @@ class OperatorBench:
         return _Run(
             work=work,
             activations=tuple(t for argument, t in pairs if argument.state is None and argument.spec.is_floating),
-            state=tuple(t for argument, t in pairs if argument.state is not None),
-            leaves=tuple(t for t in tensors if t.requires_grad),
+            state=(*(t for argument, t in pairs if argument.state is not None), *self._inside),
+            leaves=(*(t for t in tensors if t.requires_grad), *self._inside),
         )
 
     def _round(self, stopwatch: Stopwatch, rotated: Sequence[list[Tensor]], count: int) -> list[tuple[float, ...]]:

@@ -52,7 +52,7 @@ _LOGGER = logging.getLogger(__name__)
 _PASSES_SHARE = 0.5
 """Most of a time limit that is reserved for whole iterations."""
 BUSY = 0.15
-"""Distance of the two lowest of all rounds that only other work on the machine explains."""
+"""Distance of the two lowest of all rounds, and share of measurements with such a distance, that is worth a warning."""
 _LEAST_RUNS = 6
 """Runs that the shortest measurement of an operator takes: memory, one to warm up, and one that counts."""
 
@@ -419,7 +419,8 @@ def profile(
             measured, busy = measure_uniform(example, result, captured.graph, options, repeats, end)
             result = calibrate(captured.graph, result, measured)
         report(total, total, "done")
-    if unsettled := {label: apart for label, apart in {**run.disagreements, **busy}.items() if apart > BUSY}:
+    unsettled = {label: apart for label, apart in {**run.disagreements, **busy}.items() if apart > BUSY}
+    if len(unsettled) > BUSY * total:
         worst = max(unsettled, key=lambda label: unsettled[label])
         _LOGGER.warning(
             "the machine is busy: rounds of %d of %d measurements disagree, those of %r by %.0f %%; measure again when "

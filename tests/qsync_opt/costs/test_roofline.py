@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.cluster import DATA_SHEETS, DataSheet, DeviceType, data_sheet
-from qsync_opt.costs import MI_ELEMENTS, Assumptions, estimated_by, roofline_profile
+from qsync_opt.costs import MI_ELEMENTS, Assumptions, estimated_by, fit_assumptions, roofline_profile
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.numerics import FORMATS
@@ -241,3 +241,38 @@ def test_unknown_and_unusable_data_sheets():
         replace(SHEET, bandwidth_bytes_per_s=0.0)
     with pytest.raises(ProblemError, match=r"efficiency is 1.5, but it is a share"):
         Assumptions(efficiency=1.5)
+
+
+def test_assumptions_are_found_again_in_a_measured_profile():
+    graph = linear_graph()
+    truth = Assumptions(
+        efficiency=0.6, efficiency_8bit=0.3, memory_efficiency=0.7, launch_ns=12_000, optimizer="momentum"
+    )
+    estimate = roofline_profile(graph, SHEET, assumptions=truth)
+    # As if it had been measured.
+    measured = replace(estimate, device=replace(estimate.device, versions={"torch": "2"}), options={})
+    fitted = fit_assumptions(graph, measured, SHEET)
+    assert fitted.launch_ns == truth.launch_ns
+    for name in ("efficiency", "efficiency_8bit", "memory_efficiency"):
+        assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=0.01)
+    other = linear_graph(rows=8192)
+    predicted, wanted = (roofline_profile(other, SHEET, assumptions=known) for known in (fitted, truth))
+    for operator in other:
+        for precision, cost in predicted.cost(operator.name).items():
+            assert cost.forward_ns == pytest.approx(wanted.cost(operator.name)[precision].forward_ns, rel=0.02)
+
+
+def test_an_operator_without_work_shows_what_a_kernel_takes():
+    graph = linear_graph(rows=1, width=16)
+    estimate = roofline_profile(graph, SHEET, assumptions=Assumptions(kernel_ns=3300))
+    measured = replace(estimate, device=replace(estimate.device, versions={"torch": "2"}), options={})
+    assert fit_assumptions(graph, measured, SHEET).kernel_ns == pytest.approx(3300, rel=0.01)
+
+
+def test_assumptions_are_fitted_to_measurements_of_the_same_graph_only():
+    graph = linear_graph()
+    estimate = roofline_profile(graph, SHEET)
+    with pytest.raises(ProblemError, match="is a roofline estimate; measure one on the card"):
+        fit_assumptions(graph, estimate, SHEET)
+    with pytest.raises(ProblemError, match="is of another model"):
+        fit_assumptions(linear_graph(rows=8), estimate, SHEET)

@@ -61,7 +61,7 @@ def test_a_plan_of_a_u_net_needs_what_is_predicted(norm: str) -> None:
         needs[precision] = resident_bytes(model) + allocation.peak_bytes
         model.zero_grad()
         assert needs[precision] <= predictions[precision] <= 1.25 * needs[precision]
-    # What a plan saves depends on the normalization: batch normalization and rectifier keep nearly as much.
+    # What a plan saves depends on the normalization: with batch normalization, next to nothing.
     if norm == "group":
         assert needs["BF16"] < needs["FP32"]
         assert predictions["BF16"] < predictions["FP32"]
