@@ -18,6 +18,7 @@ from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv
 
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.messages import Exchange, Pair, Plan, Problem, evaluate, ring_rounds, uniform_plan, variance_factor
+from qsync_opt.runtimes.torch.ddp import together
 from qsync_opt.runtimes.torch.messages.exchange import EXACT, Direction, HaloExchange
 from qsync_opt.runtimes.torch.messages.links import probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
@@ -86,6 +87,7 @@ class FullGraph:
     """A model on one part of a graph; made by `full_graph`.
 
     Calling it runs the model on the part's features and gives the output of its own nodes, shape (own, classes).
+    ``plan`` is the plan in use, None before the first; ``problem`` the one that the last plan was made for in training.
     """
 
     def __init__(self, model: nn.Module, part: Part, plan: Plan | None, options: MessageOptions) -> None:
@@ -99,6 +101,7 @@ class FullGraph:
             for name, module in model.named_modules()
             if isinstance(module, MessagePassing)
         ]
+        self._pending_plan = plan
         self._agree()
         self.group: Any = dist.new_group()
         self.ddp = DistributedDataParallel(model) if any(p.requires_grad for p in model.parameters()) else model
@@ -109,7 +112,7 @@ class FullGraph:
         self._solving: threading.Thread | None = None
         self._solved: list[Plan] = []
         self.plan = plan
-        self._pending_plan = plan
+        self.problem: Problem | None = None
         for layer in self.layers:
             layer.module.forward = self._forward_of(layer)
 
@@ -119,12 +122,13 @@ class FullGraph:
         facts = [self.part.digest, str(self.part.parts), str(self.options)]
         facts.append(str([(name, tuple(p.shape)) for name, p in self.model.named_parameters()]))
         facts.append(str([(layer.name, layer.kind) for layer in self.layers]))
+        facts.append(_text_of(self._pending_plan))
         values = [int.from_bytes(hashlib.sha256(fact.encode()).digest()[:7], "little") for fact in facts]
         own = torch.tensor([self.part.rank, self.part.parts, *values], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather(everyone, own)
         table = torch.stack(everyone).cpu()
-        names = ("partition", "number of parts", "options", "parameters", "layers")
+        names = ("partition", "number of parts", "options", "parameters", "layers", "plan")
         for column, name in enumerate(names, start=2):
             for rank in range(self.world):
                 if table[rank, column] != table[0, column]:
@@ -328,7 +332,15 @@ class FullGraph:
 
         Raises:
             ProblemError: It is not a plan of these exchanges.
+            NotReadyError: On the ranks that it fits, if it does not fit another.
         """
+        bits = together(lambda: self._widths(plan), self.group)
+        for direction in self.directions():
+            direction.widths(*(torch.cat(side) for side in bits[direction.name]))
+        self.plan = plan
+
+    def _widths(self, plan: Plan) -> dict[str, list[list[Tensor]]]:
+        """What this rank sends and receives under a plan: by exchange, the widths to each and from each rank."""
         bits: dict[str, list[list[Tensor]]] = {}
         for direction in self.directions():
             rounds = plan.bits.get(direction.name)
@@ -349,9 +361,7 @@ class FullGraph:
                         f"worker, but this partition needs {counts}; it is the plan of another partition"
                     )
             bits[direction.name] = mine
-        for direction in self.directions():
-            direction.widths(*(torch.cat(side) for side in bits[direction.name]))
-        self.plan = plan
+        return bits
 
     def _between_steps(self) -> None:
         """Use a plan that is ready on rank 0, or begin one; then count the step."""
@@ -362,7 +372,7 @@ class FullGraph:
         if every and self.steps and self.steps % every == 0 and self._solving is None:
             problem = self.build_problem()
             self._solving = threading.Thread(target=self._solve, args=(problem,), name="message widths", daemon=True)
-            self._problem = problem
+            self.problem = problem
             if self.rank == 0:
                 self._solving.start()
         elif self._solving is not None:
@@ -399,7 +409,8 @@ class FullGraph:
         self._solving = None
         if int(state[0]) == 2:
             return
-        shapes = [pair.beta.size for e in self._problem.exchanges for pair in e.pairs]
+        assert self.problem is not None
+        shapes = [pair.beta.size for e in self.problem.exchanges for pair in e.pairs]
         widths = torch.zeros(sum(shapes), dtype=torch.uint8, device=device)
         if self.rank == 0:
             plan = self._solved.pop()
@@ -409,7 +420,7 @@ class FullGraph:
         each = iter(torch.split(widths.cpu(), shapes))
         bits = {
             e.name: tuple(tuple(next(each).numpy() for _ in group) for group in e.rounds)
-            for e in self._problem.exchanges
+            for e in self.problem.exchanges
         }
         self.use(Plan(bits=bits))
 
@@ -447,6 +458,14 @@ class FullGraph:
         if state["plan"] is not None:
             self._pending_plan = None
             self.use(Plan.from_json(state["plan"]))
+
+
+def _text_of(plan: Plan | None) -> str:
+    """Names and widths of a plan, for comparison."""
+    if plan is None:
+        return "none"
+    pairs = ((name, pair) for name, rounds in plan.bits.items() for group in rounds for pair in group)
+    return ";".join(f"{name} {hashlib.sha256(pair.tobytes()).hexdigest()}" for name, pair in pairs)
 
 
 def full_graph(

@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from qsync_opt.errors import QSyncError
+from qsync_opt.messages import Plan, uniform_plan
 from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph
 
 KINDS = {"gcn": GCNConv, "mean": SAGEConv, "gat": GATConv}
@@ -131,6 +132,54 @@ def nan(rank, world):
 def unlike(rank, world):
     full_graph(Net("gcn"), parts_of(graph(), world, "stripes" if rank else "metis")[rank])
     return {}
+
+
+def plan_for(rank, world, name):
+    """A plan of another partition of the same graph."""
+    full = full_graph(Net("gcn"), parts_of(graph(), world, name)[rank], options=MessageOptions(replan_steps=0))
+    full.loss(full()).backward()
+    problem = full.build_problem()
+    full.close()
+    return uniform_plan(problem, 4)
+
+
+def foreign_plan(rank, world):
+    full = full_graph(Net("gcn"), parts_of(graph(), world)[rank], plan_for(rank, world, "stripes"))
+    for _ in range(2):  # layers are known after one pass
+        full.loss(full()).backward()
+    return {}
+
+
+def half_fitting_plan(rank, world):
+    """Only the last rank's widths are those of another partition."""
+    full = full_graph(Net("gcn"), parts_of(graph(), world)[rank], options=MessageOptions(replan_steps=0))
+    full.loss(full()).backward()
+    plan = uniform_plan(full.build_problem(), 4)
+    if rank == world - 1:
+        plan = Plan(bits={n: [[pair[1:] for pair in group] for group in rounds] for n, rounds in plan.bits.items()})
+    full.use(plan)
+    return {}
+
+
+def unlike_plan(rank, world):
+    plan = plan_for(rank, world, "metis")
+    if rank:
+        plan = Plan(bits={name: [[pair * 2 for pair in group] for group in r] for name, r in plan.bits.items()})
+    full_graph(Net("gcn"), parts_of(graph(), world)[rank], plan)
+    return {}
+
+
+def alone(rank, world):
+    """Parts where nobody has edges to another: every pair is empty."""
+    data = graph()
+    inside = assignment("stripes", world)[data.edge_index]
+    data.edge_index = data.edge_index[:, inside[0] == inside[1]]
+    full = full_graph(Net("gcn"), parts_of(data, world, "stripes")[rank], options=MessageOptions(replan_steps=2))
+    for _ in range(6):
+        loss = full.loss(full())
+        loss.backward()
+    full.finish_planning()
+    return {"halo": full.part.halo.numel(), "finite": bool(loss.isfinite()), "bytes": full.directions()[0].wire_bytes}
 
 
 def unlike_model(rank, world):
