@@ -12,7 +12,8 @@
 4. The tables are refined around these prices until the bound settles. Times of rounds are shifted a little to where
    whole messages leave least unused, and each pair fills its round's time.
 
-What is left is less than one message's step per pair; small problems are then searched exactly (`exact`).
+What is left is less than one message's step per pair; small problems are then searched exactly (`exact`). Pairs that
+share ports are planned by `ports`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qsync_opt.formulations.messages.frontier import Floats, Frontier, Integers, frontiers
+from qsync_opt.formulations.messages.frontier import Floats, Frontier, Integers, Prices, frontiers
+from qsync_opt.formulations.messages.ports import plan_by_ports
 from qsync_opt.messages import Evaluation, Plan, Problem, evaluate
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
@@ -45,15 +47,6 @@ _SHIFTS = 64
 """Units of bits by which a round's time is shifted at most, either way."""
 _SHRINK = 1e-12
 """Relative room under a limit for rounding."""
-
-
-@dataclass(slots=True)
-class Prices:
-    """A dual point: ``exposed`` is mu, ``exchange`` pi of each exchange, ``pair`` y of each pair, per nanosecond."""
-
-    exposed: float
-    exchange: list[float]
-    pair: list[float]
 
 
 @dataclass(slots=True)
@@ -79,10 +72,12 @@ class ThresholdFormulation:
             return Answer(
                 termination=TerminationStatus.INFEASIBLE, reason=reason, solve_seconds=time.monotonic() - started
             )
-        plan, bound, prices = plan_by_thresholds(problem, tables)
+        shares_ports = any(exchange.ports for exchange in problem.exchanges)
+        plan, bound, prices = (plan_by_ports if shares_ports else plan_by_thresholds)(problem, tables)
         objective = evaluate(problem, plan).objective
         gap = relative_gap(objective, bound)
-        if gap is not None and gap > max(PROOF_GAP, options.gap) and problem.num_messages <= SEARCHED:
+        is_small = problem.num_messages <= SEARCHED and not shares_ports
+        if gap is not None and gap > max(PROOF_GAP, options.gap) and is_small:
             from qsync_opt.formulations.messages.exact import search
 
             seconds = min(SEARCH_S, options.time_limit_s or math.inf)
@@ -104,7 +99,8 @@ def infeasible(problem: Problem, tables: list[list[list[Frontier]]]) -> str | No
     if problem.time_limit_ns is not None:
         exposed, total = 0.0, 0.0
         for exchange, groups in zip(problem.exchanges, tables, strict=True):
-            least = sum(max((f.pair.time_ns(f.dim, f.least_bits) for f in group), default=0.0) for group in groups)
+            narrowest = ([frontier.least_bits for frontier in group] for group in groups)
+            least = sum(map(exchange.round_ns, exchange.rounds, narrowest))
             exposed += max(0.0, least - exchange.hidden_ns)
             total += least
         if exposed > problem.time_limit_ns + 1e-9 * total:
@@ -209,7 +205,7 @@ def _aligned(problem: Problem, tables: list[list[list[Frontier]]], relaxed: Rela
 
 
 def _leftovers(group: list[Frontier], prices: list[float], at: float) -> tuple[Floats, Floats]:
-    """Shifts of a round's time, with what the pairs lose by the bits that they cannot use then."""
+    """Shifts of a round's time, with what the pairs lose by bits that they cannot use then, and by the shift itself."""
     priced = [
         (frontier, price)
         for frontier, price in zip(group, prices, strict=True)
@@ -229,7 +225,10 @@ def _leftovers(group: list[Frontier], prices: list[float], at: float) -> tuple[F
     lost = np.zeros(shift.size)
     for frontier, price in priced:
         bits = (at + shift - frontier.pair.fixed_ns) / frontier.bit_ns * (1 + 1e-13) - frontier.least_bits
-        lost += np.where(bits < 0, math.inf, price * frontier.bit_ns * np.mod(bits, unit))
+        moved = shift / frontier.bit_ns
+        # Variance falls about fourfold with each bit of all messages, and so does the price.
+        curvature = math.log(4) / 2 / frontier.sorted_beta.size
+        lost += np.where(bits < 0, math.inf, price * frontier.bit_ns * (np.mod(bits, unit) + curvature * moved**2))
     return shift, lost
 
 

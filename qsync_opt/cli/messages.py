@@ -32,6 +32,7 @@ app = typer.Typer(rich_markup_mode=None)
 _PACKAGES = ("torch", "torch_geometric", "pymetis", "safetensors")
 _MODELS = ("gcn", "sage", "gat")
 _WIDTHS = (1, 2, 4, 8, 16, 32)
+_LINKS = ("ring", "all-to-all")
 _LEAST_EPOCHS = 10
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="parts of a graph, written by partition")]
@@ -40,6 +41,10 @@ Layers = Annotated[int, option("N", "number of convolutions", min=1)]
 Hidden = Annotated[int, option("N", "width between convolutions", min=1)]
 Seed = Annotated[int, option("N", "seed of weights, and of the rounding", min=0)]
 Menu = Annotated[str, option("BITS", "widths to choose from, with commas between")]
+Weigh = Annotated[
+    bool, typer.Option("--weigh-layers", help="measure what each exchange's variance does to the gradient")
+]
+Links = Annotated[str, option("NAME", "ring (pair by pair) or all-to-all (pairs share ports)", **choice(*_LINKS))]
 Budget = Annotated[int, option("BITS", "allow the exposed time of this uniform width; 0 where it is hidden")]
 
 
@@ -76,6 +81,8 @@ def plan(
     epochs: Annotated[int, option("N", "epochs in which ranges are traced", min=1)] = 20,
     menu: Menu = "1,2,4,8,16,32",
     budget_bits: Budget = 4,
+    links: Links = "ring",
+    weigh_layers: Weigh = False,
     seed: Seed = 0,
     json: Json = False,
     quiet: Quiet = False,
@@ -90,9 +97,10 @@ def plan(
     if budget_bits not in widths:
         raise UnsupportedError(f"--budget-bits is {budget_bits}, but it must be on the menu {menu}")
     options = messages.TrainingOptions(
-        model=model, layers=layers, hidden=hidden, epochs=epochs, seed=seed,
+        model=model, layers=layers, hidden=hidden, epochs=epochs, seed=seed, weigh_layers=weigh_layers,
         messages=messages.MessageOptions(
-            menu=widths, initial_bits=widths[-1], budget_bits=budget_bits, replan_steps=0, seed=seed
+            menu=widths, initial_bits=widths[-1], budget_bits=budget_bits, replan_steps=0, seed=seed,
+            links=links,
         ),
     )  # fmt: skip
     run = messages.Run(options=options, with_problem=True)
@@ -127,6 +135,8 @@ def run(
     replan: Annotated[int, option("N", "epochs between plans made in training", min=1)] = 20,
     menu: Menu = "1,2,4,8,16,32",
     budget_bits: Budget = 4,
+    links: Links = "ring",
+    weigh_layers: Weigh = False,
     device: Annotated[str, option("NAME", "cpu or cuda", **choice("cpu", "cuda"))] = "cpu",
     seed: Seed = 0,
     json: Json = False,
@@ -143,13 +153,14 @@ def run(
     if bits is not None and bits not in _WIDTHS:
         raise UnsupportedError(f"--bits is {bits}, but allowed are {', '.join(map(str, _WIDTHS))}")
     widths = _menu(menu)
-    chosen = {"menu": widths, "budget_bits": budget_bits, "seed": seed}
+    chosen = {"menu": widths, "budget_bits": budget_bits, "seed": seed, "links": links}
     if plan is not None or bits is not None:
         chosen |= {"replan_steps": 0, "initial_bits": 8 if bits is None else bits}
     else:
         chosen |= {"replan_steps": replan}
     options = messages.TrainingOptions(
         model=model, layers=layers, hidden=hidden, epochs=epochs, rate=rate, seed=seed,
+        weigh_layers=weigh_layers,
         messages=messages.MessageOptions(**chosen),
     )  # fmt: skip
     work = messages.Run(options=options, plan=None if plan is None else _plan(plan).to_json())

@@ -17,7 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.messages import Exchange, Pair, Plan, Problem, evaluate, ring_rounds, uniform_plan, variance_factor
+from qsync_opt.messages import (
+    Exchange,
+    Pair,
+    Plan,
+    Problem,
+    all_to_all_round,
+    evaluate,
+    ring_rounds,
+    uniform_plan,
+    variance_factor,
+)
 from qsync_opt.runtimes.torch.ddp import together
 from qsync_opt.runtimes.torch.messages.exchange import EXACT, Direction, HaloExchange
 from qsync_opt.runtimes.torch.messages.links import probe_links
@@ -38,6 +48,8 @@ class MessageOptions:
         replan_steps: Training steps between plans; 0 keeps the initial width or the given plan.
         seed: Of the rounding; ranks draw different streams from it.
         backend: Of the kernels; see `qsync_opt.kernels.messages.pack_rows`.
+        links: ``"ring"``: each pair of workers has a link of its own, round by round; ``"all-to-all"``: all messages of
+            an exchange go at once, and those of one worker share its port.
     """
 
     menu: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -46,6 +58,14 @@ class MessageOptions:
     replan_steps: int = 50
     seed: int = 0
     backend: str = "auto"
+    links: str = "ring"
+
+    def __post_init__(self) -> None:
+        if self.links not in _ROUNDS:
+            raise UnsupportedError(f"links is {self.links!r}, but allowed are {', '.join(_ROUNDS)}")
+
+
+_ROUNDS = {"ring": ring_rounds, "all-to-all": all_to_all_round}
 
 
 @dataclass(slots=True)
@@ -96,6 +116,8 @@ class FullGraph:
         self.model, self.part, self.options = model, part, options
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.steps = 0
+        self.rounds = _ROUNDS[options.links](self.world)
+        self.sensitivities: dict[str, float] = {}
         self.layers = [
             _Layer(name, module, _kind(name, module))
             for name, module in model.named_modules()
@@ -286,18 +308,25 @@ class FullGraph:
         factor = {str(width): variance_factor(width) for width in self.options.menu}
         exchanges = []
         for direction in self.directions():
-            betas = self._gather_betas(direction)
+            weight = self.sensitivities.get(direction.name, 1.0)
+            betas = [[weight * beta for beta in row] for row in self._gather_betas(direction)]
             hidden = torch.tensor([direction.hidden_ns], dtype=torch.float64, device=self.part.x.device)
             dist.all_reduce(hidden, dist.ReduceOp.MIN, group=self.group)
             rounds = []
-            for pairs in ring_rounds(self.world):
+            for pairs in self.rounds:
                 group = []
                 for i, j in pairs:
                     fixed, per_byte = self.links[i][j]
                     group.append(Pair(source=i, target=j, fixed_ns=fixed, ns_per_byte=per_byte, beta=betas[i][j]))
                 rounds.append(tuple(group))
             exchanges.append(
-                Exchange(name=direction.name, dim=direction.dim, rounds=tuple(rounds), hidden_ns=int(hidden[0]))
+                Exchange(
+                    name=direction.name,
+                    dim=direction.dim,
+                    rounds=tuple(rounds),
+                    hidden_ns=int(hidden[0]),
+                    ports=self.options.links == "all-to-all",
+                )
             )
         free = Problem(
             name="full graph", time_limit_ns=None, variance_weight=1.0, time_weight=1.0, bits=factor,
@@ -327,6 +356,61 @@ class FullGraph:
             for scores, row in zip(everyone, counts, strict=True)
         ]
 
+    def measure_sensitivities(self, *, bits: int = 2, draws: int = 2) -> dict[str, float]:
+        """Measure what the variance of each exchange does to the gradient, and weigh exchanges by it from now on.
+
+        Each exchange in turn is sent in few bits, the others exactly; the squared change of the loss's gradient over
+        the variance of the messages is its sensitivity. Plans made without it take all exchanges as equally harmful.
+        Gradients, widths and random numbers stay; all ranks must call it, after a training step.
+
+        Args:
+            bits: Width of the exchange that is measured.
+            draws: Roundings to average over.
+
+        Returns:
+            Exchange to the variance of the gradient per unit of the variance of its messages, the same on every rank.
+        """
+        kept = [(w, w.send_bits, w.receive_bits, w.spread.clone()) for w in self.directions()]
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        device = self.part.x.device
+        devices = [device] if device.type == "cuda" else []
+
+        def gradient(noisy: Direction | None, draw: int) -> Tensor:
+            for way, *_ in kept:
+                width = bits if way is noisy else EXACT
+                way.widths(torch.full_like(way.send_bits, width), torch.full_like(way.receive_bits, width))
+            for layer in self.layers:
+                if layer.exchange is not None:
+                    layer.exchange.step = -1 - draw
+            self.model.zero_grad(set_to_none=True)
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(self.options.seed)  # the same dropout in every pass
+                self.loss(self.ddp(self.part.x, self.part.edge_index)).backward()
+            parts = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+            return torch.cat(parts).double()
+
+        result = {}
+        try:
+            exact = gradient(None, 0)
+            for way, *_ in kept:
+                changes = [float((gradient(way, draw) - exact).square().sum()) for draw in range(draws)]
+                variance = variance_factor(bits) * sum(float(b.sum()) for row in self._gather_betas(way) for b in row)
+                result[way.name] = sum(changes) / draws / variance if variance else 0.0
+        finally:
+            for way, send, receive, spread in kept:
+                way.widths(send, receive)
+                way.spread = spread
+            for parameter, before in zip(self.model.parameters(), gradients, strict=True):
+                parameter.grad = before
+            for layer in self.layers:
+                if layer.exchange is not None:
+                    layer.exchange.step = self.steps
+        # Sums of the same numbers in another order may differ in the last bits between ranks.
+        shared = torch.tensor(list(result.values()), dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0, group=self.group)
+        self.sensitivities = dict(zip(result, shared.tolist(), strict=True))
+        return dict(self.sensitivities)
+
     def use(self, plan: Plan) -> None:
         """Send in the widths of a plan from now on; every rank must do so at the same step.
 
@@ -347,7 +431,7 @@ class FullGraph:
             if rounds is None:
                 raise ProblemError(f"the plan lacks the exchange {direction.name!r}; it may be of another model")
             mine: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.int64)] * self.world for _ in range(2)]
-            for pairs, group in zip(ring_rounds(self.world), rounds, strict=False):
+            for pairs, group in zip(self.rounds, rounds, strict=False):
                 for (i, j), widths in zip(pairs, group, strict=False):
                     chosen = torch.from_numpy(widths.astype(np.int64))
                     if i == self.rank:

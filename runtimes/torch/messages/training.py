@@ -38,6 +38,7 @@ class TrainingOptions:
         epochs: Steps over the whole graph.
         rate: Learning rate of Adam.
         seed: Of weights and dropout; the rounding's is that of ``messages``.
+        weigh_layers: Whether to measure, early in training, what the variance of each exchange does to the gradient.
         messages: How messages are planned and sent.
     """
 
@@ -48,6 +49,7 @@ class TrainingOptions:
     epochs: int = 60
     rate: float = 0.01
     seed: int = 0
+    weigh_layers: bool = False
     messages: MessageOptions = field(default_factory=MessageOptions)
 
     def __post_init__(self) -> None:
@@ -150,6 +152,8 @@ def train(
         ways = full.directions()
         waited, coded = sum(w.wait_ns for w in ways), sum(w.codec_ns for w in ways)
         rows.append([seconds, (sum(w.hidden_ns for w in ways) + waited) / 1e9, waited / 1e9, coded / 1e9])
+        if epoch == _WARM_UP and options.weigh_layers:
+            full.measure_sensitivities()
         on_epoch(epoch + 1)
     full.finish_planning()
     total = torch.stack(losses) / full.world

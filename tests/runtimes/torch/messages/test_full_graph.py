@@ -50,6 +50,15 @@ def test_plans_are_made_while_training_and_are_the_same_everywhere(tmp_path):
     assert first["accuracy"] == second["accuracy"] > 0.6
 
 
+def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(tmp_path):
+    results = run("weighed", 3, tmp_path)
+    assert results[0] == results[1] == results[2]
+    result = results[0]
+    assert result["kept"] and all(value > 0 for value in result["sensitivities"].values())
+    assert result["ratios"] == pytest.approx(result["sensitivities"])
+    assert set(result["rounds"]) == {1} and all(result["ports"])
+
+
 @pytest.mark.parametrize(
     ("scenario", "words"),
     [

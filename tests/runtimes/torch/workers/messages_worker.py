@@ -15,6 +15,7 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 from qsync_opt.errors import QSyncError
 from qsync_opt.messages import Plan, uniform_plan
 from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph
+from qsync_opt.systems import solve
 
 KINDS = {"gcn": GCNConv, "mean": SAGEConv, "gat": GATConv}
 NODES, DIM = 60, 12
@@ -114,6 +115,33 @@ def planned(rank, world):
     return {
         "losses": losses, "widths": widths, "exchanges": [e.name for e in problem.exchanges], "same": same,
         "accuracy": other.accuracy(other.part.train_mask),
+    }  # fmt: skip
+
+
+def weighed(rank, world):
+    """Sensitivities change nothing in training but the plans, which are for one round of all pairs here."""
+    options = MessageOptions(replan_steps=0, links="all-to-all", menu=(2, 4, 8))
+    torch.manual_seed(1)
+    model = Net("gcn")
+    full = full_graph(model, parts_of(graph(), world)[rank], options=options)
+    full.loss(full()).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    kept = [(way.send_bits.clone(), way.spread.clone()) for way in full.directions()]
+    plain = full.build_problem()
+    sensitivities = full.measure_sensitivities()
+    kept_all = all(torch.equal(p.grad, q) for p, q in zip(model.parameters(), before, strict=True)) and all(
+        torch.equal(way.send_bits, bits) and torch.equal(way.spread, spread)
+        for way, (bits, spread) in zip(full.directions(), kept, strict=True)
+    )
+    problem = full.build_problem()
+    pairs = zip(plain.exchanges, problem.exchanges, strict=True)
+    ratios = {a.name: float(b.pairs[0].beta.sum() / a.pairs[0].beta.sum()) for a, b in pairs}
+    full.use(solve(problem).plan)
+    full.loss(full()).backward()
+    return {
+        "kept": kept_all,
+        "sensitivities": sensitivities, "ratios": ratios, "rounds": [len(e.rounds) for e in problem.exchanges],
+        "ports": [e.ports for e in problem.exchanges],
     }  # fmt: skip
 
 
