@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from qsync_opt.training.problem import (
         MI_ELEMENTS,
         NO_LIMIT_NS,
+        SCHEMES_KEY,
         CastCost,
         Communication,
         OperatorCost,
@@ -71,8 +72,8 @@ else:
 
 __all__ = [
     "BYTES_PER_KIB", "COMMUNICATION", "COMPUTE", "GAPS", "MEMORY_KEY", "MI_ELEMENTS", "NO_LIMIT_NS", "NS_PER_US",
-    "OPERATORS_KEY", "PROOF_GAP", "Alternative", "Answer", "BucketOptions", "CastCost", "Change", "Communication",
-    "DeviceEvaluation", "Evaluation", "Explainer", "Explanation", "FastestPlan", "Front", "FrontCache",
+    "OPERATORS_KEY", "PROOF_GAP", "SCHEMES_KEY", "Alternative", "Answer", "BucketOptions", "CastCost", "Change",
+    "Communication", "DeviceEvaluation", "Evaluation", "Explainer", "Explanation", "FastestPlan", "Front", "FrontCache",
     "GradientBucket", "MeasuredPasses", "MemoryTimeline", "OperatorCost", "Overview", "Plan", "PlanDifference",
     "PointStatus", "Problem", "ProblemDevice", "ProblemOperator", "Replanning", "Solution",
     "SolveOptions", "TerminationStatus", "Timeline", "TimelineEvent", "broken_limits", "build_problem", "calibrate",
