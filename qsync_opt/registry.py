@@ -194,6 +194,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
         Kind.COST_MODEL: (
             _built_in("profile", "costs.profile:ProfileCosts"),
             _built_in("roofline", "costs.roofline:RooflineCosts"),
+            _built_in("learned", "costs.learned.source:LearnedCosts"),
         ),
         Kind.RUNTIME: (
             _built_in("torch", "runtimes.torch.runtime:TorchRuntime", extra="torch", needs=("torch", "onnxscript")),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         load_profile,
     )
     from qsync_opt.costs.roofline import Assumptions, RooflineCosts, roofline_profile
+    from qsync_opt.costs.scaling import scale_costs
     from qsync_opt.costs.uncertainty import (
         CostSource,
         Estimate,
@@ -47,5 +48,5 @@ __all__ = [
     "CostFit", "CostModel", "CostSource", "DeviceIdentity", "DeviceProfile", "Estimate", "IterationCheck",
     "IterationOverhead", "MeasuredCost", "OptimizerCost", "ProfileCosts", "RooflineCosts", "carried_estimates",
     "cast_cost", "estimate_extras", "estimate_lines", "estimated_by", "fit_cost", "layer_cost", "load_profile",
-    "operator_cost", "roofline_profile", "total_cost",
+    "operator_cost", "roofline_profile", "scale_costs", "total_cost",
 ]  # fmt: skip

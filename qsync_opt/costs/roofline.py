@@ -37,7 +37,7 @@ from qsync_opt.model import (
     TensorSpec,
     base_kind,
 )
-from qsync_opt.numerics import PrecisionFormats, formats_for, number_format
+from qsync_opt.numerics import FORMATS, PrecisionFormats, formats_for, is_eight_bit, number_format
 
 MODEL_VERSION = "1"
 """Changes with the estimates."""
@@ -51,6 +51,7 @@ STEP_RATIOS: dict[bool, tuple[float, float]] = {False: (0.99, 1.26), True: (1.0,
 Measured under uniform plans of one GPT on one H200, with the default assumptions (benchmarks/results/roofline.json).
 All steps in 8 bits took longer than estimated: there the smallest ratio is that of the estimate itself.
 """
+BATCHES = frozenset(("bmm", "baddbmm"))
 _ATTENTION_BACKWARD = 2.5
 """Backward products of attention per forward product: five for two, because scores are computed again."""
 
@@ -108,7 +109,7 @@ def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptio
     Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009); what is kept for backward is ours.
     """
     model = _Roofline(sheet, assumptions or Assumptions())
-    formats = formats_for(sheet.peak_flops, sheet.half_format)
+    formats = formats_for(_precisions(sheet), sheet.half_format)
     costs = {operator.name: model.costs(graph, operator, formats) for operator in graph}
     num_parameters = sum(parameter.spec.elements for parameter in graph.parameters)
     states, touched = OPTIMIZERS[model.assumptions.optimizer]
@@ -154,16 +155,25 @@ def used_assumptions(profile: DeviceProfile) -> Assumptions | None:
     return Assumptions(**{f.name: profile.options.get(f.name) for f in fields(Assumptions)})  # type: ignore[arg-type]
 
 
+def _precisions(sheet: DataSheet) -> list[str]:
+    """Precisions of a card: those of its data sheet, those in 8 bits with either backward pass."""
+    return [f.name for f in FORMATS.values() if f.operands in sheet.peak_flops]
+
+
 def _stored(name: str) -> bool:
     return number_format(name).bits > 8 and name != "TF32"
 
 
 def _cast_bytes(source: str, target: str) -> int:
-    """Bytes that a cast moves per element: none from FP32 to TF32; 8-bit casts read twice, first for the maximum."""
+    """Bytes that a cast moves per element: none from FP32 to TF32; 8-bit casts read twice, first for the maximum.
+
+    For an 8-bit backward pass they also write the transposed codes.
+    """
     if {source, target} == {"FP32", "TF32"}:
         return 0
-    read = number_format(source).num_bytes
-    return read * (2 if number_format(target).bits == 8 else 1) + number_format(target).num_bytes
+    read, written = number_format(source).num_bytes, number_format(target).num_bytes
+    written += number_format(target).eight_bit_backward
+    return read * (2 if is_eight_bit(target) else 1) + written
 
 
 def _elements(specs: tuple[TensorSpec, ...]) -> int:
@@ -191,8 +201,8 @@ class _Roofline:
     def time_ns(self, work: _Work, precision: str) -> int:
         if not work.kernels:
             return 0
-        share = self.assumptions.efficiency_8bit if number_format(precision).bits == 8 else self.assumptions.efficiency
-        compute_ns = round(1e9 * work.flops / (self.sheet.peak_flops[precision] * share))
+        share = self.assumptions.efficiency_8bit if is_eight_bit(precision) else self.assumptions.efficiency
+        compute_ns = round(1e9 * work.flops / (self.sheet.peak_flops[number_format(precision).operands] * share))
         return work.kernels * self.assumptions.kernel_ns + max(compute_ns, self.memory_ns(work.num_bytes))
 
     def costs(
@@ -212,14 +222,15 @@ class _Roofline:
         self, graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
     ) -> MeasuredCost:
         product = operator.role is Role.ADJUSTABLE and kind not in LOOKUPS
-        backward_precision = precision if number_format(precision).bits > 8 else borders.gradient_input
+        form = number_format(precision)
+        backward_precision = precision if form.bits > 8 or form.eight_bit_backward else borders.gradient_input
         if product:
             forward, backward = _product_work(graph, operator, kind, precision, borders)
         elif kind in LOOKUPS and operator.role is Role.ADJUSTABLE:
             forward, backward = _lookup_work(graph, operator, borders)
         else:
             forward, backward = _streaming_work(operator, kind, number_format(borders.output).num_bytes)
-        saved_bytes, saves_inputs, saves_output = _kept(graph, operator, kind, precision, product)
+        saved_bytes, saves_inputs, saves_output = kept_for_backward(graph, operator, precision)
         launch_ns = self.assumptions.launch_ns
         return MeasuredCost(
             forward_ns=self.time_ns(forward, precision),
@@ -237,11 +248,14 @@ def _can_run(kind: str, precision: str) -> bool:
     """Whether a kind of operator has kernels for a precision; 8-bit ones need a matrix product."""
     if kind in LOOKUPS or kind in ATTENTION:
         return precision in ("BF16", "FP16", "FP32")
-    if precision == "FP8":
+    form = number_format(precision)
+    if form.eight_bit_backward and kind in BATCHES:  # these run backward in 16 bits in any case
+        return False
+    if form.operands == "FP8":
         return kind in ("linear", "addmm", "mm", "gemm", "matmul")
     if precision == "TF32":
         return kind in PRODUCTS or kind.startswith("conv")
-    return precision != "INT8" or kind in PRODUCTS
+    return form.operands != "INT8" or kind in PRODUCTS
 
 
 def _parameter_elements(graph: OpGraph, operator: Operator) -> int:
@@ -252,8 +266,11 @@ def _parameter_elements(graph: OpGraph, operator: Operator) -> int:
 def _product_work(
     graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
 ) -> tuple[_Work, _Work]:
-    """Forward and backward work of products: weights are cast from FP32; backward is one product per operand."""
-    width = number_format(precision).num_bytes
+    """Forward and backward work of products: weights are cast from FP32; backward is one product per operand.
+
+    In 8 bits backward the gradient of the result is quantized, and every operand of a product moves one byte.
+    """
+    width, eight = number_format(precision).num_bytes, number_format(precision).eight_bit_backward
     weights = _parameter_elements(graph, operator)
     activations = max(0, _elements(operator.input_specs) - weights)
     result = operator.output_elements * number_format(borders.output).num_bytes
@@ -261,6 +278,8 @@ def _product_work(
     weight_bytes = weights * (STORAGE_BYTES + 2 * width if lowered else STORAGE_BYTES)
     if width == 1:
         weight_bytes += weights * STORAGE_BYTES  # to find the largest magnitude
+    if eight:
+        weight_bytes += weights * width  # transposed codes
     forward = _Work(
         operator.flops, activations * width + weight_bytes + result, 1 + (lowered and weights > 0) + 2 * (width == 1)
     )
@@ -268,8 +287,13 @@ def _product_work(
     operands = sum(graph[source].op_type != "input" for source in operator.inputs) + bool(weights)
     products = _ATTENTION_BACKWARD if kind in ATTENTION else float(operands)
     back_width = number_format(borders.gradient_input).num_bytes
-    one = (activations + weights + operator.output_elements) * back_width
-    moved = operands * one + weights * STORAGE_BYTES
+    elements = activations + weights + operator.output_elements
+    if eight:
+        quantized = operator.output_elements * (2 * back_width + 2 * width)
+        delivered = activations * back_width * (operands - bool(weights)) + weights * STORAGE_BYTES
+        moved = quantized + operands * elements * width + delivered
+        return forward, _Work(operator.flops * products, moved, operands + 2)
+    moved = operands * elements * back_width + weights * STORAGE_BYTES
     return forward, _Work(operator.flops * products, moved, operands + (lowered and weights > 0))
 
 
@@ -293,10 +317,13 @@ def _streaming_work(operator: Operator, kind: str, width: int) -> tuple[_Work, _
     return _Work(operator.flops, moved, 1), _Work(2 * operator.flops, backward, 1)
 
 
-def _kept(
-    graph: OpGraph, operator: Operator, kind: str, precision: str, product: bool
-) -> tuple[int, tuple[int, ...], bool]:
-    """Saved bytes of its own, saved inputs, and whether the result is saved."""
+def kept_for_backward(graph: OpGraph, operator: Operator, precision: str) -> tuple[int, tuple[int, ...], bool]:
+    """Bytes that an operator saves for itself, the positions of the inputs it saves, and whether it saves its result.
+
+    Source: ours, by the kind of operator.
+    """
+    kind = base_kind(operator.op_type).lower()
+    product = operator.role is Role.ADJUSTABLE and kind not in LOOKUPS
     every = tuple(range(len(operator.inputs)))
     weights = _parameter_elements(graph, operator)
     width = number_format(precision).num_bytes

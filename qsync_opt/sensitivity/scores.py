@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.io import check_integer, check_number
 from qsync_opt.model import HasGraph, Operator, OpGraph, Role, graph_of
-from qsync_opt.numerics import PrecisionFormats, number_format
+from qsync_opt.numerics import FORMATS, PrecisionFormats, number_format
 from qsync_opt.sensitivity.propagation import Propagation, operand_edges, ratio
 from qsync_opt.sensitivity.rectifiers import Rectifiers
 from qsync_opt.sensitivity.rounding_variance import (
@@ -369,14 +369,15 @@ def _weight_variance(statistics: OperatorStatistics, noise: ElementNoise) -> flo
 
 
 def _random_score(operator: str, precision: str, seed: int) -> float:
-    """A number in [0, 1) by operator and seed, divided by 4 for every finer precision; 0 for FP32.
+    """A number in [0, 1) by operator and seed, divided by 4 for every finer format; 0 for FP32.
 
     The same on every machine.
     """
     if precision == "FP32":
         return 0.0
     digest = hashlib.sha256(f"{seed}:{operator}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 * 4.0 ** -number_format(precision).rank
+    coarser = list(dict.fromkeys(form.operands for form in FORMATS.values()))
+    return int.from_bytes(digest[:8], "big") / 2**64 * 4.0 ** -coarser.index(number_format(precision).operands)
 
 
 def _own(operator: OperatorStatistics, results: OperatorVariances, gains: Mapping[str, Gain] | None = None) -> float:

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from qsync_opt.checkpoints import (
 )
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
 from qsync_opt.io import check_integer, decode, encode, read_json, write_json
+from qsync_opt.runtimes.torch.checkpoints.memory import Ring
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
     RankState,
     Resumed,
@@ -56,7 +57,6 @@ from qsync_opt.runtimes.torch.checkpoints.storage import (
     Reader,
     WritePlan,
     WritePlanner,
-    bytes_of,
     pieces_of,
     saved_sizes,
     write_file,
@@ -132,6 +132,7 @@ class Checkpoints:
         self._optimizers = optimizers
         self._planner = WritePlanner()
         self._staging = Staging()
+        self._ring = Ring()
         self._background = Background()
         self._group: Any = None
         self._hooks: list[Any] = []
@@ -157,8 +158,7 @@ class Checkpoints:
         """
         self.wait()
         job = self._begin(step)
-        file = job.file
-        self._commit(job, lambda: map(_on_cpu, () if file is None else pieces_of(file, job.tensors)))
+        self._commit(job, lambda: () if job.file is None else self._ring.chunks(job.file, job.parts()))
         return step_folder(self._folder, step)
 
     def save_in_background(self, step: int) -> None:
@@ -169,8 +169,8 @@ class Checkpoints:
         is copied at once. The copy is then written on a thread. Host memory for one copy of what this rank writes is
         kept for the next save (`staged_bytes`). A second call first waits for the first one's checkpoint.
 
-        Parameters may be changed by optimizers' steps only; before anything else changes them, call `wait`. Call it,
-        too, before the process group is destroyed.
+        Parameters may be changed by optimizers' steps only; before anything else changes them, call `wait_for_copy`.
+        Call `wait` before the process group is destroyed.
 
         Args:
             step: Number of training steps done. A checkpoint of the same step is replaced.
@@ -189,15 +189,19 @@ class Checkpoints:
                 optimizer.register_step_pre_hook(lambda *_: self._staging.finish()) for optimizer in self._optimizers
             ]
         job = self._begin(step)
-        names = [] if job.file is None else [name for name, _ in job.file.boxes]
-        parts = [] if job.file is None else list(pieces_of(job.file, job.tensors))
         stable = self._state.changed_by_steps_only()
-        later = [name in stable or (bool(stable) and name.startswith(f"{OPTIMIZER}.")) for name in names]
-        together(lambda: self._staging.begin(parts, later))
+
+        def copy() -> None:
+            if job.file is not None:
+                names = [name for name, _ in job.file.boxes]
+                later = [name in stable or (bool(stable) and name.startswith(f"{OPTIMIZER}.")) for name in names]
+                self._staging.begin(job.file, job.parts(), later)
+
+        together(copy)
 
         def write() -> None:
             try:
-                self._commit(job, self._staging.parts, self._group)
+                self._commit(job, self._staging.chunks, self._group)
             except BaseException as failure:
                 _LOGGER.error("%s", failure)  # noqa: TRY400 (it is raised again, with its trace, by wait)
                 raise
@@ -213,10 +217,25 @@ class Checkpoints:
         """
         self._background.wait()
 
+    def wait_for_copy(self) -> None:
+        """Wait until the copy that `save_in_background` began holds all, so that anything may change parameters.
+
+        An optimizer's step does so by itself. On a GPU the current stream waits, not the host.
+
+        Raises:
+            NotReadyError: A copy failed.
+        """
+        self._staging.finish()
+
+    @property
+    def saving(self) -> bool:
+        """Whether the checkpoint that `save_in_background` began is still being written by this rank."""
+        return self._background.running
+
     @property
     def staged_bytes(self) -> int:
-        """Host memory of this rank that `save_in_background` keeps."""
-        return self._staging.num_bytes
+        """Host memory of this rank that is kept: a copy of what it writes in the background, 48 MiB for `save`."""
+        return self._staging.num_bytes + self._ring.num_bytes
 
     def _begin(self, step: int) -> _Job:
         """Agree on a save, plan who writes what, and create the folder."""
@@ -246,14 +265,14 @@ class Checkpoints:
             step=step, temporary=temporary, tensors=tensors, state=state, layout=layout, file=layout.files[rank]
         )
 
-    def _commit(self, job: _Job, parts: Callable[[], Iterator[memoryview]], group: Any = None) -> None:
+    def _commit(self, job: _Job, chunks: Callable[[], Iterable[memoryview]], group: Any = None) -> None:
         """Write this rank's part and, once all ranks have, publish the checkpoint."""
         rank, _ = world()
 
         def write() -> dict[str, Any]:
             facts = {}
             if job.file is not None:
-                facts[job.file.name] = write_file(job.temporary, job.file, parts())
+                facts[job.file.name] = write_file(job.temporary, job.file, chunks())
             if rank == 0:
                 write_json(job.temporary / STATE, encode(job.state, version=CHECKPOINT_FORMAT))
                 flush(job.temporary / STATE)
@@ -396,9 +415,9 @@ class _Job:
     layout: WritePlan
     file: RankFile | None
 
-
-def _on_cpu(tensor: Tensor) -> memoryview:
-    return bytes_of(tensor.cpu().contiguous())
+    def parts(self) -> list[Tensor]:
+        """The values of the boxes of the file, not copied."""
+        return [] if self.file is None else list(pieces_of(self.file, self.tensors))
 
 
 def _attempting(step: int, work: Callable[[], T]) -> Callable[[], T]:

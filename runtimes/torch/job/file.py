@@ -67,6 +67,7 @@ class _JobFile:
     steps: Annotated[tuple[StepTime, ...], Json(optional=True)] = ()
     network: Network
     devices: tuple[_Device, ...]
+    memory_excess_bytes: Annotated[Mapping[str, int], Json(omitted=True)] = field(default_factory=dict)
 
 
 def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
@@ -87,6 +88,7 @@ def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, An
         steps=job.steps,
         network=job.cluster.network,
         devices=job.cluster.devices,
+        memory_excess_bytes=job.memory_excess_bytes,
     )
     write_json(path, encode(content, version=JOB_FORMAT))
 
@@ -119,6 +121,7 @@ def _job_of(content: _JobFile, where: str) -> JobModel:
         cluster=Cluster(name="job", devices=content.devices, network=content.network),
         modes=content.ways,
         steps=content.steps,
+        memory_excess_bytes=content.memory_excess_bytes,
     )
     names = job.workers.keys()
     if not names == job.profiles.keys() == job.sensitivities.keys():

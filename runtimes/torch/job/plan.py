@@ -34,9 +34,11 @@ class JobModel:
     cluster: Cluster
     modes: Mapping[str, tuple[ExecutionMode, ...]] = field(default_factory=dict)
     steps: tuple[StepTime, ...] = ()
+    memory_excess_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By device type, how far the sum of memory over operators was above a measured peak; as in `build_problem`."""
 
     def __post_init__(self) -> None:
-        freeze(self, "profiles", "sensitivities", "modes")
+        freeze(self, "profiles", "sensitivities", "modes", "memory_excess_bytes")
 
     @property
     def limits_bytes(self) -> dict[str, int]:
@@ -58,7 +60,15 @@ class JobModel:
             ProblemError: As in `build_problem`.
         """
         first = next(iter(self.sensitivities.values()))
-        return build_problem(self.graph, self.profiles, first, self.cluster, slack=slack, by_device=self.sensitivities)
+        return build_problem(
+            self.graph,
+            self.profiles,
+            first,
+            self.cluster,
+            slack=slack,
+            by_device=self.sensitivities,
+            memory_excess_bytes=self.memory_excess_bytes,
+        )
 
     def with_memory(self, limits_bytes: Mapping[str, int]) -> JobModel:
         """The same job with other memory limits for some device types.
@@ -124,6 +134,9 @@ class JobPlan:
     ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is as good; `apply` then leaves the
     model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
     predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
+    ``memory_bytes`` bounds the peak of a worker of each type as the problem does; ``peak_bytes`` is the peak that is
+    expected: of a measured pass in the chosen mode, with the optimizer's state and the all-reduce buckets, else the
+    bound.
     ``taken`` names the execution mode of every device type where such times decided, ``autocast`` has the format of
     those that torch itself carries out, ``captured`` names those whose passes are replayed as CUDA graphs and
     ``compiled`` those whose model is compiled;
@@ -144,6 +157,7 @@ class JobPlan:
     alternatives: tuple[Alternative, ...]
     digest: str
     expected_ns: int | None = None
+    peak_bytes: Annotated[Mapping[str, int], Json(omitted=True)] = field(default_factory=dict)
     taken: Mapping[str, str] = field(default_factory=dict)
     autocast: Mapping[str, str] = field(default_factory=dict)
     captured: tuple[str, ...] = ()
@@ -177,7 +191,7 @@ class JobPlan:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
-        freeze(self, "memory_bytes", "taken", "autocast", "shares", "measured", "host_shares", "stages_s")
+        freeze(self, "memory_bytes", "peak_bytes", "taken", "autocast", "shares", "measured", "host_shares", "stages_s")
 
     @property
     def devices(self) -> Mapping[str, Mapping[str, str]]:
@@ -196,7 +210,7 @@ class JobPlan:
             compiled=self.device_type in self.compiled,
             lifted_kinds=self.lifted_kinds,
             expected_ns=self.expected_ns or self.iteration_ns,
-            expected_bytes=self.memory_bytes.get(self.device_type) if like_planned else None,
+            expected_bytes=(self.peak_bytes or self.memory_bytes).get(self.device_type) if like_planned else None,
         )
 
     def describe(self) -> str:

@@ -119,12 +119,30 @@ def test_kinds_without_a_kernel_do_not_get_the_precision():
     for kind, allowed in (
         ("conv_transpose2d", {"FP16", "FP32"}),
         ("einsum", {"FP16", "FP32"}),
-        ("conv2d", {*SHEET.peak_flops}),
+        ("conv2d", {"INT8-BWD8", *SHEET.peak_flops}),
+        ("bmm", {*SHEET.peak_flops}),
     ):
         assert set(roofline_profile(linear_graph(kind=kind), SHEET).cost("fc")) == allowed
     embedding = roofline_profile(linear_graph(kind="embedding"), SHEET).cost("fc")
     assert set(embedding) == {"FP16", "FP32"}
     assert embedding["FP32"].saves_inputs == ()
+
+
+@pytest.mark.parametrize("precision", ["INT8", "FP8"])
+def test_an_8_bit_backward_pass_pays_where_its_quantizer_is_small_beside_the_products(precision):
+    for width, pays in ((512, False), (16384, True)):
+        profile = roofline_profile(linear_graph(width=width), data_sheet("H100"))
+        half, eight = (profile.cost("fc")[name] for name in (precision, f"{precision}-BWD8"))
+        assert eight.forward_ns >= half.forward_ns  # transposed codes are written too
+        assert (eight.backward_ns < half.backward_ns) is pays
+    assert (eight.saved_bytes, eight.saves_inputs) == (half.saved_bytes, half.saves_inputs)
+    casts = profile.casts
+    assert casts[f"BF16>{precision}-BWD8"].ns(2**20) > casts[f"BF16>{precision}"].ns(2**20)
+
+
+def test_a_data_sheet_names_formats_that_are_multiplied():
+    with pytest.raises(ProblemError, match="INT8-BWD8, which multiplies in INT8; name that instead"):
+        replace(SHEET, peak_flops={**SHEET.peak_flops, "INT8-BWD8": 1e12})
 
 
 def test_the_profile_says_what_it_is():
