@@ -212,7 +212,6 @@ def asked(records: list[dict[str, Any]], links: list[str]) -> list[dict[str, Any
     missing = (
         ("encode 26 MB on an H200", "<= 11 us", "needs a card: tests/gpu/test_gradient_codec.py checks bits, not time"),
         ("planned mixture against its predicted step, 20 combinations", "within 10 %", "not measured"),
-        ("loss over 5 seeds, GPT and CNN, SGD and Adam", "within seed noise of FP32", "not measured"),
     )
     return rows + [row(what, target, None, False, note) for what, target, note in missing]
 

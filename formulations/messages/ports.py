@@ -49,7 +49,12 @@ class _Rows:
 
     @classmethod
     def of(cls, problem: Problem, pairs: list[Frontier]) -> _Rows:
-        row, pair, rounds, fixed, exchanges, first = [], [], [], [], [], 0
+        row: list[int] = []
+        pair: list[int] = []
+        rounds: list[int] = []
+        fixed: list[int] = []
+        exchanges: list[int] = []
+        first = 0
         for e, exchange in enumerate(problem.exchanges):
             for group in exchange.rounds:
                 for positions in exchange.members(group):
@@ -59,32 +64,38 @@ class _Rows:
                     fixed.append(max(group[position].fixed_ns for position in positions))
                 exchanges.append(e)
                 first += len(group)
-        integers = (np.array(each, np.int64) for each in (row, pair, rounds))
         return cls(
-            *integers,
-            np.array(fixed, np.float64),
-            np.array(exchanges, np.int64),
-            np.array([frontier.bit_ns for frontier in pairs]),
-            np.array([frontier.least_bits for frontier in pairs], np.float64),
+            row_L=np.array(row, np.int64),
+            pair_L=np.array(pair, np.int64),
+            round_R=np.array(rounds, np.int64),
+            fixed_R=np.array(fixed, np.float64),
+            exchange_of_round=np.array(exchanges, np.int64),
+            bit_ns_P=np.array([frontier.bit_ns for frontier in pairs]),
+            least_P=np.array([frontier.least_bits for frontier in pairs], np.float64),
         )
 
     def pair_prices(self, u_R: Floats) -> Floats:
         """Price of each pair's time."""
-        return np.bincount(self.pair_L, u_R[self.row_L], self.bit_ns_P.size)
+        return _sums(self.pair_L, u_R[self.row_L], self.bit_ns_P.size)
 
     def times(self, bits_P: Floats) -> Floats:
         """Time of each row."""
-        rest = np.bincount(self.row_L, (self.bit_ns_P * bits_P)[self.pair_L], self.fixed_R.size)
-        return self.fixed_R + rest
+        return self.fixed_R + _sums(self.row_L, (self.bit_ns_P * bits_P)[self.pair_L], self.fixed_R.size)
 
     def sum_by_round(self, values_R: Floats) -> Floats:
-        return np.bincount(self.round_R, values_R, self.exchange_of_round.size)
+        """Sum over the rows of each round."""
+        return _sums(self.round_R, values_R, self.exchange_of_round.size)
 
     def slowest(self, times_R: Floats) -> Floats:
         """Time of each round."""
         result = np.zeros(self.exchange_of_round.size)
         np.maximum.at(result, self.round_R, times_R)
         return result
+
+
+def _sums(index: Indices, values: Floats, count: int) -> Floats:
+    """Sums of the values that have each index below ``count``."""
+    return np.asarray(np.bincount(index, values, count), np.float64)
 
 
 class _Tables:
@@ -169,7 +180,7 @@ def _outer(problem: Problem, rows: _Rows, table: _Tables, share_R: Floats, hidde
         u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
         bits_P = table.bits(rows.pair_prices(u_R) * rows.bit_ns_P)
         mean = rows.sum_by_round(share_R * rows.times(bits_P))
-        return np.bincount(rows.exchange_of_round, mean, hidden.size)
+        return _sums(rows.exchange_of_round, mean, hidden.size)
 
     scale = float(np.median(rows.bit_ns_P[rows.bit_ns_P > 0])) if (rows.bit_ns_P > 0).any() else 1.0
     low = np.full(hidden.size, table.low - math.log(scale) - 20.0)
@@ -189,8 +200,8 @@ def _outer(problem: Problem, rows: _Rows, table: _Tables, share_R: Floats, hidde
         weight = problem.variance_weight
         mu = problem.time_weight / weight if weight else math.exp(float(high[0]))
     elif problem.time_limit_ns is not None:
-        limit = problem.time_limit_ns
-        at = _bisect(lambda at: np.full(at.shape, exposed(at) <= limit), low[:1].copy(), high[:1].copy())
+        limit_ns = problem.time_limit_ns
+        at = _bisect(lambda at: np.full(at.shape, exposed(at) <= limit_ns), low[:1].copy(), high[:1].copy())
         mu = math.exp(float(at[0]))
     else:
         limit = problem.variance_limit or 0.0
@@ -232,7 +243,7 @@ def _targets(problem: Problem, rows: _Rows, bits_P: Floats, hidden: Floats) -> l
     least = rows.slowest(rows.times(rows.least_P))
     extra = rows.slowest(rows.times(bits_P)) - least
     of, count = rows.exchange_of_round, hidden.size
-    start, rise = np.bincount(of, least, count), np.bincount(of, extra, count)
+    start, rise = _sums(of, least, count), _sums(of, extra, count)
     # An exchange that does not fill its hidden time may.
     to_hidden = np.where(rise > 0, (hidden - start) / np.maximum(rise, _NEVER), 0.0)
     shrink = 1 - 1e-12
@@ -262,7 +273,7 @@ def _filled(rows: _Rows, pairs: list[Frontier], bits_P: Floats, time_of_round: F
     scale_R = np.clip((limit_R - least_R) / np.maximum(most_R - least_R, _NEVER), 0.0, 1.0)
     scale_P = np.ones(bits_P.size)
     np.minimum.at(scale_P, rows.pair_L, scale_R[rows.row_L])
-    budget_P = rows.least_P + scale_P * (bits_P - rows.least_P)
+    budget_P: Floats = rows.least_P + scale_P * (bits_P - rows.least_P)
     count_R = np.bincount(rows.row_L, minlength=rows.fixed_R.size)
     for _ in range(_FILLS):
         left_R = np.maximum(limit_R - rows.times(budget_P), 0.0) / np.maximum(count_R, 1)
