@@ -123,6 +123,8 @@ BUILT_IN = (
         problem_format="qsync-messages/1",
         plan_format="qsync-messages-plan/1",
         evaluation="qsync_opt.messages.evaluation:evaluate",
+        runtime="torch",
+        commands="qsync_opt.cli.messages:app",
     ),
     System(
         name="decoding",

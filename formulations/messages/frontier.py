@@ -155,6 +155,15 @@ class Frontier:
         return self.hull.width.astype(np.uint8)[level]
 
 
+@dataclass(slots=True)
+class Prices:
+    """A dual point: ``exposed`` is mu, ``exchange`` pi of each exchange, ``pair`` y of each pair, per nanosecond."""
+
+    exposed: float
+    exchange: list[float]
+    pair: list[float]
+
+
 def frontiers(problem: Problem) -> list[list[list[Frontier]]]:
     """The trade-off of every pair: by exchange, round and pair."""
     hull = Hull.of(problem.menu)

@@ -12,7 +12,15 @@ from qsync_opt.costs import estimate_lines
 from qsync_opt.io import format_gap, format_memory, format_sensitivity, format_time
 from qsync_opt.model import Role
 from qsync_opt.report.contents import LOWEST, NO_FRONT, Report
-from qsync_opt.training import PROOF_GAP, DeviceEvaluation, Evaluation, TerminationStatus, broken_limits, relative_gap
+from qsync_opt.training import (
+    PROOF_GAP,
+    SCHEMES_KEY,
+    DeviceEvaluation,
+    Evaluation,
+    TerminationStatus,
+    broken_limits,
+    relative_gap,
+)
 
 _CLAIM_AGREES = 1e-6
 """Largest relative difference between the objective that a plan file notes and the evaluated one."""
@@ -198,8 +206,22 @@ def timeline_markup(report: Report) -> str:
     return (
         '<p class="lead">One predicted iteration, laid out from the costs in the problem: one compute and one '
         "communication stream per worker, and one worker for all of its type. Hidden communication runs while the "
-        "worker computes.</p>" + table("Where the time of one iteration goes", header, body)
+        "worker computes.</p>" + table("Where the time of one iteration goes", header, body) + _schemes_markup(report)
     )
+
+
+def _schemes_markup(report: Report) -> str:
+    """The buckets of compressed gradients, as a table; nothing where gradients are not compressed."""
+    evaluation, problem = report.evaluation, report.problem
+    schemes = problem.extras.get(SCHEMES_KEY)
+    if not schemes:
+        return ""
+    spans = zip(schemes, evaluation.bucket_start_ns, problem.communication.allreduce_ns, strict=True)
+    body = [
+        [f"b{k}", str(name), format_time(start), format_time(span), format_time(start + span)]
+        for k, (name, start, span) in enumerate(spans)
+    ]
+    return table("Schemes of the gradient buckets", ["Bucket", "Scheme", "Begins", "Takes", "Ends"], body)
 
 
 def memory_markup(report: Report) -> str:

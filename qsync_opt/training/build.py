@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
+from typing import Protocol, TypeVar, overload
 
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, load_cluster
 from qsync_opt.costs import DeviceProfile, MeasuredCost, estimate_extras, load_profile
@@ -39,6 +40,18 @@ SEARCH_SECONDS = 60.0
 _UNLIMITED_KIB = 2**50
 
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class CommunicationCosts(Protocol[T_co]):
+    """What makes a training problem one of precisions and communication together."""
+
+    def joint(self, problem: Problem) -> T_co:
+        """The problem of both."""
+
+
+@overload
 def build_problem(
     graph: OpGraph | HasGraph,
     profiles: Mapping[str, DeviceProfile],
@@ -53,7 +66,41 @@ def build_problem(
     by_device: Mapping[str, Sensitivities] | None = None,
     quantile: float | None = None,
     memory_excess_bytes: Mapping[str, int] | None = None,
-) -> Problem:
+    communication: None = None,
+) -> Problem: ...
+@overload
+def build_problem(
+    graph: OpGraph | HasGraph,
+    profiles: Mapping[str, DeviceProfile],
+    sensitivities: Sensitivities,
+    cluster: Cluster | str | os.PathLike[str],
+    *,
+    slack: float = 0.0,
+    cast_sharing: str = "edge",
+    buckets: BucketOptions | None = None,
+    latency_limit_ns: int | None = None,
+    sensitivity_estimate: str | None = None,
+    by_device: Mapping[str, Sensitivities] | None = None,
+    quantile: float | None = None,
+    memory_excess_bytes: Mapping[str, int] | None = None,
+    communication: CommunicationCosts[T],
+) -> T: ...
+def build_problem(
+    graph: OpGraph | HasGraph,
+    profiles: Mapping[str, DeviceProfile],
+    sensitivities: Sensitivities,
+    cluster: Cluster | str | os.PathLike[str],
+    *,
+    slack: float = 0.0,
+    cast_sharing: str = "edge",
+    buckets: BucketOptions | None = None,
+    latency_limit_ns: int | None = None,
+    sensitivity_estimate: str | None = None,
+    by_device: Mapping[str, Sensitivities] | None = None,
+    quantile: float | None = None,
+    memory_excess_bytes: Mapping[str, int] | None = None,
+    communication: CommunicationCosts[T] | None = None,
+) -> Problem | T:
     """Build the precision-allocation problem of a model on a cluster.
 
     Args:
@@ -74,6 +121,8 @@ def build_problem(
             that limits hold at it; 0.9 keeps a plan within its limits on most devices. None: at the median.
         memory_excess_bytes: By device type, how far the sum of memory over operators was above a peak that was
             measured; so much less is charged for gradients and transient buffers.
+        communication: What compressing gradients costs, such as `qsync_opt.gradients.GradientCosts`; the result is
+            then the problem of precisions and schemes together, such as `qsync_opt.gradients.JointProblem`.
 
     Returns:
         The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
@@ -149,11 +198,11 @@ def build_problem(
         cast_sharing=cast_sharing,
     )
     planned = tuple(problem.device(device.name) for device in cluster.planned)
-    communication = replace(problem.communication, peer_ready_ns=_peer_ready_ns(problem, cluster))
-    problem = replace(problem, devices=planned, communication=communication, formats=_formats(planned), extras=extras)
-    if latency_limit_ns is not None:
-        return problem
-    return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack))
+    with_peers = replace(problem.communication, peer_ready_ns=_peer_ready_ns(problem, cluster))
+    problem = replace(problem, devices=planned, communication=with_peers, formats=_formats(planned), extras=extras)
+    if latency_limit_ns is None:
+        problem = replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack))
+    return problem if communication is None else communication.joint(problem)
 
 
 def _check_mapping(name: str, value: object, needed: str) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
+from qsync_opt.gradients import GradientCosts
 from qsync_opt.gradients import Plan as CompressionPlan
 from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
@@ -225,6 +226,8 @@ class JobPlan:
     ] = None
     """Schemes of the gradient buckets, where `auto_plan` was asked for them; it goes to `compress_gradients`."""
     compression_note: Annotated[str, Json(omitted=True, empty=True)] = ""
+    gradient_costs: Annotated[GradientCosts | None, _LOCAL] = None
+    """What compression was planned from, on rank 0; saved, it is what ``qsync-opt plan --compress`` reads."""
     stages_s: Annotated[Mapping[str, float], _LOCAL] = field(default_factory=dict)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
