@@ -105,7 +105,7 @@ def test_bad_text_and_weights_are_refused():
     with pytest.raises(ProblemError, match="use the tokenizer of this model"):
         measure_harm(source_of(state), [[97, 1]])
     state["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    with pytest.raises(QSyncError, match="(?i)nan"):
+    with pytest.raises(QSyncError, match=r"(?i)nan"):
         measure_harm(source_of(state), PROMPTS, ("W4",))
 
 
