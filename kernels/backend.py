@@ -15,10 +15,13 @@ from qsync_opt.kernels.matmul import (
     has_onednn_convolution,
     has_onednn_linear,
 )
+from qsync_opt.numerics import number_format
 
 # The first compute capability with products in the format.
 _CUDA_FROM: dict[str, tuple[int, int]] = {
+    "INT8-BWD8": (7, 5),
     "INT8": (7, 5),
+    "FP8-BWD8": (8, 9),
     "FP8": (8, 9),
     "BF16": (8, 0),
     "FP16": (7, 0),
@@ -49,16 +52,25 @@ def known_device(device: torch.device | str) -> torch.device:
 def device_precisions(device: torch.device | str) -> tuple[str, ...]:
     """Precisions in which operators can be planned on a device, from the coarsest to the finest.
 
-    ``cpu``: INT8, BF16, FP32. FP16 is left out: torch computes it there no faster than FP32 (converting around FP32
-    arithmetic), so that it would only add error. ``cuda``: by compute capability.
+    ``cpu``: INT8 with either backward pass, BF16, FP32. FP16 is left out: torch computes it there no faster than FP32
+    (converting around FP32 arithmetic), so that it would only add error. ``cuda``: by compute capability.
 
     Raises:
         UnsupportedError: A device that is neither ``cpu`` nor ``cuda``, or a card that torch does not see.
     """
     device = known_device(device)
     if device.type == "cpu":
-        return ("INT8", "BF16", "FP32")
+        return ("INT8-BWD8", "INT8", "BF16", "FP32")
     return cuda_precisions(torch.cuda.get_device_capability(device))
+
+
+def default_precisions(device: torch.device | str) -> tuple[str, ...]:
+    """Precisions that plans choose from by default: all of the device, on processors without 8-bit backward passes.
+
+    There a quantizer costs more time than a narrower product gains.
+    """
+    wide = known_device(device).type == "cpu"
+    return tuple(name for name in device_precisions(device) if not (wide and number_format(name).eight_bit_backward))
 
 
 @functools.cache

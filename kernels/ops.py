@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,21 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
-from qsync_opt.kernels.autograd import convolution, float_modes, half_values, linear, product
-from qsync_opt.kernels.backend import device_precisions
+from qsync_opt.kernels.autograd import Operand, convolution, float_modes, half_values, linear, product, quantize_operand
+from qsync_opt.kernels.backend import default_precisions, device_precisions, known_device
 from qsync_opt.kernels.matmul import has_half_attention, has_half_units
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize import Quantized, quantize_fp8, quantize_int8
+from qsync_opt.kernels.quantize import (
+    PRECISIONS,
+    Quantized,
+    quantize_fp8,
+    quantize_int8,
+)
+from qsync_opt.numerics import is_eight_bit, number_format
 
-__all__ = ["ADJUSTABLE", "KernelOptions", "cast", "execute", "precisions_of", "supports"]
+__all__ = [
+    "ADJUSTABLE", "KernelOptions", "cast", "default_precisions_of", "eight_bit", "execute", "precisions_of", "supports",
+]  # fmt: skip
 
 _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -29,8 +38,11 @@ _DTYPES: dict[str, torch.dtype] = {
 TF32_OPERATORS = PRODUCTS | CONVOLUTIONS
 ADJUSTABLE: frozenset[str] = PRODUCTS | CONVOLUTIONS | {"einsum", "embedding", "scaled_dot_product_attention"}
 # Operators of a precision; FP32 runs all of them.
+_INT8_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 _OPERATORS: dict[str, frozenset[str]] = {
-    "INT8": PRODUCTS | {"conv1d", "conv2d", "conv3d"},
+    "INT8-BWD8": (PRODUCTS - {"bmm", "baddbmm"}) | _INT8_CONVOLUTIONS,  # batches run backward in 16 bits in any case
+    "INT8": PRODUCTS | _INT8_CONVOLUTIONS,
+    "FP8-BWD8": frozenset({"linear", "addmm", "mm"}),
     "FP8": frozenset({"linear", "addmm", "mm"}),
     "BF16": ADJUSTABLE,
     "FP16": ADJUSTABLE,
@@ -45,6 +57,16 @@ _DEFAULTS = KernelOptions()
 def precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
     """Precisions in which an operator of this kind can run on a device, from the coarsest to the finest."""
     return tuple(name for name in device_precisions(device) if name == "FP32" or op_type in _OPERATORS[name])
+
+
+def default_precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
+    """Those of `precisions_of` that plans choose from by default.
+
+    Convolutions in 8 bits are left out on cards: a training step of them took longer there than in BF16.
+    """
+    device = known_device(device)
+    menu, in_full = default_precisions(device), device.type == "cpu" or op_type not in CONVOLUTIONS
+    return tuple(p for p in precisions_of(op_type, device) if p in menu and (in_full or not is_eight_bit(p)))
 
 
 @functools.cache
@@ -65,7 +87,18 @@ def require(op_type: str, precision: str, device: torch.device) -> None:
         raise UnsupportedError(f"{op_type} cannot run in {precision} on {device}: allowed are {allowed}")
 
 
-def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor | Quantized:
+def eight_bit(precision: str, options: KernelOptions) -> tuple[str, KernelOptions]:
+    """Format of the operands at an 8-bit precision, and the options with what the precision implies.
+
+    With an 8-bit backward pass weights have one scale, so that one set of codes serves both passes.
+    """
+    form = number_format(precision)
+    if form.eight_bit_backward and (options.backward, options.weight_granularity) != ("eight", "tensor"):
+        options = replace(options, backward="eight", weight_granularity="tensor")
+    return form.operands, options
+
+
+def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor | Quantized | Operand:
     """Cast a value on the edge to an operator that computes in ``target``.
 
     Args:
@@ -74,19 +107,22 @@ def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor
         options: For 8-bit targets: rounding, activation granularity and random stream.
 
     Returns:
-        A tensor of the format's element type (TF32: FP32); for INT8 and FP8, codes and scales.
+        A tensor of the format's element type (TF32: FP32); for 8 bits, codes and scales, and with an 8-bit backward
+        pass the transposed codes.
 
     Raises:
         UnsupportedError: Unknown precision.
     """
     if target in _DTYPES:
         return x.to(_DTYPES[target])
-    options = options or _DEFAULTS
+    operands, options = eight_bit(target, options or _DEFAULTS)
+    if target != operands:
+        rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+        codes = PRECISIONS[operands][0].dtype
+        return quantize_operand(rows, codes, options.activation_granularity, options, True)
     if target == "INT8":
         return quantize_int8(x, (x.dim() - 1,) if options.activation_granularity == "row" else None, options)
-    if target == "FP8":
-        return quantize_fp8(x, None, options)
-    raise UnsupportedError(f"cannot cast to {target!r}: allowed are INT8, FP8, {', '.join(_DTYPES)}")
+    return quantize_fp8(x, None, options)
 
 
 def uncast_types(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -213,8 +249,8 @@ def execute(
         options: For 8-bit precisions; the default rounds stochastically from seed 0.
 
     Returns:
-        The result: FP32 for FP32 and TF32, the 16-bit format itself for BF16 and FP16, ``options.half_format`` for INT8
-        and FP8.
+        The result: FP32 for FP32 and TF32, the 16-bit format itself for BF16 and FP16, ``options.half_format`` for 8
+        bits.
 
     Raises:
         UnsupportedError: The kind of operator cannot run at the precision on the device of its arguments.
@@ -224,8 +260,9 @@ def execute(
     if device is None:
         return function(*args, **kwargs)
     require(op_type, precision, device)
-    if precision in ("INT8", "FP8"):
-        how = (options or _DEFAULTS,) if op_type in CONVOLUTIONS else (precision, options or _DEFAULTS)
+    if is_eight_bit(precision):
+        operands, options = eight_bit(precision, options or _DEFAULTS)
+        how = (options,) if op_type in CONVOLUTIONS else (operands, options)
         return _run_product(op_type, function, args, kwargs, _EIGHT_BITS, *how)
     if in_half_values(op_type, precision, device) and takes_half_values(function, args, kwargs):
         return _run_in_half_values(op_type, _DTYPES[precision], function, args, kwargs)

@@ -123,6 +123,8 @@ BUILT_IN = (
         problem_format="qsync-messages/1",
         plan_format="qsync-messages-plan/1",
         evaluation="qsync_opt.messages.evaluation:evaluate",
+        runtime="torch",
+        commands="qsync_opt.cli.messages:app",
     ),
     System(
         name="decoding",
@@ -142,6 +144,7 @@ BUILT_IN = (
         problem_format="qsync-serving/1",
         plan_format="qsync-serving-plan/1",
         evaluation="qsync_opt.serving.evaluation:evaluate",
+        commands="qsync_opt.cli.serving:app",
     ),
     System(
         name="checkpoints",

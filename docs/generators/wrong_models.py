@@ -54,7 +54,7 @@ MODEL_CASES: tuple[Case, ...] = (
         what="a precision that the device does not have",
         run=("plan", "model.onnx", "not-there.yaml"),
         value="'BF16'",
-        allowed="has INT8, FP16, FP32",
+        allowed="has INT8-BWD8, INT8, FP16, FP32",
         advice="remove it or profile it",
     ),
     Case(

@@ -145,7 +145,7 @@ class _HalfBackward(torch.autograd.Function):
                 grad_a = grad_a.view(ctx.shape)
         if ctx.needs_input_grad[1]:
             a = dequantize(Quantized(a_codes, a_scale), product_dtype(grad.device, ctx.half))
-            grad_b = _half_product(grad, a, b_dtype) if ctx.is_linear else _half_product(a, grad, b_dtype)
+            grad_b = half_product(grad, a, b_dtype) if ctx.is_linear else half_product(a, grad, b_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = bias_gradient(grad, bias_dtype)
         return grad_a, grad_b, grad_bias, None, None, None
@@ -328,7 +328,7 @@ _FORMATS: dict[str, tuple[Callable[..., Quantized], Callable[..., Tensor]]] = {
 }
 
 
-def _half_product(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+def half_product(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """``a.mT @ grad`` of 16-bit operands, in ``dtype``; of matrices with FP32 sums and result where that is FP32."""
     if dtype is torch.float32 and a.dim() == 2:
         if a.device.type == "cuda":

@@ -32,6 +32,9 @@ class DataSheet:
         what = f"data sheet {self.name!r}"
         check_fields(self, what)
         check_precisions(self.peak_flops, what)
+        for name in self.peak_flops:
+            if name != (operands := FORMATS[name].operands):
+                raise ProblemError(f"{what}: peak_flops has {name}, which multiplies in {operands}; name that instead")
         for needed in ("FP32", self.half_format):
             if needed not in self.peak_flops:
                 raise ProblemError(f"{what}: peak_flops lacks {needed}; add it")

@@ -8,7 +8,8 @@ you trust a time, because kernels reach other efficiencies at other shapes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import statistics
+from dataclasses import dataclass, fields, replace
 
 from qsync_opt.cluster import DataSheet, DeviceType, data_sheet
 from qsync_opt.costs.profile import (
@@ -37,7 +38,7 @@ from qsync_opt.model import (
     TensorSpec,
     base_kind,
 )
-from qsync_opt.numerics import PrecisionFormats, formats_for, number_format
+from qsync_opt.numerics import FORMATS, PrecisionFormats, formats_for, is_eight_bit, number_format
 
 MODEL_VERSION = "1"
 """Changes with the estimates."""
@@ -51,16 +52,19 @@ STEP_RATIOS: dict[bool, tuple[float, float]] = {False: (0.99, 1.26), True: (1.0,
 Measured under uniform plans of one GPT on one H200, with the default assumptions (benchmarks/results/roofline.json).
 All steps in 8 bits took longer than estimated: there the smallest ratio is that of the estimate itself.
 """
+BATCHES = frozenset(("bmm", "baddbmm"))
 _ATTENTION_BACKWARD = 2.5
 """Backward products of attention per forward product: five for two, because scores are computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Assumptions of a roofline estimate.
+    """Assumptions of a roofline estimate; `fit_assumptions` measures all of them on a card of yours.
 
-    Quantization is assumed to run at memory bandwidth, as in fused kernels; in eager PyTorch uniform 8-bit plans were
-    measured four to five times slower than estimated (`STEP_RATIOS`).
+    The defaults are not of your card: they were measured on one H200 (``benchmarks/results/roofline.json`` and
+    ``host-cost.json``), and other cards reach other shares of their data sheets. Quantization is assumed to run at
+    memory bandwidth, as in fused kernels; in eager PyTorch uniform 8-bit plans were measured four to five times slower
+    than estimated (`STEP_RATIOS`).
 
     Attributes:
         efficiency: Share of the data sheet's peak that 16- and 32-bit kernels reach; measured for large matrix products
@@ -91,6 +95,11 @@ class Assumptions:
             )
 
 
+_DEFAULTS = Assumptions()
+_HARDLY = 0.1
+"""Share of an operator's time up to which its work at the data sheet's figures is hardly any."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Work:
     """Operations, moved bytes and kernels of one pass of an operator."""
@@ -108,7 +117,7 @@ def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptio
     Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009); what is kept for backward is ours.
     """
     model = _Roofline(sheet, assumptions or Assumptions())
-    formats = formats_for(sheet.peak_flops, sheet.half_format)
+    formats = formats_for(_precisions(sheet), sheet.half_format)
     costs = {operator.name: model.costs(graph, operator, formats) for operator in graph}
     num_parameters = sum(parameter.spec.elements for parameter in graph.parameters)
     states, touched = OPTIMIZERS[model.assumptions.optimizer]
@@ -154,16 +163,25 @@ def used_assumptions(profile: DeviceProfile) -> Assumptions | None:
     return Assumptions(**{f.name: profile.options.get(f.name) for f in fields(Assumptions)})  # type: ignore[arg-type]
 
 
+def _precisions(sheet: DataSheet) -> list[str]:
+    """Precisions of a card: those of its data sheet, those in 8 bits with either backward pass."""
+    return [f.name for f in FORMATS.values() if f.operands in sheet.peak_flops]
+
+
 def _stored(name: str) -> bool:
     return number_format(name).bits > 8 and name != "TF32"
 
 
 def _cast_bytes(source: str, target: str) -> int:
-    """Bytes that a cast moves per element: none from FP32 to TF32; 8-bit casts read twice, first for the maximum."""
+    """Bytes that a cast moves per element: none from FP32 to TF32; 8-bit casts read twice, first for the maximum.
+
+    For an 8-bit backward pass they also write the transposed codes.
+    """
     if {source, target} == {"FP32", "TF32"}:
         return 0
-    read = number_format(source).num_bytes
-    return read * (2 if number_format(target).bits == 8 else 1) + number_format(target).num_bytes
+    read, written = number_format(source).num_bytes, number_format(target).num_bytes
+    written += number_format(target).eight_bit_backward
+    return read * (2 if is_eight_bit(target) else 1) + written
 
 
 def _elements(specs: tuple[TensorSpec, ...]) -> int:
@@ -191,8 +209,8 @@ class _Roofline:
     def time_ns(self, work: _Work, precision: str) -> int:
         if not work.kernels:
             return 0
-        share = self.assumptions.efficiency_8bit if number_format(precision).bits == 8 else self.assumptions.efficiency
-        compute_ns = round(1e9 * work.flops / (self.sheet.peak_flops[precision] * share))
+        share = self.assumptions.efficiency_8bit if is_eight_bit(precision) else self.assumptions.efficiency
+        compute_ns = round(1e9 * work.flops / (self.sheet.peak_flops[number_format(precision).operands] * share))
         return work.kernels * self.assumptions.kernel_ns + max(compute_ns, self.memory_ns(work.num_bytes))
 
     def costs(
@@ -211,15 +229,10 @@ class _Roofline:
     def _cost(
         self, graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
     ) -> MeasuredCost:
-        product = operator.role is Role.ADJUSTABLE and kind not in LOOKUPS
-        backward_precision = precision if number_format(precision).bits > 8 else borders.gradient_input
-        if product:
-            forward, backward = _product_work(graph, operator, kind, precision, borders)
-        elif kind in LOOKUPS and operator.role is Role.ADJUSTABLE:
-            forward, backward = _lookup_work(graph, operator, borders)
-        else:
-            forward, backward = _streaming_work(operator, kind, number_format(borders.output).num_bytes)
-        saved_bytes, saves_inputs, saves_output = _kept(graph, operator, kind, precision, product)
+        form = number_format(precision)
+        backward_precision = precision if form.bits > 8 or form.eight_bit_backward else borders.gradient_input
+        forward, backward = _work(graph, operator, kind, precision, borders)
+        saved_bytes, saves_inputs, saves_output = kept_for_backward(graph, operator, precision)
         launch_ns = self.assumptions.launch_ns
         return MeasuredCost(
             forward_ns=self.time_ns(forward, precision),
@@ -233,15 +246,76 @@ class _Roofline:
         )
 
 
+def fit_assumptions(graph: OpGraph, profile: DeviceProfile, sheet: DataSheet) -> Assumptions:
+    """The assumptions under which estimates agree with what was measured on a card, for other models on such cards.
+
+    Shares are total times at the data sheet's figures over total measured times, of the operators that the data sheet
+    says are bound by them; a kernel's constant is the shortest time of an operator of one kernel that has hardly any
+    work, a launch the median of the host's times. What the profile has no operator for keeps its default.
+
+    Args:
+        graph: A model, large enough that its products keep the card busy.
+        profile: Measured from it on the card (`qsync_opt.profile`).
+        sheet: The card's data sheet.
+
+    Raises:
+        ProblemError: The profile is an estimate, or of another graph.
+
+    Source: ours.
+    """
+    profile.check_graph(graph)
+    if used_assumptions(profile) is not None:
+        raise ProblemError(f"profile of {profile.device.name!r} is a roofline estimate; measure one on the card")
+    ideal = _Roofline(sheet, replace(Assumptions(), efficiency=1.0, efficiency_8bit=1.0, memory_efficiency=1.0))
+    samples: list[tuple[str, float, int, int]] = []  # what bounds it, its ideal and measured time, its kernels
+    for operator in graph:
+        kind = base_kind(operator.op_type).lower()
+        for precision, cost in profile.cost(operator.name).items():
+            if precision not in sheet.peak_flops:
+                continue
+            work, _ = _work(graph, operator, kind, precision, profile.formats[precision])
+            compute_ns, memory_ns = 1e9 * work.flops / sheet.peak_flops[precision], ideal.memory_ns(work.num_bytes)
+            by_products = "efficiency_8bit" if number_format(precision).bits == 8 else "efficiency"
+            bound = by_products if compute_ns > memory_ns else "memory_efficiency"
+            if work.kernels and cost.forward_ns:
+                samples.append((bound, max(compute_ns, memory_ns), cost.forward_ns, work.kernels))
+    idle_ns = [measured for _, best, measured, kernels in samples if kernels == 1 and best < _HARDLY * measured]
+    kernel_ns = min(idle_ns, default=_DEFAULTS.kernel_ns)
+    shares: dict[str, float] = {}
+    for bound in dict.fromkeys(bound for bound, *_ in samples):
+        own = [sample for sample in samples if sample[0] == bound]
+        measured_ns = sum(max(measured - kernels * kernel_ns, 0) for *_, measured, kernels in own)
+        shares[bound] = min(1.0, sum(best for _, best, *_ in own) / max(measured_ns, 1))
+    hosts = [cost.host_forward_ns for table in profile.measurements.values() for cost in table.values()]
+    launch_ns = round(statistics.median(hosts)) if any(hosts) else _DEFAULTS.launch_ns
+    optimizer = profile.optimizer.name.lower()
+    optimizer = optimizer if optimizer in OPTIMIZERS else _DEFAULTS.optimizer
+    return Assumptions(kernel_ns=kernel_ns, launch_ns=launch_ns, optimizer=optimizer, **shares)  # type: ignore[arg-type]
+
+
 def _can_run(kind: str, precision: str) -> bool:
     """Whether a kind of operator has kernels for a precision; 8-bit ones need a matrix product."""
     if kind in LOOKUPS or kind in ATTENTION:
         return precision in ("BF16", "FP16", "FP32")
-    if precision == "FP8":
+    form = number_format(precision)
+    if form.eight_bit_backward and kind in BATCHES:  # these run backward in 16 bits in any case
+        return False
+    if form.operands == "FP8":
         return kind in ("linear", "addmm", "mm", "gemm", "matmul")
     if precision == "TF32":
         return kind in PRODUCTS or kind.startswith("conv")
-    return precision != "INT8" or kind in PRODUCTS
+    return form.operands != "INT8" or kind in PRODUCTS
+
+
+def _work(
+    graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
+) -> tuple[_Work, _Work]:
+    """Forward and backward work of an operator."""
+    if operator.role is Role.ADJUSTABLE and kind not in LOOKUPS:
+        return _product_work(graph, operator, kind, precision, borders)
+    if operator.role is Role.ADJUSTABLE:
+        return _lookup_work(graph, operator, borders)
+    return _streaming_work(operator, kind, number_format(borders.output).num_bytes)
 
 
 def _parameter_elements(graph: OpGraph, operator: Operator) -> int:
@@ -252,8 +326,11 @@ def _parameter_elements(graph: OpGraph, operator: Operator) -> int:
 def _product_work(
     graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
 ) -> tuple[_Work, _Work]:
-    """Forward and backward work of products: weights are cast from FP32; backward is one product per operand."""
-    width = number_format(precision).num_bytes
+    """Forward and backward work of products: weights are cast from FP32; backward is one product per operand.
+
+    In 8 bits backward the gradient of the result is quantized, and every operand of a product moves one byte.
+    """
+    width, eight = number_format(precision).num_bytes, number_format(precision).eight_bit_backward
     weights = _parameter_elements(graph, operator)
     activations = max(0, _elements(operator.input_specs) - weights)
     result = operator.output_elements * number_format(borders.output).num_bytes
@@ -261,6 +338,8 @@ def _product_work(
     weight_bytes = weights * (STORAGE_BYTES + 2 * width if lowered else STORAGE_BYTES)
     if width == 1:
         weight_bytes += weights * STORAGE_BYTES  # to find the largest magnitude
+    if eight:
+        weight_bytes += weights * width  # transposed codes
     forward = _Work(
         operator.flops, activations * width + weight_bytes + result, 1 + (lowered and weights > 0) + 2 * (width == 1)
     )
@@ -268,8 +347,13 @@ def _product_work(
     operands = sum(graph[source].op_type != "input" for source in operator.inputs) + bool(weights)
     products = _ATTENTION_BACKWARD if kind in ATTENTION else float(operands)
     back_width = number_format(borders.gradient_input).num_bytes
-    one = (activations + weights + operator.output_elements) * back_width
-    moved = operands * one + weights * STORAGE_BYTES
+    elements = activations + weights + operator.output_elements
+    if eight:
+        quantized = operator.output_elements * (2 * back_width + 2 * width)
+        delivered = activations * back_width * (operands - bool(weights)) + weights * STORAGE_BYTES
+        moved = quantized + operands * elements * width + delivered
+        return forward, _Work(operator.flops * products, moved, operands + 2)
+    moved = operands * elements * back_width + weights * STORAGE_BYTES
     return forward, _Work(operator.flops * products, moved, operands + (lowered and weights > 0))
 
 
@@ -293,10 +377,13 @@ def _streaming_work(operator: Operator, kind: str, width: int) -> tuple[_Work, _
     return _Work(operator.flops, moved, 1), _Work(2 * operator.flops, backward, 1)
 
 
-def _kept(
-    graph: OpGraph, operator: Operator, kind: str, precision: str, product: bool
-) -> tuple[int, tuple[int, ...], bool]:
-    """Saved bytes of its own, saved inputs, and whether the result is saved."""
+def kept_for_backward(graph: OpGraph, operator: Operator, precision: str) -> tuple[int, tuple[int, ...], bool]:
+    """Bytes that an operator saves for itself, the positions of the inputs it saves, and whether it saves its result.
+
+    Source: ours, by the kind of operator.
+    """
+    kind = base_kind(operator.op_type).lower()
+    product = operator.role is Role.ADJUSTABLE and kind not in LOOKUPS
     every = tuple(range(len(operator.inputs)))
     weights = _parameter_elements(graph, operator)
     width = number_format(precision).num_bytes

@@ -20,11 +20,13 @@ from qsync_opt.io import near_match
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberFormat:
-    """A number format that operators can compute in.
+    """A number format that operators can compute in: a precision.
 
     ``bits`` is the storage width of one element, ``mantissa_bits`` the number of explicit mantissa bits (0 for
     integers), so that ``2**-mantissa_bits`` is the relative step at a power of two. ``rank`` orders formats from the
-    coarsest to the finest; operands of two formats are promoted to the higher rank.
+    coarsest to the finest; operands of two formats are promoted to the higher rank. An operator in 8 bits multiplies
+    gradients in 16 bits, or, with ``eight_bit_backward``, in 8 bits too; ``operands`` is then the format of its
+    operands, which has the rest in common.
     """
 
     name: str
@@ -32,6 +34,11 @@ class NumberFormat:
     mantissa_bits: int
     exponent_bits: int
     rank: int
+    operands: str = ""
+    eight_bit_backward: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operands", self.operands or self.name)
 
     @property
     def num_bytes(self) -> int:
@@ -44,16 +51,27 @@ class NumberFormat:
         return self.exponent_bits == 0
 
 
+BACKWARD = "-BWD8"
+"""End of the names of precisions with an 8-bit backward pass."""
+
+
+def _eight_bits(operands: str, rank: int, **shape: int) -> tuple[NumberFormat, NumberFormat]:
+    """A format of 8 bits with an 8-bit and with a 16-bit backward pass."""
+    name = operands + BACKWARD
+    eight = NumberFormat(name=name, bits=8, rank=rank, operands=operands, eight_bit_backward=True, **shape)
+    return eight, NumberFormat(name=operands, bits=8, rank=rank + 1, **shape)
+
+
 # Ranks follow relative precision: TF32 (10 mantissa bits, stored in 32) is just below FP32, and BF16 below FP16.
 FORMATS: dict[str, NumberFormat] = {
     f.name: f
     for f in (
-        NumberFormat(name="INT8", bits=8, mantissa_bits=0, exponent_bits=0, rank=0),
-        NumberFormat(name="FP8", bits=8, mantissa_bits=3, exponent_bits=4, rank=1),
-        NumberFormat(name="BF16", bits=16, mantissa_bits=7, exponent_bits=8, rank=2),
-        NumberFormat(name="FP16", bits=16, mantissa_bits=10, exponent_bits=5, rank=3),
-        NumberFormat(name="TF32", bits=32, mantissa_bits=10, exponent_bits=8, rank=4),
-        NumberFormat(name="FP32", bits=32, mantissa_bits=23, exponent_bits=8, rank=5),
+        *_eight_bits("INT8", 0, mantissa_bits=0, exponent_bits=0),
+        *_eight_bits("FP8", 2, mantissa_bits=3, exponent_bits=4),
+        NumberFormat(name="BF16", bits=16, mantissa_bits=7, exponent_bits=8, rank=4),
+        NumberFormat(name="FP16", bits=16, mantissa_bits=10, exponent_bits=5, rank=5),
+        NumberFormat(name="TF32", bits=32, mantissa_bits=10, exponent_bits=8, rank=6),
+        NumberFormat(name="FP32", bits=32, mantissa_bits=23, exponent_bits=8, rank=7),
     )
 }
 
@@ -68,6 +86,11 @@ def number_format(name: str) -> NumberFormat:
         return FORMATS[name]
     except KeyError:
         raise UnsupportedError(f"unknown precision {name!r}: allowed are {', '.join(FORMATS)} (upper case)") from None
+
+
+def is_eight_bit(precision: str) -> bool:
+    """Whether operators multiply in 8 bits at a precision."""
+    return number_format(precision).bits == 8
 
 
 def check_precisions(names: Iterable[str], what: str) -> None:
@@ -102,12 +125,18 @@ def formats_for(precisions: Iterable[str], half_format: str) -> dict[str, Precis
 
     The borders of 16- and 32-bit operators have their own format (of TF32: FP32).
     """
-    others = {"INT8": half_format, "FP8": half_format, "TF32": "FP32"}
     return {
         name: PrecisionFormats(output=border, gradient_input=border, gradient_output=border)
         for name in precisions
-        for border in [others.get(name, name)]
+        for border in [border_format(name, half_format)]
     }
+
+
+def border_format(precision: str, half_format: str) -> str:
+    """Format of the result of an operator in a precision, given the 16-bit format that 8-bit operators deliver."""
+    if precision == "TF32":
+        return "FP32"
+    return half_format if is_eight_bit(precision) else precision
 
 
 class Rounding(enum.StrEnum):

@@ -22,7 +22,9 @@ from qsync_opt.numerics import FORMATS
 from qsync_opt.training import Evaluation, Front, Plan, Problem, Solution
 
 COLORS: Mapping[str, str] = {
+    "INT8-BWD8": "#4a1600",
     "INT8": "#8c2d04",
+    "FP8-BWD8": "#b83c01",
     "FP8": "#d94801",
     "BF16": "#fdae6b",
     "FP16": "#fdd49e",

@@ -16,7 +16,7 @@ measured *alignment*, which makes it exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.numerics import (
@@ -28,6 +28,7 @@ from qsync_opt.numerics import (
     Granularity,
     PrecisionFormats,
     Rounding,
+    is_eight_bit,
     noise_kind,
     number_format,
 )
@@ -48,10 +49,10 @@ class NoiseOptions:
     Attributes:
         rounding: Of the quantizers with scales (INT8, FP8); casts between floating formats round to nearest.
         activation_granularity: Also of the second operand of a batch of products, there per column.
-        weight_granularity: Of weights.
-        backward: Width of the backward pass of an 8-bit operator: ``"half"`` for its 16-bit format, ``"eight"`` for 8
-            bits, where the gradient of the result is rounded stochastically with one scale for the whole tensor (INT8,
-            or E5M2 for FP8); batches of products stay in 16 bits.
+        weight_granularity: Of weights; one scale for the tensor in precisions with an 8-bit backward pass.
+        backward: Width of the backward pass of INT8 and FP8: ``"half"`` for the 16-bit format, ``"eight"`` for 8 bits,
+            as in ``INT8-BWD8`` and ``FP8-BWD8``, where the gradient of the result is rounded stochastically with one
+            scale for the whole tensor (INT8, or E5M2 for FP8); batches of products stay in 16 bits.
     """
 
     rounding: Rounding = Rounding.STOCHASTIC
@@ -126,7 +127,8 @@ def variances(
     """
     options = options or NoiseOptions()
     if operator.kind is not OperatorKind.ATTENTION:
-        return _product_variances(operator, *_tensor_rounding(operator, precision, formats, options), options, nearest)
+        operands, options = _as_run(precision, options)
+        return _product_variances(operator, *_tensor_rounding(operator, operands, formats, options), options, nearest)
     if precision != "FP32" and precision not in operator.measured:
         raise UnsupportedError(
             f"operator {operator.name!r}: no noise formula for {operator.op_type} in {precision}: "
@@ -147,7 +149,7 @@ def overflow_reason(operator: OperatorStatistics, precision: str, formats: Preci
     Of the formats without a scale, FP16 alone has a smaller range than FP32.
     """
     in_fp16 = {
-        "first": precision == "FP16" or (precision in SCALED_FORMATS and formats.gradient_input == "FP16"),
+        "first": precision == "FP16" or (is_eight_bit(precision) and formats.gradient_input == "FP16"),
         "third": precision == "FP16",
         "output": formats.output == "FP16",
         "output_gradient": formats.gradient_input == "FP16",
@@ -164,6 +166,14 @@ def overflow_reason(operator: OperatorStatistics, precision: str, formats: Preci
     return None
 
 
+def _as_run(precision: str, options: NoiseOptions) -> tuple[str, NoiseOptions]:
+    """Format of the operands at a precision, and the options that it implies."""
+    form = number_format(precision)
+    if form.eight_bit_backward:
+        return form.operands, replace(options, backward="eight", weight_granularity=Granularity.TENSOR)
+    return precision, options
+
+
 def _tensor_rounding(
     operator: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions
 ) -> tuple[_Kinds, str | None]:
@@ -176,7 +186,6 @@ def _tensor_rounding(
     error). BF16 and FP16 cast everything. TF32 rounds the factors of products and nothing else. A lookup rounds the
     rows that it delivers, once, and sums gradients in FP32.
     """
-    number_format(precision)  # an unknown name is refused
     scaled = precision in SCALED_FORMATS
 
     def operand(granularity: Granularity) -> str | None:
@@ -192,7 +201,9 @@ def _tensor_rounding(
     backward = "TF32" if precision == "TF32" else _cast(formats.gradient_input)
     convolution = operator.op_type.startswith("conv")
     batch = not convolution and operator.products[0].products > 1
-    eight = scaled and options.backward == "eight" and not batch
+    # Of a product that no gradient reaches (before the first trained parameter) nothing is rounded backward.
+    reached = bool(operator.output_gradient.mean_square_amax)
+    eight = scaled and options.backward == "eight" and not batch and reached
     columns = Granularity.CHANNEL if options.activation_granularity is Granularity.ROW else Granularity.TENSOR
     kinds = {
         "first": operand(options.activation_granularity),
@@ -224,7 +235,8 @@ def element_noise(
             for name, tensor in operator.tensors()
             if name in ("output", *GRADIENTS)
         }
-    kinds, _ = _tensor_rounding(operator, precision, formats, options)
+    operands, options = _as_run(precision, options)
+    kinds, _ = _tensor_rounding(operator, operands, formats, options)
     return {
         name: _noise_parts(operator, name, (kinds[name],), options) for name, _ in operator.tensors() if name in kinds
     }

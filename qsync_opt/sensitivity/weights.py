@@ -16,10 +16,12 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.model import LOOKUPS, Operator, OpGraph, Role, WeightStatistics
 from qsync_opt.numerics import (
     LARGEST,
+    WIDE_FP8_MANTISSA_BITS,
     PrecisionFormats,
     Rounding,
     fixed_point_variance,
     floating_point_variance,
+    is_eight_bit,
     number_format,
 )
 
@@ -59,10 +61,20 @@ def weight_sensitivities(
             rounded = [
                 *_operand_noise(graph, operator, precision, weights, rounding),
                 _relative_float(borders.output),
-                _relative_float(borders.gradient_input),
+                _gradient_noise(operator, precision, borders),
             ]
             row[precision] = math.fsum(rounded)
     return table
+
+
+def _gradient_noise(operator: Operator, precision: str, borders: PrecisionFormats) -> float:
+    """Noise of rounding the gradient of the result: to 16 bits, or stochastically with one scale to INT8 or E5M2."""
+    form = number_format(precision)
+    if not form.eight_bit_backward:
+        return _relative_float(borders.gradient_input)
+    if form.is_integer:
+        return _relative_normal(precision, operator.output_elements, Rounding.STOCHASTIC)
+    return floating_point_variance(WIDE_FP8_MANTISSA_BITS, 1.0, Rounding.STOCHASTIC)
 
 
 def _operand_noise(
@@ -81,7 +93,8 @@ def _operand_noise(
         if len(shape) < 2:
             continue  # biases are added in the format of the result
         if weights is None:
-            noise.append(_relative_normal(precision, math.prod(shape[1:]), rounding))
+            sharing = shape if number_format(precision).eight_bit_backward else shape[1:]
+            noise.append(_relative_normal(precision, math.prod(sharing), rounding))
         elif name not in weights:
             raise ProblemError(
                 f"operator {operator.name!r}: the file has no values for weight {name!r}; estimate without weights"
@@ -98,10 +111,15 @@ def _channel_axis(operator: Operator, weight: WeightStatistics) -> str:
 
 
 def _relative_weight(precision: str, weight: WeightStatistics, axis: str, rounding: Rounding) -> float:
-    """Noise of a weight with one scale per output channel, relative to its mean square; 0 for an empty weight."""
+    """Noise of a weight with one scale per output channel, relative to its mean square; 0 for an empty weight.
+
+    One scale for the tensor is as large as the largest of any axis; the larger of the two means stands for it.
+    """
     if not number_format(precision).is_integer or weight.mean_square == 0.0:
         return _relative_float(precision, rounding) if weight.mean_square else 0.0
-    step = weight.mean_square_amax[axis] / LARGEST[precision] ** 2
+    form = number_format(precision)
+    amax = max(weight.mean_square_amax.values()) if form.eight_bit_backward else weight.mean_square_amax[axis]
+    step = amax / LARGEST[form.operands] ** 2
     return fixed_point_variance(step, rounding) / weight.mean_square
 
 
@@ -110,12 +128,12 @@ def _relative_normal(precision: str, elements: int, rounding: Rounding) -> float
     if not number_format(precision).is_integer:
         return _relative_float(precision, rounding)
     square_amax = 2.0 * math.log(max(elements, 2))
-    return fixed_point_variance(square_amax / LARGEST[precision] ** 2, rounding)
+    return fixed_point_variance(square_amax / LARGEST[number_format(precision).operands] ** 2, rounding)
 
 
 def _relative_float(precision: str, rounding: Rounding = Rounding.NEAREST) -> float:
     """Noise of a floating format relative to the mean square; 0 for FP32, the reference."""
     if precision == "FP32":
         return 0.0
-    used = rounding if number_format(precision).bits == 8 else Rounding.NEAREST
+    used = rounding if is_eight_bit(precision) else Rounding.NEAREST
     return floating_point_variance(number_format(precision).mantissa_bits, 1.0, used)

@@ -20,8 +20,7 @@ from dataclasses import replace
 from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
-from qsync_opt.numerics import PrecisionFormats, number_format
-from qsync_opt.steps.cases import border_format
+from qsync_opt.numerics import PrecisionFormats, border_format, is_eight_bit
 from qsync_opt.steps.costs import Case, CaseCost, StepCosts
 from qsync_opt.steps.plans import nearest_available
 from qsync_opt.steps.predictor import StepPredictor
@@ -61,7 +60,7 @@ def profile_from_steps(
             inputs = (border_format(precision, costs.half_format),) * len(operator.inputs)
             own = precision if operator.role is Role.ADJUSTABLE else ""
             cost = predictor.cost(i, Case(predictor.signature(i), own, inputs))
-            inside = casts.get(f"{costs.half_format}>{precision}") if number_format(precision).bits <= 8 else None
+            inside = casts.get(f"{costs.half_format}>{precision}") if is_eight_bit(precision) else None
             table[precision] = _measured(graph, operator, cost, inside, is_host_bound(plans))
     clear = costs.phases["zero_grad"]
     outside = [work for label, work in costs.phases.items() if label != "zero_grad"]
@@ -183,7 +182,7 @@ def _casts(costs: StepCosts, formats: Mapping[str, PrecisionFormats], host_bound
             if source == target:
                 continue
             a, b = (name if name != "TF32" else "FP32" for name in (source, target))
-            fit = nothing if a == b or a in ("INT8", "FP8") else costs.casts.get(f"{a}>{b}", nothing)
+            fit = nothing if a == b or is_eight_bit(a) else costs.casts.get(f"{a}>{b}", nothing)
             if fit is not nothing and host_bound:
                 fit = replace(fit, base_ns=max(fit.base_ns, costs.cast_host_ns))
             casts[f"{source}>{target}"] = fit

@@ -16,7 +16,7 @@ from typing import Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import Operator, OpGraph, Role
-from qsync_opt.numerics import number_format
+from qsync_opt.numerics import border_format, is_eight_bit, number_format
 from qsync_opt.steps.costs import SIZES, Case, CaseCost, StepCosts
 from qsync_opt.steps.memory_timeline import scaled_timeline
 from qsync_opt.steps.queues import NEVER, Work
@@ -93,14 +93,9 @@ class StepFlow:
         return cases, formats
 
 
-def border_format(precision: str, half_format: str) -> str:
-    """Format of the result of an adjustable operator in a precision."""
-    return {"TF32": "FP32", "INT8": half_format, "FP8": half_format}.get(precision, precision)
-
-
 def arrival(precision: str) -> str:
     """Format in which a precision needs its inputs; "" for 8 bits, whose quantizers read every format."""
-    return {"INT8": "", "FP8": "", "TF32": "FP32"}.get(precision, precision)
+    return "" if is_eight_bit(precision) else "FP32" if precision == "TF32" else precision
 
 
 def width(output: str) -> int:

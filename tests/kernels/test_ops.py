@@ -225,7 +225,8 @@ def test_refusals_name_kind_precision_and_what_is_allowed():
         ops.execute("mm", "INT8", torch.mm, (x, x), {"out": torch.empty(2, 2)})
     with pytest.raises(UnsupportedError, match="INT4"):
         ops.cast(x, "INT4")
-    assert ops.precisions_of("linear", "cpu") == ("INT8", "BF16", "FP32")
+    assert ops.precisions_of("linear", "cpu") == ("INT8-BWD8", "INT8", "BF16", "FP32")
+    assert ops.default_precisions_of("linear", "cpu") == ("INT8", "BF16", "FP32")
     assert ops.precisions_of("embedding", "cpu") == ("BF16", "FP32")
     assert ops.precisions_of("layer_norm", "cpu") == ("FP32",)
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes, linear
-from qsync_opt.numerics import PrecisionFormats, formats_for
+from qsync_opt.numerics import PrecisionFormats, formats_for, number_format
 from qsync_opt.runtimes.torch.interception import OperatorCall, Run
 from qsync_opt.runtimes.torch.support import HALF
 
@@ -25,20 +25,20 @@ _SOFTMAXES = (F.softmax, F.log_softmax)
 
 
 def device_formats(device: torch.device | str) -> dict[str, PrecisionFormats]:
-    """Precisions of a device with their border formats, from the coarsest to the finest.
+    """Precisions that plans choose from on a device by default, with their border formats, coarsest first.
 
-    ``cpu``: INT8, BF16, FP32. ``cuda`` by compute capability: 7.0 FP16, FP32; 7.5 also INT8; 8.0 also BF16 and TF32;
-    8.9 also FP8.
+    ``cpu``: INT8, BF16, FP32. ``cuda`` by compute capability: 7.0 FP16, FP32; 7.5 also INT8 with either backward pass;
+    8.0 also BF16 and TF32; 8.9 also FP8 with either.
 
     Raises:
         UnsupportedError: The device is neither, or is not there.
     """
-    return formats_for(backend.device_precisions(device), backend.half_format(device))
+    return formats_for(backend.default_precisions(device), backend.half_format(device))
 
 
 def operator_precisions(op_type: str, device: torch.device | str) -> tuple[str, ...]:
-    """Precisions in which an operator of this kind can run on a device; fixed and unknown kinds: FP32 alone."""
-    return ops.precisions_of(op_type, device)
+    """Precisions that plans choose from by default for a kind of operator; fixed and unknown kinds: FP32 alone."""
+    return ops.default_precisions_of(op_type, device)
 
 
 def lifted(values: Any) -> Any:
@@ -160,8 +160,8 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
 def eight_bits(
     name: str, op_type: str, precision: str, device: torch.device, options: Callable[[], KernelOptions]
 ) -> Run:
-    """An operator in INT8 or FP8 with the kernel options of each call."""
-    kind, on_cuda = device.type, device.type == "cuda"
+    """An operator in 8 bits with the kernel options of each call, which hold what the precision implies."""
+    kind, on_cuda, operands = device.type, device.type == "cuda", number_format(precision).operands
     ops.require(op_type, precision, device)
     is_linear = op_type == "linear"
 
@@ -171,7 +171,7 @@ def eight_bits(
         if is_linear and ops.is_plain_linear(op_type, args, kwargs):
             x = args[0]
             if x.is_cuda is on_cuda and x.is_floating_point():
-                return linear(x, args[1], args[2] if len(args) > 2 else None, precision, options())
+                return linear(x, args[1], args[2] if len(args) > 2 else None, operands, options())
         return ops.execute(op_type, precision, function, args, kwargs, options())
 
     return run

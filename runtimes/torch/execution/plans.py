@@ -13,6 +13,7 @@ write to. The output of the model, or of a part that the script calls, is cast t
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,11 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
-from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
+from qsync_opt.errors import ModelError, NotReadyError, QSyncError, UnsupportedError
+from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, layers, ops
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import signed
 from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
+from qsync_opt.numerics import is_eight_bit
 from qsync_opt.runtimes.plans import DevicePlans, precisions_of
 from qsync_opt.runtimes.torch.ddp import world
 from qsync_opt.runtimes.torch.execution.audit import StepAudit
@@ -40,6 +42,7 @@ from qsync_opt.runtimes.torch.execution.checks import (
     model_device,
     some_names,
 )
+from qsync_opt.runtimes.torch.execution.chunked_loss import ChunkedLoss, loss_heads
 from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses
 from qsync_opt.runtimes.torch.execution.operators import (
     eight_bits,
@@ -50,7 +53,7 @@ from qsync_opt.runtimes.torch.execution.operators import (
     refuse_transforms,
     run_fixed,
 )
-from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, Run, interception_of
+from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, Run, interception_of, operator_name
 from qsync_opt.runtimes.torch.support import HALF, bare_model, full_precision, tensors_in
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
@@ -65,8 +68,9 @@ class ApplySettings:
 
     ``worthwhile`` is False if the model is better left alone. ``autocast``, ``captured`` and ``compiled`` are as in
     `ApplyOptions`.
-    ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given. ``expected_ns`` is the
-    predicted time of a step; ``expected_bytes`` its predicted peak memory, None if predicted for other conditions.
+    ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given, ``opaque_modules`` the
+    modules that run as they are (`OpGraph.opaque_modules`). ``expected_ns`` is the predicted time of a step;
+    ``expected_bytes`` its predicted peak memory, None if predicted for other conditions.
     """
 
     worthwhile: bool
@@ -74,6 +78,7 @@ class ApplySettings:
     captured: bool
     compiled: bool
     lifted_kinds: tuple[str, ...]
+    opaque_modules: tuple[str, ...]
     expected_ns: int
     expected_bytes: int | None
 
@@ -97,6 +102,9 @@ class ApplyOptions:
             `JobPlan` sets it.
         compiled: Compile the model in place (``model.compile()``), which the first passes do; with ``captured`` what is
             captured is compiled, and other passes run as they are. A `JobPlan` sets it.
+        chunked_loss: Compute the loss of `LinearCrossEntropy`, and of Hugging Face's models for causal language
+            modelling, without the logits of all tokens at once: these models' training passes with labels then return
+            no logits.
         outputs: ``"FP32"``: 16-bit outputs of the model, or of a module of it that the script calls by itself, are cast
             to FP32, so that losses and metrics outside the model compute as before; unless the model returns its own
             loss. ``"plan"``: outputs keep the format of the last operators.
@@ -111,6 +119,7 @@ class ApplyOptions:
     autocast: str | None = None
     captured: bool = False
     compiled: bool = False
+    chunked_loss: bool = True
     outputs: str = "FP32"
 
     def __post_init__(self) -> None:
@@ -176,9 +185,25 @@ class AppliedPlan:
         # With FP32 everywhere and no 16-bit tensor seen, passes after the first can bypass the interception.
         self._changes_nothing = set(self.precisions.values()) <= {"FP32"}
         self._families: set[str] = set()
-        self.interception = Interception(model, self, lifted_kinds)
+        heads = loss_heads(model) if options.chunked_loss else []
+        self._chunked = [
+            ChunkedLoss(head, functools.partial(self._choice_of, operator_name(head.layer_path, "linear", 0)))
+            for head in heads
+        ]
+        self._loss_layers = [module for module in model.modules() if isinstance(module, layers.LinearCrossEntropy)]
+        for path, module in model.named_modules():
+            if isinstance(module, layers.LinearCrossEntropy):
+                choose = functools.partial(self._choice_of, operator_name(path, "linear", 0))
+                module.choice = choose if options.chunked_loss else False
+        try:
+            # What torch's settings carry out changes nothing per operator.
+            passes_only = options.autocast in TORCH_MODES and not options.captured
+            self.interception = Interception(model, self, lifted_kinds, passes_only=passes_only)
+        except QSyncError:
+            self._give_losses_back()
+            raise
         self.interception.on_pass_begin, self.interception.on_pass_end = self._begin_pass, self._end_pass
-        self.interception.recurrent_inputs = lifted
+        self.interception.recurrent_inputs = self.interception.opaque_inputs = lifted
         self._modes_before: tuple[str, ...] | None = None
         self._compiled_before: Any = None
         if options.autocast in AUTOCAST_TYPES:
@@ -227,10 +252,11 @@ class AppliedPlan:
         base = self._options.kernels
         self._kernels: dict[str, KernelOptions] = {}
         for name, precision in self.precisions.items():
-            if precision in ("INT8", "FP8"):
+            if is_eight_bit(precision):
                 digest = hashlib.blake2b(f"{base.seed}/{self._rank}/{name}".encode(), digest_size=8).digest()
                 seed, half_format = int.from_bytes(digest, "little"), backend.half_format(self._device)
-                self._kernels[name] = replace(base, half_format=half_format, seed=seed)
+                _, implied = ops.eight_bit(precision, base)
+                self._kernels[name] = replace(implied, half_format=half_format, seed=seed)
         self._traced_kernels = {
             name: replace(kernels, offset=0, step=self.counter) for name, kernels in self._kernels.items()
         }
@@ -252,20 +278,31 @@ class AppliedPlan:
                     self._unplanned.append(call.name)
         elif not self.interception.training and self._options.evaluate_in == "FP32":
             precision = "FP32"
-        kernels = self._kernels.get(call.name)
-        if kernels is not None:
-            if not self.interception.training:
-                kernels = kernels.nearest()
-            elif torch.compiler.is_compiling():  # the whole model, or one module of an eager pass
-                # A seed read as an integer could become a symbol, and has more bits than symbols may.
-                kernels = self._traced_kernels[call.name].at(seed=int(self._seeds[call.name]), offset=0)
-            elif self.interception.traced:
-                kernels = self._traced_kernels[call.name]
-            else:
-                kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
+        kernels = self._kernels_of(call.name)
         if torch.is_autocast_enabled(self._device.type):
             refuse_autocast(call.name, precision)
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
+
+    def _kernels_of(self, name: str) -> KernelOptions | None:
+        """Options of an operator in the present pass, None for one that is not in 8 bits."""
+        kernels = self._kernels.get(name)
+        if kernels is None:
+            return None
+        if not self.interception.training:
+            return kernels.nearest()
+        if torch.compiler.is_compiling():  # the whole model, or one module of an eager pass
+            # A seed read as an integer could become a symbol, and has more bits than symbols may.
+            return self._traced_kernels[name].at(seed=int(self._seeds[name]), offset=0)
+        if self.interception.traced:
+            return self._traced_kernels[name]
+        return kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
+
+    def _choice_of(self, name: str) -> tuple[str | None, KernelOptions | None]:
+        """Precision and options of an output layer whose loss is chunked."""
+        if self.interception.resting:  # torch's settings decide
+            return None, None
+        self.interception.seen.append(name)
+        return self.precisions.get(name, "FP32"), self._kernels_of(name)
 
     def _prepare(self, name: str, op_type: str) -> Run:
         """Runs an operator in every later pass as :meth:`__call__` would."""
@@ -328,12 +365,19 @@ class AppliedPlan:
             NotReadyError: As `Interception.remove`.
         """
         self.interception.remove()
+        self._give_losses_back()
         if self._modes_before is not None:
             float_modes.set_fp32_modes(self._modes_before)
         if self._compiled_before is not None:
             (self._model._compiled_call_impl,) = self._compiled_before
         if self.audit is not None:
             self.audit.stop()
+
+    def _give_losses_back(self) -> None:
+        for chunked in self._chunked:
+            chunked.remove()
+        for layer in self._loss_layers:
+            layer.choice = None
 
     def _begin_pass(self) -> None:
         if not torch.compiler.is_compiling():
@@ -447,6 +491,8 @@ def apply(
     # Without the graph, which rank 0 alone has, the settings name its kinds.
     kinds = graph.lifted_kinds() if graph is not None else settings.lifted_kinds if settings is not None else ()
     applied = AppliedPlan(bare, adjustable, graph, options, device_type, kinds)
+    source = graph.opaque_modules() if graph is not None else settings.opaque_modules if settings is not None else ()
+    applied.interception.opaque_modules = frozenset(source)
     if options.captured:
         applied.interception.graphs = CapturedPasses(applied.interception, bare, compiled=options.compiled)
     if settings is not None and not options.compiled:  # its hook would be compiled with the model

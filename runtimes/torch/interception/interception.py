@@ -125,10 +125,17 @@ class Interception:
         on_pass_end: If set, called with the path of the outermost module after its pass.
         recurrent_inputs: If set, applied to the arguments of recurrent modules, which compare the types of inputs and
             weights before any operator runs.
+        opaque_modules: Paths of modules inside of which nothing is intercepted.
+        opaque_inputs: If set, applied to their arguments.
     """
 
-    def __init__(self, model: nn.Module, handler: Handler, kinds: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, handler: Handler, kinds: tuple[str, ...] = (), *, passes_only: bool = False
+    ) -> None:
         """Begin to intercept the operators of ``model``, those of further ``kinds`` (ATen names) too.
+
+        ``passes_only``: of passes that all rest (``at_rest``) only those of the model itself are seen, and no other
+        module is touched, except while the operators are `observed`.
 
         Raises:
             NotReadyError: The model is being intercepted already.
@@ -138,6 +145,8 @@ class Interception:
         self.on_pass_begin: Callable[[], None] | None = None
         self.on_pass_end: Callable[[str], None] | None = None
         self.recurrent_inputs: Callable[[Any], Any] | None = None
+        self.opaque_modules: frozenset[str] = frozenset()
+        self.opaque_inputs: Callable[[Any], Any] | None = None
         self.function_names = function_names(kinds)
         self._mode, self._traced_mode = FunctionMode(self), TracedFunctionMode(self)
         self._counts: Counts = {}
@@ -170,9 +179,8 @@ class Interception:
                     "statistics are being collected): undo that first"
                 )
             check_not_scripted(path, module)
-        self._modules = modules
-        for path, module in modules:
-            module.forward = forward_of(self, path, module)
+        self._modules, self._others = (modules[:1], modules[1:]) if passes_only else (modules, [])
+        self._shadow(self._modules)
 
     def outermost(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
@@ -235,6 +243,18 @@ class Interception:
             self.on_pass_end(forward.path)
         # Whether a compiled part is a recomputation is unknown here.
         return self._finished(result, not forward.path)
+
+    def run_opaque(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a module of the pass in which nothing is intercepted."""
+        if self.opaque_inputs is not None:
+            args = tuple(map(self.opaque_inputs, args))
+            kwargs = {name: self.opaque_inputs(value) for name, value in kwargs.items()}
+        self.resting = True
+        try:
+            with _past_modes():
+                return forward.inner(*args, **kwargs)
+        finally:
+            self.resting = False
 
     def _finished(self, result: Any, whole: bool) -> Any:
         """What a pass returns; ``whole``: to the script, not to the rest of the model."""
@@ -329,9 +349,11 @@ class Interception:
         self._listen({**function_names(kinds), **names})
         self.handler = lambda call: handle(call, call.op_type in handled)
         self.may_rest = self.prepare = self.graphs = self.at_rest = None
+        self._shadow(self._others)
         try:
             yield
         finally:
+            self._unshadow(self._others)
             self._listen(names)
             self.handler, self.may_rest, self.prepare, self.graphs, self.at_rest = before
 
@@ -339,6 +361,16 @@ class Interception:
         self.function_names = names
         for mode in (self._mode, self._traced_mode):
             mode.listen(names)
+
+    def _shadow(self, modules: list[tuple[str, nn.Module]]) -> None:
+        for path, module in modules:
+            module.forward = forward_of(self, path, module)
+
+    def _unshadow(self, modules: list[tuple[str, nn.Module]]) -> None:
+        for _, module in modules:
+            shadowed = module.__dict__.pop("forward").shadowed
+            if shadowed is not None:
+                module.__dict__["forward"] = shadowed
 
     def remove(self) -> None:
         """Give every module its own ``forward`` back; the model is as it was.
@@ -353,10 +385,7 @@ class Interception:
                 raise NotReadyError(
                     f"forward of module {path or 'the root'!r} was replaced since: take that back first"
                 )
-        for _, module in self._modules:
-            shadowed = module.__dict__.pop("forward").shadowed
-            if shadowed is not None:
-                module.__dict__["forward"] = shadowed
+        self._unshadow(self._modules)
         self._modules.clear()
         self.graphs = None
 

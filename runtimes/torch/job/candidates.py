@@ -49,7 +49,7 @@ class ExecutionMode:
         precisions: Of every adjustable operator.
         autocast: Its precision where torch itself carries it out (``torch.autocast`` or TF32), else None.
         sensitivity: Total over the operators, for this device type.
-        pass_ns: Forward and backward pass on the slowest of the workers.
+        pass_ns: Forward and backward pass on the slowest of the workers; with loss scaling, of the gradients too.
         needed_bytes: Peak memory of a step on the worker that needs most; None if a worker ran out of memory, could
             not run, capture or compile the mode, or left that out because other modes are faster.
         captured: Whether passes are replayed as CUDA graphs.
@@ -340,8 +340,6 @@ _LEAN_FAR, _LEAN_NEAR = 2.5, 1.25
 """The candidate that needs the least memory is timed if its passes take at most so many times as long as the fastest
 ones, and with more precision beside it if they take at most so many times: in whole steps such a candidate was 3 %
 faster than one whose passes, timed alone, took 9 % less."""
-SCALING = 1.05
-"""By how much loss scaling is expected to lengthen a step, which passes do not show: it was 10 % for ResNet-50."""
 
 
 def shortlist(
@@ -367,8 +365,7 @@ def shortlist(
     """
 
     def expected_ns(candidate: Candidate) -> float:
-        scaled = workers is not None and any(mode.needs_scaling for mode in candidate.values())
-        return (SCALING if scaled else 1.0) * passes_ns(candidate, workers)
+        return passes_ns(candidate, workers)
 
     chosen: dict[tuple[str, ...], dict[str, ExecutionMode]] = {}
 

@@ -242,6 +242,7 @@ def _by_operator(job: Job, captured: CapturedModel, optimizer: torch.optim.Optim
         example=job.example,
         cache_dir=cache_folder(job.options.cache_dir),
         progress=job.options.progress,
+        seconds=job.options.profile_seconds,
         name=job.options.device_type,
     )
 

@@ -10,6 +10,7 @@ from typing import Annotated
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
+from qsync_opt.gradients import GradientCosts
 from qsync_opt.gradients import Plan as CompressionPlan
 from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
@@ -185,8 +186,8 @@ class JobPlan:
     ``compiled`` those whose model is compiled;
     ``shares`` the share of the global batch for one worker of each type. ``measured`` says per device type how its
     costs were measured, and what of them was not; ``sensitivity_unit`` is the unit of sensitivities. ``problem``,
-    ``solution`` and ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` are the captured graph's
-    (`OpGraph.lifted_kinds`).
+    ``solution`` and ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` and ``opaque_modules`` are the
+    captured graph's.
     """
 
     plan: Annotated[Plan, Json(read=Plan.from_json, write=Plan.to_json)]
@@ -214,6 +215,7 @@ class JobPlan:
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
     sensitivity_unit: str = "squared gradient"
     lifted_kinds: tuple[str, ...] = ()
+    opaque_modules: tuple[str, ...] = ()
     compression: Annotated[
         CompressionPlan | None,
         Json(
@@ -224,6 +226,8 @@ class JobPlan:
     ] = None
     """Schemes of the gradient buckets, where `auto_plan` was asked for them; it goes to `compress_gradients`."""
     compression_note: Annotated[str, Json(omitted=True, empty=True)] = ""
+    gradient_costs: Annotated[GradientCosts | None, _LOCAL] = None
+    """What compression was planned from, on rank 0; saved, it is what ``qsync-opt plan --compress`` reads."""
     stages_s: Annotated[Mapping[str, float], _LOCAL] = field(default_factory=dict)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
@@ -260,6 +264,7 @@ class JobPlan:
             captured=captured,
             compiled=self.device_type in self.compiled,
             lifted_kinds=self.lifted_kinds,
+            opaque_modules=self.opaque_modules,
             expected_ns=self.expected_ns or self.iteration_ns,
             expected_bytes=(self.peak_bytes or self.memory_bytes).get(self.device_type) if like_planned else None,
         )

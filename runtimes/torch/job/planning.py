@@ -1,7 +1,7 @@
 """Plan a training job from inside its own script: every device type profiles itself, rank 0 solves, all ranks agree.
 
-The stages are capture, profile, network, sensitivities, plan, trial, passes, steps and host; each ends with all ranks
-knowing whether any of them failed. Nothing of the model is changed.
+The stages are kernels (on a card), capture, profile, network, sensitivities, plan, trial, passes, steps and host; each
+ends with all ranks knowing whether any of them failed. Nothing of the model is changed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import qsync_opt
 from qsync_opt.costs import FP32_SHARE_OPTION
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError, SolverError
 from qsync_opt.io import decode, encode
+from qsync_opt.kernels.compilation import library
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
@@ -138,6 +139,7 @@ def _auto_plan(
         require_agreement(f"the option {name} of auto_plan", value, "give the same PlanningOptions on all ranks")
     plan = _plan_from_file(job, stages)
     if plan is None:
+        job = _with_kernels(job, stages)
         with stages("capture"):
             captured = together(lambda: capture_model(bare, job.example.args, job.example.kwargs))
             require_one_model(captured)
@@ -148,6 +150,26 @@ def _auto_plan(
         with stages("compression"), gradients_put_back(together(lambda: check_training(job))):
             plan = with_compression(job, plan)
     return replace(plan, stages_s=stages.seconds)
+
+
+_EIGHT_BIT_UNITS = ("quantize", "matmul", "convolution")
+
+
+def _with_kernels(job: Job, stages: Stages) -> Job:
+    """The job, on a card after its 8-bit kernels were built; that happens once and does not count as planning."""
+    wanted = job.options.precisions is None or not {"INT8", "FP8"}.isdisjoint(job.options.precisions)
+    if not any(gather_json(wanted and job.example.device.type == "cuda")):
+        return job
+
+    def build() -> None:
+        if job.example.device.type == "cuda":
+            built = library.build_missing(_EIGHT_BIT_UNITS)
+            if built:
+                _LOGGER.info("kernels were built for %s, as on every first use", ", ".join(built))
+
+    with stages("kernels"):
+        together(build)
+    return replace(job, began=time.perf_counter())
 
 
 def _plan_from_measurements(
@@ -444,6 +466,7 @@ def _job_plan(
         measured={name: how_measured(profile) for name, profile in measured.profiles.items()},
         sensitivity_unit=next(iter(measured.sensitivities.values())).unit,
         lifted_kinds=measured.graph.lifted_kinds(),
+        opaque_modules=measured.graph.opaque_modules(),
         problem=problem,
         solution=solution,
         model=measured,

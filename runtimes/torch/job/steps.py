@@ -80,7 +80,8 @@ def profile_job_steps(
     cache = MeasurementCache(cache_folder(options.cache_dir), environment)
     prefix = "compiled " * options.compiled
     settings = "AdamW" if optimizer is None else optimizer_key(optimizer)
-    key = f"{prefix}steps {graph.fingerprint()} in {','.join(formats)} with {settings}"
+    menu = "" if options.precisions is None else " by name"
+    key = f"{prefix}steps {graph.fingerprint()} in {','.join(formats)}{menu} with {settings}"
     known = cache.get(key)
     if known is None:
         try:
@@ -167,6 +168,7 @@ def _recorded(
                 graph,
                 own,
                 precisions=formats,
+                by_name=options.precisions is not None,
                 options=_options(Stepper(stepped, own)),
                 kernels=kernels,
                 progress=options.progress,

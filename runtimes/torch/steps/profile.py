@@ -19,10 +19,11 @@ from qsync_opt.costs import CostFit, DeviceIdentity, fit_cost
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError, first_line
 from qsync_opt.io import Report, reporting
 from qsync_opt.kernels import KernelOptions, backend, ops
-from qsync_opt.model import OpGraph, Role
-from qsync_opt.runtimes.torch.execution import device_formats, under_plan
+from qsync_opt.model import OpGraph
+from qsync_opt.numerics import is_eight_bit
+from qsync_opt.runtimes.torch.execution import under_plan
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
-from qsync_opt.runtimes.torch.profiling import DTYPES, selected_formats
+from qsync_opt.runtimes.torch.profiling import DTYPES, operator_menu, selected_formats
 from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
 from qsync_opt.runtimes.torch.steps.recording import (
     RecordingOptions,
@@ -98,6 +99,7 @@ def record_steps(
     optimizer: torch.optim.Optimizer,
     *,
     precisions: Sequence[str] | None = None,
+    by_name: bool = True,
     mixed: int = 2,
     options: RecordingOptions | None = None,
     kernels: KernelOptions | None = None,
@@ -113,7 +115,10 @@ def record_steps(
             and the optimizer's state change. A batch in the host's memory is copied to the device in every step.
         graph: Of the model.
         optimizer: Of the steps.
-        precisions: Those that plans may use; None: all of the device. FP32 is always among them.
+        precisions: Those that plans may use; None: those of the default menu (`operator_menu`). FP32 is always among
+            them.
+        by_name: Whether somebody asked for these precisions, so that every operator that can run in one gets it; False:
+            of the default menu, those of the default that are among them.
         mixed: Number of plans to record beside the uniform ones.
         options: Number of steps of each.
         kernels: Options of the 8-bit kernels, as in training.
@@ -141,12 +146,9 @@ def record_steps(
     """
     _refuse_compiled(example.model)
     device = example.device
-    formats = selected_formats(device, precisions) if precisions is not None else device_formats(device)
+    formats = selected_formats(device, precisions)
     kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
-    available = {
-        operator.name: [p for p in formats if ops.supports(operator.op_type, p, device)]
-        for operator in graph.by_role(Role.ADJUSTABLE)
-    }
+    available = operator_menu(graph, device, formats, everything=by_name and precisions is not None)
     plans = covering_plans(graph, available, mixed=mixed, half_format=kernels.half_format)
     clip_norm = None if options is None else options.clip_norm
     # Copies of the batch are not part of compiled graphs.
@@ -359,7 +361,7 @@ def _applied(
 
     A plan of FP32 alone may rest. For its costs within other plans, the block sets ``may_rest`` to None.
     """
-    with under_plan(model, dict(plan), graph, kernels):
+    with under_plan(model, dict(plan), graph, kernels, chunked_loss=False):
         interception = interception_of(bare_model(model))
         assert interception is not None
         yield interception
@@ -377,7 +379,8 @@ def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float],
 
 def _time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
     sources = [name for name in ("BF16", "FP16", "FP32") if name in formats]
-    pairs = [(a, b) for a, b in itertools.product(sources, [*sources, "INT8", "FP8"]) if a != b and b in formats]
+    targets = [*sources, *filter(is_eight_bit, formats)]
+    pairs = [(a, b) for a, b in itertools.product(sources, targets) if a != b]
     fits = {}
     host: list[float] = []
     for source, target in pairs:

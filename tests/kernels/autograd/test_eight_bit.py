@@ -71,6 +71,27 @@ def test_gradients_are_unbiased(precision):
         assert bool(((total / draws - expected).abs() <= 6 * spread / draws**0.5 + expected.abs() * 2.0**-8).all())
 
 
+def test_a_precision_with_an_8_bit_backward_pass_implies_its_options():
+    x, w, b = (torch.randn(s).requires_grad_() for s in ((24, 16), (8, 16), (8,)))
+    grad = torch.randn(24, 8).bfloat16()
+    told = KernelOptions(backward="eight", weight_granularity="tensor", offset=3)
+    planned, asked = (
+        (y, *torch.autograd.grad(y, (x, w, b), grad))
+        for y in (
+            ops.execute("linear", "INT8-BWD8", F.linear, (x, w, b), options=KernelOptions(offset=3)),
+            ops.execute("linear", "INT8", F.linear, (x, w, b), options=told),
+        )
+    )
+    for one, other in zip(planned, asked, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(), (16,), (3, 4, 16)])
+def test_a_cast_for_an_8_bit_backward_pass_has_the_transposed_codes(shape):
+    codes = ops.cast(torch.randn(shape), "INT8-BWD8")
+    assert codes.transposed.shape == codes.codes.shape[::-1]
+
+
 def test_saved_tensors_are_codes():
     x, w = torch.randn(64, 32).requires_grad_(), torch.randn(16, 32).requires_grad_()
     saved = []

@@ -83,8 +83,11 @@ def test_explain_says_what_runs():
 
 def test_cuda_precisions_by_capability():
     assert backend.cuda_precisions((7, 0)) == ("FP16", "FP32")
-    assert backend.cuda_precisions((7, 5)) == ("INT8", "FP16", "FP32")
-    assert backend.cuda_precisions((8, 6)) == ("INT8", "BF16", "FP16", "TF32", "FP32")
-    assert backend.cuda_precisions((9, 0)) == ("INT8", "FP8", "BF16", "FP16", "TF32", "FP32")
+    assert backend.cuda_precisions((7, 5)) == ("INT8-BWD8", "INT8", "FP16", "FP32")
+    assert backend.cuda_precisions((8, 6)) == ("INT8-BWD8", "INT8", "BF16", "FP16", "TF32", "FP32")
+    assert backend.cuda_precisions((9, 0)) == (
+        *("INT8-BWD8", "INT8", "FP8-BWD8", "FP8"),
+        *("BF16", "FP16", "TF32", "FP32"),
+    )
     with pytest.raises(UnsupportedError, match="meta"):
         backend.device_precisions("meta")

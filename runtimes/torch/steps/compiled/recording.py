@@ -68,7 +68,7 @@ def record_compiled_plan(
     model, options = stepper.example.model, options or RecordingOptions()
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(under_plan(model, dict(plan), graph, kernels))
+            stack.enter_context(under_plan(model, dict(plan), graph, kernels, chunked_loss=False))
             outputs = _delivered_formats(stepper, graph)
             stack.enter_context(compiled_inside(model))
             stack.enter_context(annotated_operators(model, graph))

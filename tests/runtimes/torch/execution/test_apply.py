@@ -494,7 +494,7 @@ def test_operators_that_the_plan_does_not_name():
 def test_precisions_that_cannot_be():
     model = Gpt(True)
     for plan, text in (
-        ({"head/linear": "FP16"}, "'head/linear' cannot run in FP16 on cpu: allowed are INT8, BF16, FP32"),
+        ({"head/linear": "FP16"}, "'head/linear' cannot run in FP16 on cpu: allowed are INT8-BWD8, INT8, BF16, FP32"),
         ({"embed/embedding": "INT8"}, "'embed/embedding' cannot run in INT8 on cpu: allowed are BF16, FP32"),
         ({"blocks.0/scaled_dot_product_attention": "INT8"}, "allowed are BF16, FP32"),
         ({"head/linear": "int8"}, "unknown precision 'int8'"),

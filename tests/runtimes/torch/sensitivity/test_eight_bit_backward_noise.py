@@ -70,6 +70,32 @@ def test_an_8_bit_backward_pass_adds_noise_to_gradients_alone(data):
     assert eight.second_gradient.total > 1.2 * half.second_gradient.total
 
 
+@pytest.mark.parametrize("precision", ["INT8", "FP8"])
+def test_a_precision_with_an_8_bit_backward_pass_implies_its_options(data, precision):
+    x, w, g = data
+    operator = collect_statistics(Single(w.clone()), [(x.clone().requires_grad_(), g)]).operators[0]
+    implied = variances(operator, f"{precision}-BWD8", FORMATS[precision], NoiseOptions())
+    assert implied == variances(operator, precision, FORMATS[precision], EIGHT)
+
+
+def test_predicted_variance_is_that_of_a_planned_operator(data):
+    """As the table of a plan says it, with default options, against what the operator does with default options."""
+    x, w, g = data
+    operator = collect_statistics(Single(w.clone()), [(x.clone().requires_grad_(), g)]).operators[0]
+    found = variances(operator, "INT8-BWD8", FORMATS["INT8"])
+    exact = (F.linear(x, w), g.T @ x, g @ w)
+    measured = [0.0, 0.0, 0.0]
+    for draw in range(DRAWS):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        z = ops.execute("linear", "INT8-BWD8", F.linear, tuple(leaves), options=KernelOptions(offset=draw))
+        da, db = torch.autograd.grad(z, leaves, g.to(z.dtype))
+        for i, (low, true) in enumerate(zip((z, db, da), exact, strict=True)):
+            measured[i] += float((low.detach().float() - true).square().sum()) / DRAWS
+    for noise, real in zip((found.output, found.second_gradient, found.first_gradient), measured, strict=True):
+        assert noise is not None
+        assert noise.total / real == pytest.approx(1, abs=0.1)
+
+
 def test_gain_of_fixed_point_noise_follows_the_errors_of_single_elements(probe_gains):
     """Rows on the grid of their common scale do not err, so that the others alone say how far noise reaches."""
     model = Single(torch.zeros(1, 2))
