@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qsync_opt.errors import SolverError
+from qsync_opt.errors import SolverError, UnsupportedError
 from qsync_opt.formulations.assignment import PROOF, Floats, labels_at, linear_program
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus, required_solver
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
@@ -46,6 +46,8 @@ from qsync_opt.training import SolveOptions as TrainingOptions
 
 Values = Mapping[str, Mapping[int, float]]
 """Device type to candidate batch to a value; infinite where the batch is impossible."""
+_MOST_SUMS = 2_000_000
+"""Most sums of local batches that the dynamic program goes through."""
 Combine = Callable[[Any, Any], Any]
 """Elementwise sum or maximum."""
 _REASON_S = 20.0
@@ -57,7 +59,16 @@ def best_batches(values: Values, problem: SharesProblem, combine: Combine) -> tu
 
     None if no choice with finite values adds up to the global batch.
     """
-    total = problem.global_batch
+    unit = math.gcd(*(count * batch for name, count in problem.counts.items() for batch in problem.candidates[name]))
+    total, rest = divmod(problem.global_batch, unit)
+    most = sum(count * max(problem.candidates[name]) for name, count in problem.counts.items())
+    if rest or problem.global_batch > most:
+        return None
+    if total > _MOST_SUMS:
+        raise UnsupportedError(
+            f"the global batch of {problem.global_batch} is {total} times the common divisor of what workers may take, "
+            f"but at most {_MOST_SUMS} times is planned; allow only local batches that are multiples of a larger number"
+        )
     reached: Floats = np.full(total + 1, math.inf)
     reached[0] = 0.0
     chosen: dict[str, np.ndarray] = {}
@@ -65,7 +76,7 @@ def best_batches(values: Values, problem: SharesProblem, combine: Combine) -> tu
         after: Floats = np.full(total + 1, math.inf)
         batch_S = np.zeros(total + 1, dtype=np.int64)
         for batch, value in values[name].items():
-            step = count * batch
+            step = count * batch // unit
             if value == math.inf or step > total:
                 continue
             candidate = combine(reached[: total + 1 - step], value)
@@ -78,7 +89,7 @@ def best_batches(values: Values, problem: SharesProblem, combine: Combine) -> tu
     left, batches = total, {}
     for name, count in reversed(problem.counts.items()):
         batches[name] = int(chosen[name][left])
-        left -= count * batches[name]
+        left -= count * batches[name] // unit
     return float(reached[total]), {name: batches[name] for name in problem.counts}
 
 

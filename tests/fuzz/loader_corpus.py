@@ -11,7 +11,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,17 @@ from qsync_opt.sensitivity import (
     save_statistics,
 )
 from qsync_opt.testing import make_cost_record, random_plan, random_problem, sample_graph
-from qsync_opt.training import FrontCache, evaluate, front_key, load_plan, load_problem
+from qsync_opt.training import (
+    FrontCache,
+    SharesPlan,
+    SharesProblem,
+    at_batch,
+    evaluate,
+    evaluate_shares,
+    front_key,
+    load_plan,
+    load_problem,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """\
@@ -71,6 +81,37 @@ def _problem(path: Path) -> object:
     evaluation = evaluate(problem, random_plan(source, problem))
     json.dumps(problem.to_json())
     return evaluation
+
+
+def _shares_seed(problem: Any) -> SharesProblem:
+    anchors = {4: replace(problem, extras={}), 8: at_batch(problem, 4, 8)}
+    candidates = {device.name: (2, 4, 8) for device in problem.devices}
+    total = 4 * sum(device.count for device in problem.devices)
+    return SharesProblem(
+        name="shares", global_batch=total, latency_limit_ns=9 * 10**9, anchors=anchors, candidates=candidates
+    )
+
+
+def _shares_plan_seed(problem: Any) -> dict[str, Any]:
+    return {"format": "qsync-shares-plan/1", "batches": {device.name: 4 for device in problem.devices}}
+
+
+def _shares_problem(path: Path) -> object:
+    text = path.read_bytes().decode("utf-8", "replace")
+    problem = SharesProblem.from_json(parse_json(text, ("qsync-shares/1",), where="shares"))
+    json.dumps(problem.to_json())
+    plan = SharesPlan(
+        batches={name: batches[0] for name, batches in problem.candidates.items()},
+        precisions=random_plan(random.Random(0), problem.first),
+    )
+    return evaluate_shares(problem, plan)
+
+
+def _shares_plan(path: Path) -> object:
+    text = path.read_bytes().decode("utf-8", "replace")
+    found = SharesPlan.from_json(parse_json(text, ("qsync-shares-plan/1",), where="plan"))
+    found.save(path.with_suffix(".again"))
+    return found
 
 
 def _plan(path: Path) -> object:
@@ -257,6 +298,8 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
     found = [
         Loader("problem", "json", [problem, made.to_json()], _problem),
         Loader("plan", "json", [small_plan], _plan),
+        Loader("shares problem", "json", [_shares_seed(made).to_json()], _shares_problem),
+        Loader("shares plan", "json", [{**_shares_plan_seed(made), "precisions": small_plan}], _shares_plan),
         Loader("profile", "json", [profile], _profile),
         Loader("cluster", "yaml", [yaml.safe_load(CLUSTER), CLUSTER], _cluster),
         Loader("statistics", "json", [encode(_sample_statistics(), version="qsync-statistics/3")], _statistics),
