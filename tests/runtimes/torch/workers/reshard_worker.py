@@ -1,6 +1,8 @@
 """Worlds of several sizes on one machine that save checkpoints and load each other's, sharded in several ways."""
 
+import builtins
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.runtimes.torch.checkpoints import Checkpoints, reading
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 
 
 class Net(nn.Module):
@@ -127,12 +129,21 @@ class BytesRead:
     """Counts what this process reads of files of tensors."""
 
     def __init__(self):
-        self.count, self._original = 0, reading.read_chunk
-        reading.read_chunk = self._noted
+        self.count, original = 0, builtins.open
+        counter = self
 
-    def _noted(self, path, name, fact, number, into):
-        self._original(path, name, fact, number, into)
-        self.count += len(into)
+        class Counted(io.FileIO):
+            def readinto(self, memory):
+                count = super().readinto(memory)
+                counter.count += count
+                return count
+
+        def opened(path, *arguments, **options):
+            if str(path).endswith(".safetensors") and options.get("buffering") == 0:
+                return Counted(path)
+            return original(path, *arguments, **options)
+
+        builtins.open = opened
 
     def of_all_ranks(self):
         total = torch.tensor(self.count)
