@@ -18,15 +18,29 @@ _SIGN = np.uint32(0x80000000)
 _UNIT = np.float32(2.0**-24)
 _NAN = np.uint32(0x7FC00000)
 _NONE = np.float32(0.0)
+_TOP16 = np.uint64(48)
+_EXPONENT = np.int32(0x7F800000)
+_NAN16 = np.int16(0x7FC0)
+_jit: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@_jit
+def _word(key: Any, entry: Any) -> Any:
+    """The random word of an entry, as `rows` draws it."""
+    word = key + (entry + _ONE) * _GOLDEN
+    word = (word ^ (word >> _HALF)) * _MULTIPLIER
+    word = (word ^ (word >> _HALF)) * _MULTIPLIER
+    return word ^ (word >> _HALF)
+
+
+@_jit
 def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
     dim = x.shape[1]
     levels = np.float32((1 << bits) - 1)
     per_byte = 8 // bits
     header = np.empty(2, np.float32)
     raw = header.view(np.uint32)
+    codes = np.zeros((dim + per_byte - 1) // per_byte * per_byte, np.uint8)
     for k in range(index.size):
         row, target = x[index[k]], out[k]
         low, high, bad = row[0], row[0], False
@@ -50,36 +64,60 @@ def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
             step = _NONE
         target[0], target[1] = (raw[0] >> np.uint32(16)) & np.uint32(0xFF), raw[0] >> np.uint32(24)
         target[2], target[3] = (raw[1] >> np.uint32(16)) & np.uint32(0xFF), raw[1] >> np.uint32(24)
-        for byte in range(target.size - 4):
-            packed = 0
-            for part in range(per_byte):
-                c = byte * per_byte + part
-                if c >= dim or not step > _NONE:
-                    break
-                word = key + (np.uint64(k * dim + c) + _ONE) * _GOLDEN
-                word = (word ^ (word >> _HALF)) * _MULTIPLIER
-                word = (word ^ (word >> _HALF)) * _MULTIPLIER
-                word ^= word >> _HALF
-                noise = np.float32(np.float32(word >> _TOP) * _UNIT)
-                scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + noise)
-                packed |= int(min(np.floor(scaled), levels)) << (part * bits)  # never below 0: zero is rounded down
-            target[4 + byte] = packed
+        if not step > _NONE:
+            target[4:] = 0
+            continue
+        for c in range(dim):
+            word = _word(key, np.uint64(k * dim + c))
+            # The upper 24 bits: as int32 they become floating-point numbers many at a time.
+            noise = np.float32(np.float32(np.int32(word >> _TOP)) * _UNIT)
+            scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + noise)
+            codes[c] = np.uint8(np.int32(min(np.floor(scaled), levels)))  # never below 0: zero is rounded down
+        packed = target[4:]
+        if bits == 8:
+            for c in range(dim):
+                packed[c] = codes[c]
+        else:
+            for byte in range(len(packed)):
+                value = np.uint8(0)
+                for part in range(per_byte):
+                    value |= np.uint8(codes[byte * per_byte + part] << np.uint8(part * bits))
+                packed[byte] = value
 
 
-@numba.njit(cache=True, error_model="numpy")
+@_jit
+def _pack_bf16(x: Any, index: Any, key: Any, out: Any) -> None:
+    dim = x.shape[1]
+    for k in range(index.size):
+        row, target = x[index[k]], out[k]
+        for c in range(dim):
+            noise = np.int32(_word(key, np.uint64(k * dim + c)) >> _TOP16)
+            is_finite = (row[c] & _EXPONENT) != _EXPONENT
+            target[c] = np.int16((row[c] + noise) >> np.int32(16)) if is_finite else _NAN16
+
+
+@_jit
 def _unpack(wire: Any, index: Any, bits: int, out: Any) -> None:
     dim = out.shape[1]
-    mask, per_byte = (1 << bits) - 1, 8 // bits
+    mask, per_byte = np.uint8((1 << bits) - 1), 8 // bits
     header = np.empty(2, np.float32)
     raw = header.view(np.uint32)
+    codes = np.zeros((dim + per_byte - 1) // per_byte * per_byte, np.uint8)
     for k in range(index.size):
         source, row = wire[k], out[index[k]]
         raw[0] = (np.uint32(source[0]) << np.uint32(16)) | (np.uint32(source[1]) << np.uint32(24))
         raw[1] = (np.uint32(source[2]) << np.uint32(16)) | (np.uint32(source[3]) << np.uint32(24))
         zero, step = header[0], header[1]
+        packed = source[4:]
+        if bits == 8:
+            for c in range(dim):
+                row[c] = np.float32(np.float32(np.float32(packed[c]) * step) + zero)
+            continue
+        for part in range(per_byte):
+            for byte in range(len(packed)):
+                codes[byte * per_byte + part] = (packed[byte] >> np.uint8(part * bits)) & mask
         for c in range(dim):
-            code = (int(source[4 + c // per_byte]) >> ((c % per_byte) * bits)) & mask
-            row[c] = np.float32(np.float32(np.float32(code) * step) + zero)
+            row[c] = np.float32(np.float32(np.float32(codes[c]) * step) + zero)
 
 
 def pack_loop(x: Any, index: Any, bits: int, key: int, out: Any) -> None:
@@ -87,6 +125,12 @@ def pack_loop(x: Any, index: Any, bits: int, key: int, out: Any) -> None:
     _check_index(index, x.shape[0])
     if x.shape[1] and index.size:
         _pack(x, index, bits, np.uint64(key), out)
+
+
+def pack_bf16_loop(x: Any, index: Any, key: int, out: Any) -> None:
+    """Round rows of ``x``, given as int32 bits, to BF16 in ``out`` (int16); an index outside raises IndexError."""
+    _check_index(index, x.shape[0])
+    _pack_bf16(x, index, np.uint64(key), out)
 
 
 def unpack_loop(wire: Any, index: Any, bits: int, out: Any) -> None:

@@ -178,6 +178,13 @@ def pack_rows(x: Tensor, index: Tensor, bits: int, key: int, *, backend: str = "
     _check(x, index, bits, backend)
     if bits == 32:
         return x.index_select(0, index).view(torch.uint8)
+    if bits == 16 and _loops(x.device, backend):
+        from qsync_opt.kernels.messages.loops import pack_bf16_loop
+
+        rounded = torch.empty((index.numel(), x.shape[1]), dtype=torch.int16)
+        source = x.detach().contiguous().view(torch.int32).numpy()
+        pack_bf16_loop(source, index.contiguous().numpy(), key & _MASK, rounded.numpy())
+        return rounded.view(torch.uint8)
     if bits == 16:
         gathered = x.index_select(0, index)
         noise = (_words((gathered.shape[0], gathered.shape[1]), key, x.device) >> 48) & 0xFFFF

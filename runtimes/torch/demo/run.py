@@ -179,12 +179,12 @@ def _problems(
     """The problem to solve, and the same with the trainer as a device of its own, for timelines and predictions."""
     precisions = tuple(profiles[INFERENCE].formats)
 
-    def build(budget_bytes: int, role: DeviceRole, **limits: Any) -> Problem:
+    def build(budget_bytes: int, role: DeviceRole, latency_limit_ns: int | None = None) -> Problem:
         roomy, fp32 = TRAINER_MEMORY_BYTES, ("FP32",)
         trainer = DeviceType(name=TRAINER, count=1, memory_limit_bytes=roomy, precisions=fp32, role=role)
         inference = DeviceType(name=INFERENCE, count=1, memory_limit_bytes=budget_bytes, precisions=precisions)
         cluster = Cluster(name="demo", devices=(trainer, inference), network=network)
-        return build_problem(graph, profiles, table, cluster, **limits)
+        return build_problem(graph, profiles, table, cluster, latency_limit_ns=latency_limit_ns)
 
     # Only its memory is looked at, so nobody needs to find its latency limit.
     roomy = build(TRAINER_MEMORY_BYTES, DeviceRole.FIXED, latency_limit_ns=0)

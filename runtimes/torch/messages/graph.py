@@ -385,7 +385,7 @@ class FullGraph:
             self.model.zero_grad(set_to_none=True)
             with torch.random.fork_rng(devices):
                 torch.manual_seed(self.options.seed)  # the same dropout in every pass
-                self.loss(self.ddp(self.part.x, self.part.edge_index)).backward()
+                self.loss(self.ddp(self.part.x, self.part.edge_index)).backward()  # type: ignore[no-untyped-call]
             parts = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
             return torch.cat(parts).double()
 

@@ -21,9 +21,10 @@ def serve(rank: int, connection: Connection, world: int, port: int, folder: Path
     with process_group(rank, world, port, timeout_s=_WAIT_S):
         for run in iter(connection.recv, None):
             assert isinstance(run, Run)
+
+            def report(epoch: int, epochs: int = run.options.epochs) -> None:
+                connection.send(("epoch", (epoch, epochs)))
+
             plan = None if run.plan is None else Plan.from_json(run.plan)
-            trained, problem = train(
-                part, run.options, plan, with_problem=run.with_problem,
-                on_epoch=lambda epoch, run=run: connection.send(("epoch", (epoch, run.options.epochs))),
-            )  # fmt: skip
+            trained, problem = train(part, run.options, plan, with_problem=run.with_problem, on_epoch=report)
             connection.send((RESULT, (trained, problem)))

@@ -27,7 +27,7 @@ def round_trip(x, index, bits, key, backend="auto"):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", PACKED)
+@pytest.mark.parametrize("bits", [*PACKED, 16])
 def test_compiled_loops_equal_the_reference_bit_for_bit(shape, bits):
     pytest.importorskip("numba")
     x, index = rows_of(shape, bits)
