@@ -26,6 +26,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     microbatch_rows,
     open_model,
     pack,
+    read_config,
     unpack,
 )
 from qsync_opt.serving import Plan, Stage  # noqa: E402
@@ -260,6 +261,19 @@ def test_bad_input(llama, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(ModelError, match="truncated"):
         open_model(tmp_path)
+
+
+def test_end_tokens_are_those_of_both_configurations(llama, tmp_path):
+    import json
+
+    data = json.loads((llama[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(data | {"eos_token_id": 7}))
+    assert read_config(tmp_path).end_tokens == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert read_config(tmp_path).end_tokens == (7, 9)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+        read_config(tmp_path)
 
 
 def test_rows_of_microbatches():
