@@ -28,6 +28,7 @@ Dtype = Annotated[str | None, option("NAME", "float32 (default on CPUs), bfloat1
 KvBits = Annotated[
     int | None, option("BITS", "8 keeps keys and values in 8 bits; as the dtype by default", "--kv-bits")
 ]
+Head = Annotated[str | None, option("NAME", "weight scheme of the head, such as W8; as the dtype by default", "--head")]
 Devices = Annotated[
     list[str] | None,
     option("NAME=PLACE", "torch's device of a device of the plan: cpu, cuda:0; once for each", "--device"),
@@ -55,6 +56,7 @@ def run(
     scheme: Scheme = None,
     dtype: Dtype = None,
     kv_bits: KvBits = None,
+    head: Head = None,
     device: Devices = None,
     threads: Threads = None,
     context: Context = 4096,
@@ -70,7 +72,7 @@ def run(
     runtime = importlib.import_module(_RUNTIME)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(runtime.bind(host, port))  # a taken port is said before the model is loaded
-        stages = _stages(model, plan, scheme, dtype, kv_bits, device, threads, timeout, quiet)
+        stages = _stages(model, plan, scheme, dtype, kv_bits, head, device, threads, timeout, quiet)
         stack.callback(stages.close)
         limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens, speculate)
         tokenizer = runtime.load_tokenizer(model, stages.config)
@@ -97,6 +99,7 @@ def bench(
     scheme: Scheme = None,
     dtype: Dtype = None,
     kv_bits: KvBits = None,
+    head: Head = None,
     device: Devices = None,
     threads: Threads = None,
     prompts: Annotated[int, option("N", "prompts of the batch", min=1)] = 8,
@@ -124,7 +127,7 @@ def bench(
     option_, predicted = _prediction(problem, plan)
     new_tokens = new_tokens or (32 if predicted is None else predicted["new_tokens"])
     with contextlib.ExitStack() as stack:
-        stages = _stages(model, plan, scheme, dtype, kv_bits, device, threads, timeout, quiet)
+        stages = _stages(model, plan, scheme, dtype, kv_bits, head, device, threads, timeout, quiet)
         stack.callback(stages.close)
         batch = runtime.measure_batches(
             stages, prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens, rounds=rounds,
@@ -261,6 +264,7 @@ def _stages(
     scheme: str | None,
     dtype: str | None,
     kv_bits: int | None,
+    head: str | None,
     device: list[str] | None,
     threads: list[str] | None,
     timeout: float,
@@ -282,6 +286,7 @@ def _stages(
             scheme=scheme,
             dtype=dtype,
             kv_bits=kv_bits,
+            head=head,
             devices=_pairs(device, "--device"),
             threads=counts,
             timeout_s=timeout,

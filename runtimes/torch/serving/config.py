@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class DecoderConfig:
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
-    """The configuration of a model folder.
+    """The configuration of a model folder; what ends an answer stands in its ``generation_config.json``, too.
 
     Raises:
         ModelError: There is no readable ``config.json``.
@@ -60,7 +60,23 @@ def read_config(folder: str | Path) -> DecoderConfig:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
         raise ModelError(f"{path} cannot be read ({failure}); give a folder with config.json and weights") from failure
-    return config_from_json(data, str(path))
+    config = config_from_json(data, str(path))
+    return replace(config, end_tokens=tuple(dict.fromkeys((*config.end_tokens, *_generation_ends(Path(folder))))))
+
+
+def _generation_ends(folder: Path) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return ()
+    try:
+        return _ends(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError, TypeError) as failure:
+        raise ModelError(f"{path} cannot be read ({failure}); repair or remove it") from failure
+
+
+def _ends(data: dict[str, Any]) -> tuple[int, ...]:
+    ends = data.get("eos_token_id")
+    return tuple(int(end) for end in (ends if isinstance(ends, list) else [] if ends is None else [ends]))
 
 
 def config_from_json(data: Any, where: str = "config") -> DecoderConfig:
@@ -89,7 +105,6 @@ def _config(data: dict[str, Any], kind: str) -> DecoderConfig:
         ]
     if kind == "qwen2" and not data.get("use_sliding_window", False):
         types = ["full_attention"] * layers
-    ends = data.get("eos_token_id")
     return DecoderConfig(
         kind=kind,
         layers=layers,
@@ -107,7 +122,7 @@ def _config(data: dict[str, Any], kind: str) -> DecoderConfig:
         query_scale=1 / math.sqrt(data["query_pre_attn_scalar"] if gemma else size),
         windows=tuple(int(window) if t == "sliding_attention" and window else None for t in types),
         rotary=tuple(_rotary(data, t) for t in types),
-        end_tokens=tuple(ends if isinstance(ends, list) else [] if ends is None else [ends]),
+        end_tokens=_ends(data),
     )
 
 

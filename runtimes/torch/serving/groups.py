@@ -235,7 +235,7 @@ class Embedding:
 
 
 class Head:
-    """The last norm and the scores of the next token."""
+    """The last norm and the scores of the next token; its matrix may be in a scheme, beside the embedding."""
 
     def __init__(
         self,
@@ -244,18 +244,21 @@ class Head:
         dtype: torch.dtype,
         embedding: Embedding | None,
         device: torch.device | str = "cpu",
+        scheme: str | None = None,
     ) -> None:
         norm = source.read("model.norm.weight").to(device, dtype)
         self.norm = Norm(norm, config.epsilon, gemma=config.gemma)
         if config.tied and embedding is not None:
-            self.weight = embedding.weight  # one copy where both ends are here
+            weight = embedding.weight  # one copy where both ends are here
         else:
             name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-            self.weight = source.read(name).to(device, dtype)
+            weight = source.read(name).to(device, dtype)
+        self.weight = weight if scheme is None else pack(weight, scheme)
 
     def __call__(self, x_SH: torch.Tensor) -> torch.Tensor:
         """The scores (S, vocabulary) of every token."""
-        return F.linear(self.norm(x_SH), self.weight)
+        x_SH = self.norm(x_SH)
+        return linear(x_SH, self.weight) if isinstance(self.weight, PackedWeight) else F.linear(x_SH, self.weight)
 
 
 def _frequencies(rotary: Rotary, size: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import near_match
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits
+from qsync_opt.runtimes.torch.serving.packing import scheme_bits
 from qsync_opt.runtimes.torch.serving.stage import Progress, check_plan, group_names
 from qsync_opt.runtimes.torch.serving.weights import open_model
 from qsync_opt.runtimes.torch.serving.workers import StageOptions, StageProcesses
@@ -49,6 +50,7 @@ def start_stages(
     scheme: str | None = None,
     dtype: str | None = None,
     kv_bits: int | None = None,
+    head: str | None = None,
     devices: Mapping[str, str] | None = None,
     threads: Mapping[str, int] | None = None,
     timeout_s: float = 120.0,
@@ -62,6 +64,7 @@ def start_stages(
         scheme: Of the one stage; by default W16 on a card, else W32.
         dtype: ``float32``, ``bfloat16`` or ``float16``; by default BF16 where all stages are on cards, else FP32.
         kv_bits: 8 for caches of 8 bits.
+        head: Weight scheme of the head; as the dtype by default.
         devices: torch's device by the plan's device names; by default card after card if there are as many as stages,
             else the CPU.
         threads: By the plan's device names; by default the processors are shared equally.
@@ -77,6 +80,8 @@ def start_stages(
         raise ProblemError(
             f"scheme {scheme!r} is given beside a plan, which has a scheme for every group; leave one out"
         )
+    if head is not None:
+        scheme_bits(head)  # refuses an unknown one
     if dtype is not None and dtype not in DTYPES:
         raise ProblemError(f"dtype is {dtype!r}, but allowed are {', '.join(DTYPES)}")
     count = 1 if plan is None else len(plan.stages)
@@ -95,6 +100,7 @@ def start_stages(
     options = StageOptions(
         dtype=DTYPES[dtype or ("bfloat16" if on_cards else "float32")],
         kv_bits=kv_bits,
+        head=head,
         threads=[share if value is None else int(value) for value in given_threads],
         devices=places,
         timeout_s=timeout_s,

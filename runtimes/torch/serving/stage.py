@@ -12,6 +12,7 @@ from qsync_opt.runtimes.torch.serving.choosing import choose
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.graphs import DecodeGraphs
 from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp
+from qsync_opt.runtimes.torch.serving.packing import PackedWeight
 from qsync_opt.runtimes.torch.serving.steps import Layout, Step
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
 from qsync_opt.serving import Plan, Stage
@@ -70,6 +71,7 @@ class StageModel:
         dtype: Type of hidden states, norms and ends.
         device: Where it runs.
         kv_bits: 8 for caches of 8 bits; None: as ``dtype``.
+        head: Weight scheme of the head; None: as ``dtype``, and one copy with a tied embedding.
         capture: Replay decoding from CUDA graphs; on a card only.
         progress: Told of every loaded group.
 
@@ -88,6 +90,7 @@ class StageModel:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         kv_bits: int | None = None,
+        head: str | None = None,
         capture: bool = True,
         progress: Progress | None = None,
     ) -> None:
@@ -105,7 +108,7 @@ class StageModel:
             if progress is not None:
                 progress(done, len(stage.groups), name)
         self._embedding = Embedding(config, source, dtype, self.device) if self.first else None
-        self._head = Head(config, source, dtype, self._embedding, self.device) if self.last else None
+        self._head = Head(config, source, dtype, self._embedding, self.device, head) if self.last else None
         self._graphs = DecodeGraphs(self._decode) if capture and self.device.type == "cuda" else None
 
     @property
@@ -113,7 +116,8 @@ class StageModel:
         """Memory of the weights, ends included."""
         total = sum(group.bytes for group in self.groups)
         weights = [end.weight for end in (self._embedding, self._head) if end is not None]
-        return total + sum({w.data_ptr(): w.nbytes for w in weights}.values())
+        total += sum(weight.bytes for weight in weights if isinstance(weight, PackedWeight))
+        return total + sum({w.data_ptr(): w.nbytes for w in weights if isinstance(w, torch.Tensor)}.values())
 
     @property
     def cache_bytes(self) -> int:

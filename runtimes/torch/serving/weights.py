@@ -96,6 +96,7 @@ _GGUF_NAMES = {
 _GGUF_KINDS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
 
+_GGUF_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 _LONG_ARRAY = 1000
 
 
@@ -180,7 +181,7 @@ class GgufSource:
             "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-6),
             "rope_theta": get("rope.freq_base", 10000.0),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-            "eos_token_id": self._value("tokenizer.ggml.eos_token_id"),
+            "eos_token_id": [end for end in map(self._value, _GGUF_ENDS) if end is not None],
         }
         if a == "gemma3":
             data |= {

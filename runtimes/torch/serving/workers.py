@@ -102,6 +102,7 @@ class StageOptions:
     Attributes:
         dtype: Type of hidden states, caches, norms and ends.
         kv_bits: 8 for caches of 8 bits; None: as ``dtype``.
+        head: Weight scheme of the head; None: as ``dtype``.
         threads: Threads of each stage, in the plan's order; one each by default.
         devices: torch's device of each stage, such as ``cuda:0``; all on the CPU by default.
         capture: Replay decoding from CUDA graphs on cards.
@@ -110,6 +111,7 @@ class StageOptions:
 
     dtype: torch.dtype = torch.float32
     kv_bits: int | None = None
+    head: str | None = None
     threads: Sequence[int] | None = None
     devices: Sequence[str] | None = None
     capture: bool = True
@@ -165,6 +167,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
             dtype=options.dtype,
             device=setup.device,
             kv_bits=options.kv_bits,
+            head=options.head,
             capture=options.capture,
             progress=lambda done, total, name: pipe.send(("loading", done, total, name)),
         )

@@ -71,6 +71,7 @@ def test_run_serves_a_plan_until_it_is_interrupted(talking_folder, plan_file):
         (["--threads", "d0=0"], "must be at least 1"),
         (["--scheme", "W4"], "beside a plan"),
         (["--dtype", "float8"], "dtype is 'float8', but allowed are float32, bfloat16, float16"),
+        (["--head", "W5"], "scheme is 'W5', but this runtime has W4"),
         (["--kv-bits", "3"], "KV bits are 3"),
         (["--context", "64", "--cache-tokens", "32"], "caches hold 32"),
         (["--speculate", "lookup"], "--speculate is 'lookup', but allowed are off and lookup:N"),

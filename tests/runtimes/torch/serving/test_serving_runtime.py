@@ -26,6 +26,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     microbatch_rows,
     open_model,
     pack,
+    read_config,
     unpack,
 )
 from qsync_opt.serving import Plan, Stage  # noqa: E402
@@ -138,6 +139,19 @@ def test_a_cache_of_8_bits_is_near_and_small(model_and_folder):
     assert sizes[0] / sizes[1] == 32 / 12  # 8 numbers of 4 bytes, or of 1 byte with a scale of 4
 
 
+def test_the_head_may_have_a_scheme(model_and_folder):
+    _, folder = model_and_folder
+    scores = []
+    for head in (None, "W32", "W8"):
+        (stage,) = load(folder, make_plan(4, ()), head=head)
+        stage.reserve(20)
+        layout = Layout.of(a_step(PROMPTS), torch.device("cpu"))
+        scores.append(stage.scores(stage.hidden(layout.tokens_N, layout)[layout.last_S]))
+    assert torch.equal(scores[0], scores[1])
+    assert not torch.equal(scores[0], scores[2])
+    torch.testing.assert_close(scores[2], scores[0], rtol=0.02, atol=0.02 * float(scores[0].abs().max()))
+
+
 def test_cache_codes_are_rounded_to_nearest():
     generator = torch.Generator().manual_seed(4)
     cache = PagedCache(3, 2, 8, dtype=torch.float32, bits=8, device=torch.device("cpu"))
@@ -247,6 +261,19 @@ def test_bad_input(llama, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(ModelError, match="truncated"):
         open_model(tmp_path)
+
+
+def test_end_tokens_are_those_of_both_configurations(llama, tmp_path):
+    import json
+
+    data = json.loads((llama[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(data | {"eos_token_id": 7}))
+    assert read_config(tmp_path).end_tokens == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert read_config(tmp_path).end_tokens == (7, 9)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+        read_config(tmp_path)
 
 
 def test_rows_of_microbatches():
