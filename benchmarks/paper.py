@@ -351,8 +351,8 @@ indicator as released (`published`, with the mistakes that
 [its module](../reference/qsync_opt.sensitivity.published.md) lists). *This package* is the default method on the
 propagated variance, allowed the time of QSync's initial plan. The variance of every plan is ours, so that both are
 measured alike; it is in squared gradient units. Where the table has no plan, no choice of precisions brings the local
-batch into the memory: normalization keeps FP32 copies of 16-bit results ([memory](memory.md)), so that low precision does
-not save memory in networks whose every convolution is followed by batch normalization.
+batch into the memory. Batch normalization keeps FP32 copies of 16-bit results ([memory](memory.md)), so that low
+precision does not save memory in networks whose every convolution is followed by one.
 
 {plans}
 
