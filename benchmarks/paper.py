@@ -316,7 +316,10 @@ def page(record: Mapping[str, Any]) -> str:
             "fits": _fits,
         },
     )
-    batch_sizes = ", ".join(f"{name} {batch}" for name, batch in BATCHES.items())
+    models = dict.fromkeys(row["model"] for row in record["plans"])
+    batch_sizes = ", ".join(f"{name} {BATCHES[name]}" for name in models)
+    missing = [name for name in BATCHES if name not in models]
+    lacking = f" Not simulated so far: {', '.join(missing)}." if missing else ""
     return f"""# The paper beside this package, by simulation
 
 <!-- Written by `python benchmarks/paper.py`; the record is benchmarks/results/paper.json. -->
@@ -328,14 +331,16 @@ simulated at all ([quality](quality.md) has trained models). The paper's own tab
 written; what stands beside is what the code of its release records. Its claims are an accuracy 0.27 to 1.03 points
 above uniform precision at equal throughput, and predicted iteration times within 5 %.
 
-Local batches are those of the release: {batch_sizes}. The clusters are in `examples/paper_clusters/`: in A a T4 gives
-all of its memory, in B 30 % of it (remembered of the paper, not verified); the network is assumed.
+Local batches are those of the release: {batch_sizes}.{lacking}
+
+The clusters are in `examples/paper_clusters/`: in A a T4 gives all of its memory, in B 30 % of it (remembered of the
+paper, not verified); the network is assumed.
 
 ## One T4
 
 Iterations of uniform plans, without communication. In the release's backend INT8 is slower than FP16, because its
 quantization kernels reach a fifth of the memory bandwidth; the roofline assumes kernels that reach it. The release does
-not say which batches its traces have.
+not say which batches its traces have, so that the distance between the columns is no error of either.
 
 {alone}
 
@@ -345,7 +350,9 @@ not say which batches its traces have.
 indicator as released (`published`, with the mistakes that
 [its module](../reference/qsync_opt.sensitivity.published.md) lists). *This package* is the default method on the
 propagated variance, allowed the time of QSync's initial plan. The variance of every plan is ours, so that both are
-measured alike; it is in squared gradient units.
+measured alike; it is in squared gradient units. Where the table has no plan, no choice of precisions brings the local
+batch into the memory. Batch normalization keeps FP32 copies of 16-bit results ([memory](memory.md)), so that low
+precision does not save memory in networks whose every convolution is followed by one.
 
 {plans}
 

@@ -47,8 +47,8 @@ def attention(
     if query.dim() == key.dim() == value.dim() == 3 and not others.get("enable_gqa"):
         # Torch has a fused kernel, which keeps no weights of attention, for four dimensions only.
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        four = (x.unsqueeze(1) for x in (query, key, value))
-        return attention(*four, mask, dropout_p, is_causal, **others).squeeze(1)
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        return attention(query, key, value, mask, dropout_p, is_causal, **others).squeeze(1)
     settings = {"dropout_p": dropout_p, "is_causal": is_causal, **others}
     if attn_mask is not None and attn_mask.is_floating_point() and attn_mask.requires_grad:
         function = functools.partial(F.scaled_dot_product_attention, **settings)

@@ -290,7 +290,7 @@ def fit_assumptions(graph: OpGraph, profile: DeviceProfile, sheet: DataSheet) ->
     launch_ns = round(statistics.median(hosts)) if any(hosts) else _DEFAULTS.launch_ns
     optimizer = profile.optimizer.name.lower()
     optimizer = optimizer if optimizer in OPTIMIZERS else _DEFAULTS.optimizer
-    return Assumptions(kernel_ns=kernel_ns, launch_ns=launch_ns, optimizer=optimizer, **shares)  # type: ignore[arg-type]
+    return Assumptions(kernel_ns=kernel_ns, launch_ns=launch_ns, optimizer=optimizer, **shares)
 
 
 def _can_run(kind: str, precision: str) -> bool:

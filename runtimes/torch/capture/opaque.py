@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_opt.errors import ModelError
 
-_library = torch.library.Library("qsync_opt", "FRAGMENT")
+_library: Any = torch.library.Library("qsync_opt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _exporting: dict[str, OpaqueModule] = {}
 
 
