@@ -202,6 +202,18 @@ def test_memory_of_a_compiled_step_is_that_of_its_passes_or_of_the_optimizer(pea
     assert found.operator == ("b" if phase == "backward" else "")
 
 
+def test_micro_batches_that_leave_nothing_behind_free_nothing():
+    graph = make_graph([make_operator("a", parameters=["w"])], {"w": 100})
+    costs = random_step_costs(graph, ("FP32",))
+    sizes = ("result_bytes", "forward_net_bytes", "forward_peak_bytes", "backward_net_bytes", "backward_peak_bytes")
+    cases = {case: replace(cost, **dict.fromkeys(sizes, 0)) for case, cost in costs.cases.items()}
+    peaks = {**costs.phase_peaks, "optimizer": 50}
+    predictor = StepPredictor(
+        graph, replace(costs, cases=cases, phase_peaks=peaks, resident_bytes=1000), micro_batches=3
+    )
+    assert predictor.memory(predictor.plan({"a": "FP32"})).peak_bytes == 1050
+
+
 def test_views_live_in_the_result_that_they_show():
     """To keep a view for the backward pass is to keep the result behind it."""
     graph = residual_graph()
