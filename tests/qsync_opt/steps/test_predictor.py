@@ -141,6 +141,19 @@ def test_memory_is_what_counting_every_moment_gives(seed):
     assert predictor.memory(step).peak_bytes == brute_force_peak(predictor, step)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_results_are_held_as_long_as_the_program_holds_them(seed):
+    """Not longer than it runs itself, until any operator behind it, or until after the step."""
+    source = random.Random(seed)
+    graph = random_graph(source)
+    names = [operator.name for operator in graph]
+    held = {name: source.choice([name, *names[i:], ""]) for i, name in enumerate(names)}
+    costs = replace(random_step_costs(graph, PRECISIONS, seed=seed), held=held | {names[0]: names[0]})
+    predictor = StepPredictor(graph, costs)
+    step = predictor.plan(random_choices(source, graph))
+    assert predictor.memory(step).peak_bytes == brute_force_peak(predictor, step)
+
+
 def phases_alone(**peaks):
     """Predicted memory of a step whose operators take none."""
     graph = residual_graph()
