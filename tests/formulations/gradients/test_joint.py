@@ -180,3 +180,6 @@ def test_the_joint_program_is_solved_by_the_solver_that_is_named():
     assert by_name.solver.startswith("pulp")
     assert by_name.termination is by_default.termination
     assert by_name.objective == pytest.approx(by_default.objective)
+    named, free = (qsync_opt.solve(joint, solver=solver) for solver in ("pulp", None))
+    assert named.solver.startswith("pulp") and free.solver is None
+    assert qsync_opt.solve(joint, "exact", solver="pulp").solver.startswith("pulp")

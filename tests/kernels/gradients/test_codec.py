@@ -214,3 +214,13 @@ def test_exponents_are_added_as_the_paper_says():
 def test_a_backend_that_is_not_there_is_refused():
     with pytest.raises(UnsupportedError, match="backend='fast': allowed are auto, compiled, reference"):
         Codec("fast")
+
+
+@pytest.mark.parametrize("elements", [1, 4, 5, 23, 24, 25, 1000])
+@pytest.mark.parametrize("each", SUMS, ids=lambda each: each.name)
+def test_as_many_codes_are_sent_as_are_planned(each, elements):
+    layout, levels = layout_of(each, elements), each.levels(2)
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
+    codes = PLAIN.encode_sum(x, PLAIN.sum_scales(x, layout.block), levels, layout, 3)
+    assert codes.nbytes == each.code_bytes(elements)
+    assert codes.numel() == layout.words(elements)

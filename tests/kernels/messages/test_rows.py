@@ -97,6 +97,20 @@ def test_nan_on_the_wire_has_one_form(payload, backend):
         assert wire.tolist() == [0x80, 0x3F, 0xC0, 0x7F, 0x00, 0xC0, 0x40, 0x40]
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+def test_nothing_is_sent_and_received(shape, bits, backend):
+    if backend == "compiled":
+        pytest.importorskip("numba")
+    rows, dim = shape
+    x, index = torch.ones(4, dim), torch.arange(rows)
+    wire = pack_rows(x, index, bits, 1, backend=backend)
+    assert wire.shape == (rows, row_bytes(dim, bits))
+    unpack_rows(wire, index, x, bits, backend=backend)
+    assert torch.equal(x, torch.ones(4, dim))
+
+
 def test_keys_differ_by_every_part_and_give_the_same_bytes_again():
     keys = {row_key(seed, rank, step) for seed in range(3) for rank in range(3) for step in range(3)}
     assert len(keys) == 27 and all(-(2**63) <= key < 2**63 for key in keys)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,24 @@ def test_noise_is_odd_symmetric_and_even():
     assert correlations.abs().max().item() < 0.01
     successive = torch.corrcoef(torch.stack([noise[:-4].double(), noise[4:].double()]))[0, 1]
     assert abs(successive.item()) < 0.01
+
+
+def _splitmix(value):
+    """The generator of G. Steele, D. Lea and C. Flood (OOPSLA 2014), one step from ``value``, in 64 bits."""
+    value = np.uint64((value + 0x9E3779B97F4A7C15) & ((1 << 64) - 1))
+    with np.errstate(over="ignore"):
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return int(value ^ (value >> np.uint64(31)))
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 0), (1, 2, 3), (2**63 - 1, 7, 1), (12345, 2**40, 9)])
+def test_keys_are_three_steps_of_splitmix(numbers):
+    assert _splitmix(0) == 0xE220A8397B1DCDAF  # the published first number of seed 0
+    expected = 0
+    for number in numbers:
+        expected = _splitmix(expected + number)
+    assert stream_key(*numbers) == expected
 
 
 def test_streams_differ_by_seed_offset_and_number():

@@ -130,6 +130,16 @@ def test_a_single_worker_reduces_nothing_and_errs_by_nothing():
     assert set(values.values()) == {0.0}
 
 
+def test_powers_of_two_are_rounded_once_more_at_every_level_of_the_tree():
+    moments = Moments(square=8.0, block_square=90.0, block_absolute=0.0, bucket_square=900.0, bucket_absolute=0.0)
+    statistics = BucketStatistics(elements=1000, local=moments, mean=moments)
+    rounded = 8.0 / 8  # of one worker's gradient
+    two = 9 / 8 * (2 * rounded) + 2 * 2 * 8.0 / 8
+    assert scheme("exponential").mean_variance(statistics, 2) == pytest.approx(two / 2**2)
+    three = 9 / 8 * (9 / 8 * (3 * rounded) + 2 * 3 * 8.0 / 8) + 3 * 3 * 8.0 / 8
+    assert scheme("exponential").mean_variance(statistics, 3) == pytest.approx(three / 3**2)
+
+
 def test_variances_fall_with_levels_and_are_none_for_fp32():
     moments = Moments(square=1e3, block_square=1e4, block_absolute=2e3, bucket_square=1e6, bucket_absolute=2e4)
     statistics = BucketStatistics(elements=1000, local=moments, mean=moments.scaled(0.25))

@@ -3,6 +3,7 @@ import pytest
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.numerics import (
+    GRADIENT_KINDS,
     Granularity,
     Rounding,
     closed_form_variance,
@@ -54,6 +55,8 @@ def test_mantissas_are_those_of_the_formats() -> None:
     assert variance("FP16") == pytest.approx(2.0**-20 / 14)
     assert variance("TF32") == variance("FP16")
     assert variance("BF16") == pytest.approx(4**3 * variance("FP16"))
+    # Gradients in FP8 have one bit of the mantissa less than other tensors.
+    assert variance(GRADIENT_KINDS["FP8"]) == pytest.approx(4**8 * variance("FP16"))
 
 
 def test_scale_of_every_granularity_is_its_own_and_squared() -> None:

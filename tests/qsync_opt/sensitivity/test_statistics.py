@@ -163,9 +163,10 @@ def test_merged_gradient_noise_pools_the_scatter_within_the_parts() -> None:
 def test_merged_alignments_predict_the_mean_of_their_products(shape: str) -> None:
     """Noise of a tensor times the signal that multiplies it, times their alignment, averages over batches."""
     key = f"first>output/{shape}"
+    second = replace(operator(scale=4.0), second=operand(15, 45.0))
     parts = [
-        model(batches=batches, operators=(replace(operator(scale=scale), alignment={key: alignment}),))
-        for batches, scale, alignment in ((1, 1.0, 1.5), (3, 4.0, 0.5))
+        model(batches=batches, operators=(replace(one, alignment={key: alignment}),))
+        for batches, one, alignment in ((1, operator(), 1.5), (3, second, 0.5))
     ]
     merged = merge_statistics(parts)
 

@@ -120,9 +120,10 @@ def test_a_trace_that_is_too_large_says_so(tmp_path, monkeypatch, packed):
     path.write_bytes(gzip.compress(data) if packed else data)
     monkeypatch.setattr("qsync_opt.steps.trace._LARGEST_BYTES", len(data))
     assert read_chrome_trace(path).ranges
-    monkeypatch.setattr("qsync_opt.steps.trace._LARGEST_BYTES", len(data) - 1)
-    with pytest.raises(ProblemError, match=f"it has more than {len(data) - 1} bytes; trace fewer steps"):
-        read_chrome_trace(path)
+    for most in (len(data) - 1, len(data) // 2):  # half of it is no JSON
+        monkeypatch.setattr("qsync_opt.steps.trace._LARGEST_BYTES", most)
+        with pytest.raises(ProblemError, match=f"it has more than {most} bytes; trace fewer steps"):
+            read_chrome_trace(path)
 
 
 def test_every_worker_of_an_overlay_has_its_own_lanes(tmp_path):

@@ -141,6 +141,19 @@ def test_memory_is_what_counting_every_moment_gives(seed):
     assert predictor.memory(step).peak_bytes == brute_force_peak(predictor, step)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_results_are_held_as_long_as_the_program_holds_them(seed):
+    """Not longer than it runs itself, until any operator behind it, or until after the step."""
+    source = random.Random(seed)
+    graph = random_graph(source)
+    names = [operator.name for operator in graph]
+    held = {name: source.choice([name, *names[i:], ""]) for i, name in enumerate(names)}
+    costs = replace(random_step_costs(graph, PRECISIONS, seed=seed), held=held | {names[0]: names[0]})
+    predictor = StepPredictor(graph, costs)
+    step = predictor.plan(random_choices(source, graph))
+    assert predictor.memory(step).peak_bytes == brute_force_peak(predictor, step)
+
+
 def phases_alone(**peaks):
     """Predicted memory of a step whose operators take none."""
     graph = residual_graph()
@@ -200,6 +213,18 @@ def test_memory_of_a_compiled_step_is_that_of_its_passes_or_of_the_optimizer(pea
     found = predictor.memory(predictor.plan({"a": "FP32", "b": "FP32"}))
     assert (found.peak_bytes, found.phase) == (peak_bytes, phase)
     assert found.operator == ("b" if phase == "backward" else "")
+
+
+def test_micro_batches_that_leave_nothing_behind_free_nothing():
+    graph = make_graph([make_operator("a", parameters=["w"])], {"w": 100})
+    costs = random_step_costs(graph, ("FP32",))
+    sizes = ("result_bytes", "forward_net_bytes", "forward_peak_bytes", "backward_net_bytes", "backward_peak_bytes")
+    cases = {case: replace(cost, **dict.fromkeys(sizes, 0)) for case, cost in costs.cases.items()}
+    peaks = {**costs.phase_peaks, "optimizer": 50}
+    predictor = StepPredictor(
+        graph, replace(costs, cases=cases, phase_peaks=peaks, resident_bytes=1000), micro_batches=3
+    )
+    assert predictor.memory(predictor.plan({"a": "FP32"})).peak_bytes == 1050
 
 
 def test_views_live_in_the_result_that_they_show():

@@ -109,6 +109,20 @@ def test_readers_far_away_are_not_mixed_up():
         assert lookup.timelines(_cases(plan), _costs(_cases(plan)))[0] == _timelines(k)[0]
 
 
+def test_what_was_looked_up_for_one_plan_does_not_answer_for_another():
+    """Plans that differ at the end of what is compared alone: the first operator, or one twelve places away."""
+    for place in (0, 12):
+        recorded = []
+        for size, first in ((1, "b"), (2, "d")):
+            precisions = ["a"] * 13
+            precisions[12 - place], precisions[place] = "c", first
+            recorded.append(RecordedTimelines(_cases(precisions), _timelines(*[size] * 13)))
+        lookup = TimelineLookup(recorded, [()] * 13)
+        for plan, size in zip(recorded, (1, 2), strict=True):
+            cases = tuple(Case(*case) for case in plan.cases)
+            assert lookup.timelines(cases, _costs(cases))[12 - place] == _timelines(size)[0]
+
+
 def test_a_case_that_was_never_recorded_has_the_timeline_of_its_cost():
     recorded = [RecordedTimelines(_cases("ab"), _timelines(10, 1))]
     assert _found(recorded, "ad")[1] == ((0, 0, -1),)
