@@ -33,7 +33,7 @@ from qsync_opt.training import Evaluation, Plan, Problem, memory_breakdown, unif
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "paper.json"
 PAGE = ROOT / "docs" / "background" / "paper.md"
-CLUSTERS = {name: ROOT / "examples" / "paper_clusters" / f"cluster-{name.lower()}.yaml" for name in "AB"}
+CLUSTERS = {name: ROOT / "benchmarks" / "paper_clusters" / f"cluster-{name.lower()}.yaml" for name in "AB"}
 CAPTURED = 7
 """Samples that models are captured with, and statistics collected from; it divides no first dimension of a weight."""
 BATCHES = {"ResNet-50": 128, "VGG16": 128, "VGG16-BN": 128, "BERT-base": 12, "RoBERTa-base": 16}
@@ -333,7 +333,7 @@ above uniform precision at equal throughput, and predicted iteration times withi
 
 Local batches are those of the release: {batch_sizes}.{lacking}
 
-The clusters are in `examples/paper_clusters/`: in A a T4 gives all of its memory, in B 30 % of it (remembered of the
+The clusters are in `benchmarks/paper_clusters/`: in A a T4 gives all of its memory, in B 30 % of it (remembered of the
 paper, not verified); the network is assumed.
 
 ## One T4
