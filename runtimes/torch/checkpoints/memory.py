@@ -78,7 +78,11 @@ class Ring:
             done = 0
             while done < data.numel():
                 amount = min(begin + CHUNK_BYTES - place, data.numel() - done)
-                buffer.bytes[place : place + amount].copy_(data[done : done + amount])
+                source, target = data[done : done + amount], buffer.bytes[place : place + amount]
+                if source.is_cuda:
+                    target.copy_(source)
+                else:  # one thread: torch's several would wait for each other at every chunk
+                    target.numpy()[:] = source.numpy()
                 place, done = place + amount, done + amount
                 if place == begin + CHUNK_BYTES:
                     yield buffer.view(begin, place)
