@@ -15,6 +15,7 @@ from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
+from qsync_opt.runtimes.torch.job.chunking import without_logits
 from qsync_opt.sensitivity import SensitivityValues
 from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, uniform_plan
 
@@ -25,6 +26,7 @@ class JobModel:
 
     ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``modes`` have the times of
     the whole model's passes by device type, empty if none were taken, and ``steps`` those of whole training steps.
+    ``loss_layers`` are output layers whose loss `apply` computes in chunks; profiles are measured with all logits.
     """
 
     graph: OpGraph
@@ -33,6 +35,7 @@ class JobModel:
     cluster: Cluster
     modes: Mapping[str, tuple[ExecutionMode, ...]] = field(default_factory=dict)
     steps: tuple[StepTime, ...] = ()
+    loss_layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         freeze(self, "profiles", "sensitivities", "modes")
@@ -57,7 +60,10 @@ class JobModel:
             ProblemError: As in `build_problem`.
         """
         first = next(iter(self.sensitivities.values()))
-        return build_problem(self.graph, self.profiles, first, self.cluster, slack=slack, by_device=self.sensitivities)
+        graph, profiles = self.graph, self.profiles
+        for name in self.loss_layers:
+            graph, profiles = without_logits(graph, profiles, name)
+        return build_problem(graph, profiles, first, self.cluster, slack=slack, by_device=self.sensitivities)
 
     def with_memory(self, limits_bytes: Mapping[str, int]) -> JobModel:
         """The same job with other memory limits for some device types.
