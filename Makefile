@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests run in as many processes as there are processors, each with one thread of its own; neighbours stay together.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test check lint format types test-gpu test-plain-cpu test-all bench-solvers wheel kernels kernels-check sanitize docs docs-serve docs-check clean
+.PHONY: demo test check lint format types test-gpu test-plain-cpu test-all explore mutants bench-solvers wheel kernels kernels-check sanitize docs docs-serve docs-check clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -20,7 +20,7 @@ demo: $(STAMP) ## train a small GPT on two workers under a plan, and show every 
 # Compiled first, so that no test waits for it.
 LOOPS := $(PYTHON) -P -c "from qsync_opt.formulations.assignment import prepare; prepare()"
 
-test test-all test-plain-cpu docs-check: export OMP_NUM_THREADS := 1
+test test-all test-plain-cpu explore docs-check: export OMP_NUM_THREADS := 1
 
 test: $(STAMP) ## the CPU tests that a developer runs
 	$(LOOPS)
@@ -36,6 +36,13 @@ test-plain-cpu: export ONEDNN_MAX_CPU_ISA := AVX2
 test-plain-cpu: $(STAMP) ## kernels, execution, profiles and demo as on a processor with AVX2 alone
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" tests/kernels tests/runtimes/torch/execution \
 		tests/runtimes/torch/profiling tests/runtimes/torch/demo
+
+explore: $(STAMP) ## property tests on examples that no run has tried, for about two minutes; prints the seeds
+	$(LOOPS)
+	$(PYTHON) -P tests/property/explore.py --seconds 110 -- $(PARALLEL)
+
+mutants: $(STAMP) ## small wrong changes to the modules that compute: whether the tests notice; an hour
+	$(PYTHON) benchmarks/mutants.py
 
 test-gpu: $(STAMP)
 	$(PYTHON) -m pytest -q -m gpu

@@ -1,9 +1,11 @@
 """Plans beside what people run by hand: models of unlike kinds, each way of training in a process of its own, in turn.
 
 python benchmarks/by_hand.py [--models "u-net full,decoder small"] [--ways "BF16 compiled,plan"] [--rounds N]
+                             [--cards 2] [--seconds 3000]
 
-Writes ``benchmarks/results/by-hand.json``. By hand are FP32, TF32, BF16 and FP16 autocast, each eager, compiled,
-captured, and compiled and captured; ``plan`` is `auto_plan` with default options. A time is the median over rounds.
+With several cards each has models of its own. What ``--seconds`` do not suffice for is left out and said so. Writes
+``benchmarks/results/by-hand.json``. By hand are FP32, TF32, BF16 and FP16 autocast, each eager, compiled, captured, and
+compiled and captured; ``plan`` is `auto_plan` with default options. A time is the median over rounds.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import argparse
 import datetime
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +36,28 @@ ASKED = 1.02
 """Most that a planned step may take, in steps of the best way by hand."""
 
 
-def measure(model: str, way: str) -> dict[str, Any]:
-    """The record of one model and way, from a fresh process."""
+LEAST_S = 15.0
+"""Nothing begins with less time left."""
+
+
+def measure(model: str, way: str, card: int | None, left_s: float) -> dict[str, Any]:
+    """The record of one model and way, from a fresh process that is given up after some seconds."""
     command = [sys.executable, "by_hand_worker.py", model, way]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    own = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
+    if left_s < LEAST_S:
+        return {"model": model, "way": way, "failure": "not begun for lack of time"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=HERE,
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=left_s if math.isfinite(left_s) else None,
+        )
+    except subprocess.TimeoutExpired:
+        return {"model": model, "way": way, "failure": "not finished for lack of time"}
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -90,14 +113,32 @@ def main() -> None:
     parser.add_argument("--models", type=_names(MODELS), default=MODELS)
     parser.add_argument("--ways", type=_names(ways), default=ways)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--cards", type=int, default=1, help="that are used at the same time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which what runs is given up")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "by-hand.json")
     arguments = parser.parse_args()
-    records = []
-    for turn in range(arguments.rounds):
-        for model in arguments.models:
-            for way in arguments.ways:
-                records.append({"round": turn, **measure(model, way)})
-                print(json.dumps({name: records[-1].get(name) for name in ("model", "way", "step_ms", "failure")}))
+    records: list[dict[str, Any]] = []
+    cards: list[int | None] = [*range(arguments.cards)] if arguments.cards > 1 else [None]
+    end, lock = time.monotonic() + arguments.seconds, threading.Lock()
+
+    def lane(card: int | None, models: tuple[str, ...]) -> None:
+        for turn in range(arguments.rounds):
+            for model in models:
+                for way in arguments.ways:
+                    record = {"round": turn, **measure(model, way, card, end - time.monotonic())}
+                    with lock:
+                        records.append(record)
+                        names = ("model", "way", "step_ms", "peak_mib", "planning_s", "taken", "failure")
+                        print(json.dumps({name: record[name] for name in names if name in record}), flush=True)
+
+    threads = [
+        threading.Thread(target=lane, args=(card, arguments.models[place :: len(cards)]))
+        for place, card in enumerate(cards)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
     )

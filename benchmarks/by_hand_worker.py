@@ -21,7 +21,7 @@ PRECISIONS = ("FP32", "TF32", "BF16", "FP16")
 FORMS = ("eager", "compiled", "captured", "compiled captured")
 BY_HAND = tuple(f"{precision} {form}" for form in FORMS for precision in PRECISIONS)
 PLANNED = "plan"
-WARM_UP_S, BLOCK_S, BLOCKS, STEPS = 1.0, 0.25, 7, 3
+WARM_UP_S, BLOCK_S, BLOCKS, STEPS = 0.7, 0.2, 5, 3
 """Seconds of steps before any is timed, seconds of a timed block, blocks, and the fewest steps of each."""
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtime import Runtime
     from qsync_opt.runtimes.torch.capture import capture, capture_model
     from qsync_opt.runtimes.torch.checkpoints import Checkpoints, PlanState
+    from qsync_opt.runtimes.torch.ddp import ShareSampler, global_count, global_mean
     from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, apply, graphed, undo
     from qsync_opt.runtimes.torch.gradients import compress_gradients
     from qsync_opt.runtimes.torch.job import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         sensitivities,
         weight_sensitivities,
     )
+    from qsync_opt.serving import plan_serving
     from qsync_opt.steps import StepCosts, StepPredictor, load_step_costs, profile_from_steps
     from qsync_opt.systems import System, evaluate, load_plan, load_problem, solve
     from qsync_opt.training import (
@@ -75,13 +77,13 @@ __all__ = [
     "ApplyOptions", "Checkpoints", "Cluster", "CostModel", "DataSheet", "DeviceProfile", "Evaluation", "Explainer",
     "Explanation", "FastestPlan", "Front", "Indicator", "JobPlan", "LossScaler", "ModelKnowledge", "OpGraph",
     "Operator", "Plan", "PlanAdapter", "PlanRefresher", "PlanState", "PlanningOptions", "PointStatus", "Problem",
-    "QSyncError", "Replanning", "Role", "RoleTable", "Runtime", "SensitivityTable", "Solution", "StepCosts",
-    "StepPredictor", "System", "TerminationStatus", "Timeline", "TrainingExample", "__version__", "apply", "auto_plan",
-    "build_problem", "capture", "capture_model", "collect_statistics", "compare_plans", "compress_gradients",
-    "data_sheet", "evaluate", "fastest", "full_graph", "graphed", "identical_blocks", "load_cluster", "load_graph",
-    "load_plan", "load_problem", "load_profile", "load_statistics", "load_step_costs", "make_report",
-    "measure_iteration", "memory_breakdown", "noise_horizon", "pareto_front", "partition_graph", "plan_variance",
-    "profile", "profile_from_steps", "profile_steps", "read_onnx", "read_weights", "replan", "roofline_profile",
-    "save_statistics", "sensitivities", "solve", "undo", "uniform_plan", "weight_sensitivities", "write_report",
-    "write_trace",
+    "QSyncError", "Replanning", "Role", "RoleTable", "Runtime", "SensitivityTable", "ShareSampler", "Solution",
+    "StepCosts", "StepPredictor", "System", "TerminationStatus", "Timeline", "TrainingExample", "__version__", "apply",
+    "auto_plan", "build_problem", "capture", "capture_model", "collect_statistics", "compare_plans",
+    "compress_gradients", "data_sheet", "evaluate", "fastest", "full_graph", "global_count", "global_mean", "graphed",
+    "identical_blocks", "load_cluster", "load_graph", "load_plan", "load_problem", "load_profile", "load_statistics",
+    "load_step_costs", "make_report", "measure_iteration", "memory_breakdown", "noise_horizon", "pareto_front",
+    "partition_graph", "plan_serving", "plan_variance", "profile", "profile_from_steps", "profile_steps", "read_onnx",
+    "read_weights", "replan", "roofline_profile", "save_statistics", "sensitivities", "solve", "undo", "uniform_plan",
+    "weight_sensitivities", "write_report", "write_trace",
 ]  # fmt: skip

@@ -131,7 +131,7 @@ def _scheme(name: str) -> Entry:
     return _built_in(name, f"gradients.compression:{factory}", system="gradients")
 
 
-_WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "hessian", "fisher", "weight", "random")
+_WEIGHINGS = ("propagated", "probed", "loss", "progress", "depth", "published", "hessian", "fisher", "weight", "random")
 """Indicators of statistics, too, each by a weighing of its own."""
 # Order is preference: the first available solver is the default.
 BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
@@ -146,6 +146,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
         Kind.FORMULATION: (
             _formulation("greedy", "greedy:GreedyFormulation", *_CERTIFIED),
             _formulation("qsync", "paper_greedy:QsyncFormulation", Feature.SOLVER, Feature.TIME_LIMIT),
+            _formulation("qsync-published", "paper_start:PublishedFormulation", Feature.TIME_LIMIT),
             _formulation("exact", "exact:ExactFormulation", *_CERTIFIED),
             _formulation("ilp", "ilp.solve:IlpFormulation", *_LINEAR, Feature.SOLVER),
             _formulation("exhaustive", "exhaustive:ExhaustiveFormulation", Feature.PROOF, Feature.TIME_LIMIT),
@@ -159,6 +160,24 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _built_in("exact", "formulations.gradients.joint:ExactJointFormulation", *_CERTIFIED, system="joint"),
             _built_in(
                 "ilp", "formulations.gradients.joint:IlpJointFormulation", *_LINEAR, Feature.SOLVER, system="joint"
+            ),
+            _built_in("greedy", "formulations.training.shares:SharesFormulation", *_LINEAR[1:], system="shares"),
+            _built_in(
+                "exact",
+                "formulations.training.shares:ExactSharesFormulation",
+                *_LINEAR,
+                Feature.SOLVER,
+                system="shares",
+            ),
+            _built_in(
+                "ilp", "formulations.training.shares:IlpSharesFormulation", *_LINEAR, Feature.SOLVER, system="shares"
+            ),
+            _built_in(
+                "exhaustive",
+                "formulations.training.shares:ExhaustiveSharesFormulation",
+                Feature.PROOF,
+                Feature.TIME_LIMIT,
+                system="shares",
             ),
             _formulation("threshold", "threshold:ThresholdFormulation", Feature.PROOF, system="messages"),
             _formulation(
@@ -194,6 +213,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
         Kind.COST_MODEL: (
             _built_in("profile", "costs.profile:ProfileCosts"),
             _built_in("roofline", "costs.roofline:RooflineCosts"),
+            _built_in("learned", "costs.learned.source:LearnedCosts"),
         ),
         Kind.RUNTIME: (
             _built_in("torch", "runtimes.torch.runtime:TorchRuntime", extra="torch", needs=("torch", "onnxscript")),

@@ -105,6 +105,17 @@ BUILT_IN = (
         runtime="torch",
     ),
     System(
+        name="shares",
+        description="local batches and operators' precisions of unequal workers in one problem",
+        problem="qsync_opt.training.shares:SharesProblem",
+        plan_class="qsync_opt.training.shares:SharesPlan",
+        problem_format="qsync-shares/1",
+        plan_format="qsync-shares-plan/1",
+        evaluation="qsync_opt.training.shares:evaluate_shares",
+        searches={"fastest": "qsync_opt.formulations.training.shares:find_fastest"},
+        runtime="torch",
+    ),
+    System(
         name="messages",
         description="a width for every message of full-graph GNN training, hidden behind computation",
         problem="qsync_opt.messages.problem:Problem",
@@ -112,6 +123,8 @@ BUILT_IN = (
         problem_format="qsync-messages/1",
         plan_format="qsync-messages-plan/1",
         evaluation="qsync_opt.messages.evaluation:evaluate",
+        runtime="torch",
+        commands="qsync_opt.cli.messages:app",
     ),
     System(
         name="decoding",
@@ -131,6 +144,7 @@ BUILT_IN = (
         problem_format="qsync-serving/1",
         plan_format="qsync-serving-plan/1",
         evaluation="qsync_opt.serving.evaluation:evaluate",
+        commands="qsync_opt.cli.serving:app",
     ),
     System(
         name="checkpoints",

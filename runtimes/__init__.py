@@ -10,8 +10,8 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.host import free_port
     from qsync_opt.runtimes.plans import DevicePlans, precisions_of
-    from qsync_opt.runtimes.timing import MAX_ROUNDS, cast_pairs, steady_medians
+    from qsync_opt.runtimes.timing import MAX_ROUNDS, Rounds, cast_pairs, steady_medians
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["MAX_ROUNDS", "DevicePlans", "cast_pairs", "free_port", "precisions_of", "steady_medians"]
+__all__ = ["MAX_ROUNDS", "DevicePlans", "Rounds", "cast_pairs", "free_port", "precisions_of", "steady_medians"]

@@ -6,8 +6,11 @@ with the lowest medians count, once two of them agree.
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from qsync_opt.model import OpGraph, TensorSpec
 from qsync_opt.numerics import PrecisionFormats
@@ -43,6 +46,51 @@ def edge_sizes(graph: OpGraph) -> tuple[TensorSpec, ...]:
     return tuple(by_size[size] for size in sizes)
 
 
+@dataclass(slots=True)
+class Rounds:
+    """The rounds of one measurement: until when they may start, and how they went.
+
+    Attributes:
+        deadline: Value of ``time.monotonic()`` after which no round starts but the first.
+        run_s: Seconds of one run, as `runs` was told.
+        was_cut: Whether the deadline ended the measurement early.
+        disagreement: Relative distance of the two lowest medians where no two rounds agreed, else 0.
+    """
+
+    deadline: float = math.inf
+    run_s: float = 0.0
+    was_cut: bool = False
+    disagreement: float = 0.0
+
+    def runs(self, wanted: int, run_s: float) -> int:
+        """Runs per round, at most ``wanted`` and at least 1, so that a first round and two that count fit."""
+        self.run_s = run_s
+        fitting = (self.deadline - time.monotonic()) / max(3 * run_s, 1e-9)
+        if fitting >= wanted:
+            return wanted
+        self.was_cut = True
+        return max(1, int(fitting))
+
+    def medians(self, run_round: Callable[[], Sequence[Sequence[float]]]) -> tuple[float, ...]:
+        """As `steady_medians`; at the deadline the rounds so far count."""
+        columns: list[list[float]] = []
+        for rounds in range(1, MAX_ROUNDS + 1):
+            medians = [statistics.median(column) for column in zip(*run_round(), strict=True)]
+            columns = columns or [[] for _ in medians]
+            for column, value in zip(columns, medians, strict=True):
+                column.append(value)
+                column.sort()
+            if rounds >= 2 and all(_agree(column[0], column[1]) for column in columns):
+                break
+            if time.monotonic() > self.deadline:
+                self.was_cut = True
+                break
+        lowest = [(column[0], column[min(1, len(column) - 1)]) for column in columns]
+        if rounds == MAX_ROUNDS:
+            self.disagreement = max(0.0, *((high - low) / high for low, high in lowest if not _agree(low, high)), 0.0)
+        return tuple((low + high) / 2 for low, high in lowest)
+
+
 def steady_medians(run_round: Callable[[], Sequence[Sequence[float]]]) -> tuple[float, ...]:
     """Run rounds until, in every column, the two lowest medians agree, at most `MAX_ROUNDS` of them.
 
@@ -54,16 +102,7 @@ def steady_medians(run_round: Callable[[], Sequence[Sequence[float]]]) -> tuple[
 
     Source: ours.
     """
-    columns: list[list[float]] = []
-    for rounds in range(1, MAX_ROUNDS + 1):
-        medians = [statistics.median(column) for column in zip(*run_round(), strict=True)]
-        columns = columns or [[] for _ in medians]
-        for column, value in zip(columns, medians, strict=True):
-            column.append(value)
-            column.sort()
-        if rounds >= 2 and all(_agree(column[0], column[1]) for column in columns):
-            break
-    return tuple((column[0] + column[1]) / 2 for column in columns)
+    return Rounds().medians(run_round)
 
 
 def _agree(low: float, high: float) -> bool:

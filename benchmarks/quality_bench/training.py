@@ -27,7 +27,7 @@ from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.sensitivity import sensitivities
 
-PLANNERS = ("progress", "probed", "hessian", "fisher", "random")
+PLANNERS = ("progress", "probed", "depth", "hessian", "fisher", "random")
 PEER = "fisher"
 """The indicator that others plan by; plans are also compared with its, seed by seed."""
 WORSE = 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from qsync_opt.cli import COMMANDS, command_line
+from qsync_opt.cli import COMMANDS, GROUPS, command_line
 
 
 def _cell(text: str) -> str:
@@ -44,4 +44,10 @@ def command_line_page() -> str:
     for name in COMMANDS:
         command = program.get_command(context, name)
         parts.append(_section(type(context)(command, parent=context, info_name=name)))
+    for name in GROUPS:
+        group = program.get_command(context, name)
+        of_group = type(context)(group, parent=context, info_name=name)
+        for part in group.list_commands(of_group):
+            command = group.get_command(of_group, part)
+            parts.append(_section(type(context)(command, parent=of_group, info_name=part)))
     return "\n".join(parts)

@@ -38,7 +38,21 @@ def figures() -> dict[str, str]:
         **host_figures(results["host-cost.json"]["sections"]),
         **quality_figures(results["quality.json"]),
         **runtime_figures(results["runtime.json"]),
+        **_learned_costs(results["learned-costs.json"]),
     }
+
+
+def _learned_costs(data: Record) -> dict[str, str]:
+    """Held-out errors of learned costs, and how far two runs of measuring differ."""
+    parts = {record["kind"]: record["rows"] for record in data["records"]}
+    result = {"costs.repeat": percent(parts["repeats"]["median"])}
+    for row in parts["errors"]:
+        if row["peer"] == "set transformer":
+            result[f"costs.{row['split']}.network"] = percent(row["median"])
+        if row["peer"] == "trees":
+            result[f"costs.{row['split']}"] = percent(row["median"])
+            result[f"costs.{row['split']}.coverage"] = percent(row["coverage"])
+    return result
 
 
 def with_figures(text: str, known: Mapping[str, str]) -> str:

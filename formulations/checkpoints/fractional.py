@@ -40,11 +40,14 @@ def least_time(problem: Problem) -> Fractional:
 
     Source: ours; see the module.
     """
-    by_writers: dict[frozenset[str], list[int]] = {}
+    by_order: dict[tuple[str, ...], list[int]] = {}
     for number, piece in enumerate(problem.pieces):
-        by_writers.setdefault(frozenset(piece.writers), []).append(number)
+        by_order.setdefault(piece.writers, []).append(number)
+    by_writers: dict[frozenset[str], list[int]] = {}
+    for names, numbers in by_order.items():
+        by_writers.setdefault(frozenset(names), []).extend(numbers)
     order = {name: place for place, name in enumerate(problem.writers)}
-    classes = tuple(tuple(numbers) for numbers in by_writers.values())
+    classes = tuple(tuple(sorted(numbers)) for numbers in by_writers.values())
     writers = [sorted(names, key=order.__getitem__) for names in by_writers]
     sizes = [sum(problem.pieces[number].num_bytes for number in numbers) for numbers in classes]
     if not classes:

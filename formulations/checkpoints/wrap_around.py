@@ -33,18 +33,21 @@ class WrapAroundFormulation:
             return Answer(termination=TerminationStatus.INFEASIBLE, reason=reason)
         relaxed = least_time(problem)
         bound = bound_of(problem, relaxed)
-        best, objective = _improved(problem, _shared_out(problem, relaxed, by_levels=False), bound)
-        others = [_whole_pieces(problem)] if objective > bound else []
+        best = improve(problem, _shared_out(problem, relaxed, by_levels=False), bound)
+        objective = _seconds(problem, best)
+        others = [_whole_pieces(problem)] if objective > bound * (1.0 + PROOF_GAP) else []
         if objective > bound * (1.0 + CLOSE):
             others.append(_shared_out(problem, relaxed, by_levels=True))
         for counts in others:
-            plan, seconds = _improved(problem, counts, bound)
-            if seconds < objective:
-                best, objective = plan, seconds
+            improved = improve(problem, counts, bound)
+            if (seconds := _seconds(problem, improved)) < objective:
+                best, objective = improved, seconds
+        plan = plan_of_counts(problem, best)
+        objective = evaluate(problem, plan).objective
         gap = relative_gap(objective, bound) or 0.0
         return Answer(
             termination=TerminationStatus.OPTIMAL if gap <= PROOF_GAP else TerminationStatus.FEASIBLE,
-            plan=best,
+            plan=plan,
             objective=objective,
             bound=bound,
             solve_seconds=time.monotonic() - started,
@@ -82,9 +85,16 @@ def plan_of_counts(problem: Problem, counts: Counts) -> Plan:
     return Plan(writes=writes)
 
 
-def _improved(problem: Problem, counts: Counts, bound: float) -> tuple[Plan, float]:
-    plan = plan_of_counts(problem, improve(problem, counts, bound))
-    return plan, evaluate(problem, plan).objective
+def _seconds(problem: Problem, counts: Counts) -> float:
+    """Of the slowest writer or host, before there is a plan to evaluate."""
+    writers, hosts = dict.fromkeys(problem.writers, 0), dict.fromkeys(problem.hosts, 0)
+    for piece, rows in zip(problem.pieces, counts, strict=True):
+        for name, count in rows.items():
+            writers[name] += count * piece.row_bytes
+    for name, num_bytes in writers.items():
+        hosts[problem.writers[name].host] += num_bytes
+    seconds = [num_bytes / problem.writers[name].bytes_per_s for name, num_bytes in writers.items()]
+    return max([*seconds, *(num_bytes / problem.hosts[name] for name, num_bytes in hosts.items())], default=0.0)
 
 
 def _shared_out(problem: Problem, relaxed: Fractional, *, by_levels: bool) -> Counts:

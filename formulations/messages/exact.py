@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.formulations.messages.frontier import Floats, frontiers
-from qsync_opt.formulations.messages.threshold import Prices, infeasible, plan_by_thresholds
+from qsync_opt.formulations.messages.frontier import Floats, Prices, frontiers
+from qsync_opt.formulations.messages.threshold import infeasible, plan_by_thresholds
 from qsync_opt.messages import Pair, Plan, Problem, evaluate
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
@@ -42,6 +42,10 @@ class ExactFormulation:
     def solve(self, problem: Problem, options: SolveOptions) -> Answer:
         """Plan every message."""
         started = time.monotonic()
+        if any(exchange.ports for exchange in problem.exchanges):
+            raise UnsupportedError(
+                "method 'exact' combines pairs that do not share ports; use 'threshold', which has a bound, or 'ilp'"
+            )
         tables = frontiers(problem)
         reason = infeasible(problem, tables)
         if reason is not None:

@@ -110,7 +110,7 @@ class Frontier:
         steps = np.diff(widths)
         if not steps.size or not size or budget_bits >= self.most_bits:
             return np.zeros(steps.size, np.int64)
-        low, high = 0.0, self.top_price * 2
+        low, high = 0.0, self.top_price * 2 or 1.0  # at the price 0 all take every step, those of score 0 too
         least = float(self.sorted_beta[0] * self.hull.gain[-1]) / 2
         if least > 0 and int(self.bits(self.first(np.array([least])))[0]) > budget_bits:
             low = least
@@ -153,6 +153,15 @@ class Frontier:
                 above[ties[: rank - int(np.searchsorted(self.sorted_beta, value))]] = False
             level += above
         return self.hull.width.astype(np.uint8)[level]
+
+
+@dataclass(slots=True)
+class Prices:
+    """A dual point: ``exposed`` is mu, ``exchange`` pi of each exchange, ``pair`` y of each pair, per nanosecond."""
+
+    exposed: float
+    exchange: list[float]
+    pair: list[float]
 
 
 def frontiers(problem: Problem) -> list[list[list[Frontier]]]:

@@ -3,7 +3,7 @@
 Binary x[m, b] says that item m (a message, or a group of a pair) has width b; Z[r] is the time of round r and X[e]
 the exposed time of exchange e:
 
-    sum_b x[m, b] = 1,   Z[r] >= time of each pair of round r,   X[e] >= sum of Z[r] of e - hidden,   X[e] >= 0
+    sum_b x[m, b] = 1,   Z[r] >= time of each pair or port of r,   X[e] >= sum of Z[r] of e - hidden,   X[e] >= 0
     minimise variance subject to sum X <= limit, or the weighted sum, or sum X subject to variance <= limit
 """
 
@@ -160,11 +160,14 @@ def _program(problem: Problem, items: list) -> tuple[LinearModel, list[dict[int,
         for r, group in enumerate(exchange.rounds):
             slow = model.add_column(f"Z[{e},{r}]", upper=math.inf)
             total[slow] = -1.0
-            for pair in group:
-                per_bit = pair.ns_per_byte * exchange.dim / 8 / time_unit
-                terms = {key: -value * per_bit for key, value in bits.get(pair_index, {}).items()}
-                model.add_row(f"slowest[{pair_index}]", {slow: 1.0, **terms}, lower=pair.fixed_ns / time_unit)
-                pair_index += 1
+            for k, positions in enumerate(exchange.members(group)):
+                terms = {slow: 1.0}
+                for position in positions:
+                    per_bit = group[position].ns_per_byte * exchange.dim / 8 / time_unit
+                    terms |= {key: -n * per_bit for key, n in bits.get(pair_index + position, {}).items()}
+                fixed = max(group[position].fixed_ns for position in positions)
+                model.add_row(f"slowest[{e},{r},{k}]", terms, lower=fixed / time_unit)
+            pair_index += len(group)
         model.add_row(f"exposed[{e}]", total, lower=-exchange.hidden_ns / time_unit)
     if problem.time_limit_ns is not None:
         model.add_row("time limit", exposed, upper=problem.time_limit_ns / time_unit)

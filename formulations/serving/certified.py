@@ -9,19 +9,18 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.serving.chain import MOST_STATES, count_states
 from qsync_opt.formulations.serving.infeasible import harm_draft, simple_reason
 from qsync_opt.formulations.serving.search import Search
-from qsync_opt.formulations.serving.tables import build_tables, to_plan
+from qsync_opt.formulations.serving.tables import build_tables, rough_ns, to_plan
 from qsync_opt.serving import Problem, evaluate
 from qsync_opt.solving import Answer, SolveOptions, TerminationStatus
 
 _ROOT_STEPS = 24
 _ROUNDS = 6
+_FEW_STEPS, _FEW_DEVICES = 10, 5
+"""Price steps on large problems, and up to how many devices they are cheap."""
 _NODES = 40
 """Nodes that the default method may look at: it ends by itself, whatever the problem."""
 _SMALL = 50
 """Groups times devices up to which the default method searches on: there a node costs next to nothing."""
-_FEW_NODES = 4
-_POOR = 0.05
-"""Relative gap down to which the default method divides a large problem, by a few nodes."""
 _GOOD = 1e-3
 """Relative gap at which the default method stops."""
 
@@ -78,8 +77,13 @@ def _solve(problem: Problem, options: SolveOptions, *, complete: bool) -> Answer
         return answer(TerminationStatus.INFEASIBLE, reason=reason)
     gap = options.gap if complete else max(options.gap, _GOOD)
     search = Search(tables, deadline)
-    search.root(_ROOT_STEPS)
-    search.climb(_ROUNDS, gap)
+    search.begin(rough_ns(tables[0]))
+    small = len(problem.groups) * len(problem.devices) <= _SMALL
+    if complete or small or search.best is None:
+        search.root(_ROOT_STEPS)
+        search.climb(_ROUNDS, gap)
+    else:
+        search.raise_bound(_FEW_STEPS if len(problem.devices) <= _FEW_DEVICES else 1)
     if search.best is None:
         draft, reason = harm_draft(problem, tables, deadline)
         if reason is not None:
@@ -88,10 +92,8 @@ def _solve(problem: Problem, options: SolveOptions, *, complete: bool) -> Answer
             search.offer(tables[draft[0]], draft[1], pairs=True, again=True)
     if complete or search.best is None:
         search.run(gap)
-    elif len(problem.groups) * len(problem.devices) <= _SMALL:
+    elif small:
         search.run(gap, most_nodes=_NODES)
-    else:
-        search.run(max(gap, _POOR), most_nodes=_FEW_NODES)
     if search.best is None:
         if search.exhausted:
             return answer(TerminationStatus.INFEASIBLE, reason="every choice breaks the memory or the harm limit")

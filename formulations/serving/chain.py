@@ -2,7 +2,8 @@
 
 At prices for time, memory and harm the choice of a group's scheme is free of all others, and what is left is a path:
 which device is next, and after which group. A state is (devices used by type, first type, last type); its value by
-number of groups done is a running minimum over where the stage began.
+number of groups done is a minimum over where the stage began, which is no earlier than memory for the smallest schemes
+allows: memory has a price, and this limit besides.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
     finish_T = (tables.last_T2 * weights).sum(1) + prices.memory_T * tables.last_memory_T
     use_T = -prices.memory_T * tables.limit_T
     link_TT = (tables.link_TT2 * weights[:, None, :]).sum(-1)
+    earliest_TG = _earliest(tables, region)
     levels = _levels(tuple(map(int, tables.count_T)), region.prefix, region.closed)
     entries: list[Array] = []
     values: list[Array] = []
@@ -113,8 +115,7 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
             link = link_TT[levels[depth - 1].last[sources], level.last[:, None]]
             entry = (values[-1][sources] + link[:, :, None]).min(1) + use_T[level.last][:, None]
         sums = sums_TG[level.last]
-        value = np.full_like(entry, np.inf)
-        value[:, 1:] = np.minimum.accumulate((entry - sums)[:, :-1], axis=1) + sums[:, 1:]
+        value = _least_before(entry - sums, level.last, earliest_TG) + sums
         if depth + 1 >= len(region.prefix) and (not region.closed or depth + 1 == len(region.prefix)):
             ends = value[:, -1] + finish_T[level.last]
             if depth > 0:
@@ -135,7 +136,8 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
         last = int(levels[d].last[k])
         order.append(last)
         ends_of.append(position)
-        position = int((entries[d][k] - sums_TG[last])[:position].argmin())
+        begin = int(earliest_TG[last, position])
+        position = begin + int((entries[d][k] - sums_TG[last])[begin:position].argmin())
         if d:
             sources = levels[d].sources[k]
             link = link_TT[levels[d - 1].last[sources], last]
@@ -146,6 +148,33 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
     kind_of_G = np.asarray(order)[draft.stage_G()]
     schemes = cost_GTS[np.arange(groups), kind_of_G].argmin(1)
     return best, Draft(draft.order, draft.ends, tuple(map(int, schemes)))
+
+
+def _earliest(tables: Tables, region: Region) -> NDArray[np.intp]:
+    """By type and end: the earliest group at which a stage may begin, for memory."""
+    least_G = np.where(region.allowed_GS, tables.memory_KS[tables.kind_G], np.inf).min(1)
+    sums = np.concatenate([[0.0], np.cumsum(least_G)])
+    return np.searchsorted(sums, sums[None] - tables.limit_T[:, None], side="left")
+
+
+def _least_before(x_NG: Array, type_N: NDArray[np.intp], earliest_TG: NDArray[np.intp]) -> Array:
+    """The minimum of each row from the earliest begin that its type has for an end up to before that end."""
+    result = np.full_like(x_NG, np.inf)
+    for t in np.unique(type_N):
+        rows, low_G = np.flatnonzero(type_N == t), earliest_TG[t]
+        if low_G[-1] == 0:
+            result[rows, 1:] = np.minimum.accumulate(x_NG[rows, :-1], axis=1)
+            continue
+        # Minima of 1, 2, 4, ... neighbours; two of them that overlap cover a range.
+        part, whole = x_NG[rows], np.full((len(rows), x_NG.shape[1]), np.inf)
+        length_G, size = np.arange(len(low_G)) - low_G, 1
+        while size <= length_G.max():
+            ends = np.flatnonzero((length_G >= size) & (length_G < 2 * size))
+            whole[:, ends] = np.minimum(part[:, low_G[ends]], part[:, ends - size])
+            part = np.minimum(part[:, :-size], part[:, size:])
+            size *= 2
+        result[rows] = whole
+    return result
 
 
 def count_states(tables: Tables) -> int:

@@ -128,6 +128,7 @@ def harm_draft(
             )
         )
     search = Search(searched, deadline)
+    search.begin(max(limit * scale, 1.0))
     search.root(16)
     search.run(0.0, enough=lambda: search.upper <= limit * scale)
     if search.best is not None and search.upper <= limit * scale:

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qsync_opt.formulations.serving.chain import Prices, Region, all_choices, children, priced_chain
+from qsync_opt.formulations.serving.fluid import Fluid, solve_fluid
+from qsync_opt.formulations.serving.starts import Start, best_orders, first_start, moved, settled, without_idle
 from qsync_opt.formulations.serving.tables import Array, Draft, Tables
 from qsync_opt.formulations.serving.transfers import WORST, Transfers
 
@@ -34,8 +36,18 @@ _LONG_ROUND = 24
 """Price steps between two drafts that are improved, where nothing is divided yet."""
 _KEPT = 0.6
 """Share of the earlier slopes in their running mean."""
+_NEAR_RATE = 0.25
+"""First step, as a share of Polyak's, from prices that are nearly the best."""
 _STALL = 10
 """Steps without a better bound after which the step is halved."""
+_ORDERS = 8
+"""Orders of an option whose fluid program is solved, ..."""
+_SETTLED = 5
+"""... of which so many are made whole, ..."""
+_CLOSE = 1e-3
+"""... and those that are relatively so close to the best are improved, ..."""
+_PROGRAMS = 2
+"""... by at most so many programs with stages moved, and by transfers."""
 _SLACK = 1e-9
 """Relative rounding of a bound that was computed in floating point."""
 
@@ -66,6 +78,22 @@ def _simplex(x_T: Array, count_T: Array) -> Array:
     result = np.maximum(x_T - high, 0)
     total = float((count_T * result).sum())
     return result / total if total > 0 else np.full_like(x_T, 1 / float(count_T.sum()))
+
+
+def _dual_of(tables: Tables, order: tuple[int, ...], fluid: Fluid) -> _Dual:
+    """A fluid program's prices by device type."""
+    pick, count = np.asarray(order), tables.count_T.astype(float)
+
+    def mean(values_J: Array) -> Array:
+        return np.asarray(np.bincount(pick, values_J, tables.types) / count)
+
+    return _Dual(
+        _simplex(mean(fluid.prefill_J), count),
+        _simplex(mean(fluid.decode_J), count),
+        fluid.theta,
+        mean(fluid.memory_J),
+        fluid.harm,
+    )
 
 
 class Node:
@@ -179,9 +207,13 @@ class Node:
                 low = tuple(range(1, stages))
                 high = tuple(groups - stages + j for j in range(1, stages))
                 pick = np.asarray(order)
-                shares = [self.dual.prefill_T[pick], self.dual.decode_T[pick]]
-                prefill, decode = (s / s.sum() if s.sum() > 0 else np.full(stages, 1 / stages) for s in shares)
-                dual = _Dual(prefill, decode, self.dual.theta, self.dual.memory_T[pick], self.dual.harm)
+                fluid = solve_fluid(self.tables, order, max(self.bound, 1.0))
+                if fluid is not None:
+                    dual = _dual_of(tables, tuple(range(stages)), fluid)
+                else:
+                    shares = [self.dual.prefill_T[pick], self.dual.decode_T[pick]]
+                    prefill, decode = (s / s.sum() if s.sum() > 0 else np.full(stages, 1 / stages) for s in shares)
+                    dual = _Dual(prefill, decode, self.dual.theta, self.dual.memory_T[pick], self.dual.harm)
                 own = Region(tuple(range(stages)), True, low, high, child.allowed_GS)
                 parts.append(Node(tables, own, order, dual))
         else:
@@ -256,14 +288,52 @@ class Search:
         if value.excess <= 0 and value.objective < self.upper:
             self.best, self.value = (tables.option, result), value
 
+    def begin(self, unit: float) -> None:
+        """Look for a good draft in the options that the fluid program finds promising, and bound every option.
+
+        ``unit`` is about the objective's size.
+        """
+        starts = [first_start(tables, unit) for tables in self._options]
+        for start in sorted((s for s in starts if s is not None), key=lambda s: s.fluid.objective):
+            if start.fluid.objective < self.upper:
+                self._settle_orders(start)
+        for tables, start in zip(self._options, starts, strict=True):
+            dual = None if start is None else _dual_of(tables, start.order, start.fluid)
+            node = Node(tables, all_choices(tables), None, dual)
+            node.rate = 1.0 if start is None else _NEAR_RATE
+            node.climb(1, self.upper)
+            self._push(node)
+
+    def _settle_orders(self, start: Start) -> None:
+        """Improve the drafts of the best orders of a start."""
+        fewer = without_idle(start)
+        starts = best_orders(start, _ORDERS)
+        if fewer.order != start.order:
+            starts = [*best_orders(fewer, _ORDERS // 2)[: _SETTLED // 2], *starts]
+        whole = [(fluid, other) for other in starts[:_SETTLED] if (fluid := settled(other)) is not None]
+        whole.sort(key=lambda pair: pair[0].objective)
+        for fluid, other in whole:
+            if fluid.objective <= (1 + _CLOSE) * min(whole[0][0].objective, self.upper):
+                fluid = moved(other, fluid, _PROGRAMS)
+                assert fluid.schemes is not None, "stages are given"
+                self.offer(start.tables, Draft(other.order, fluid.ends, fluid.schemes), pairs=True)
+
     def root(self, steps: int) -> None:
-        """Bound every option a first time, and look for a feasible draft in each."""
-        for tables in self._options:
-            node = Node(tables, all_choices(tables), None)
+        """Raise the bound of every option, and look for a feasible draft in each."""
+        nodes = [entry[2] for entry in self._heap]
+        self._heap = []
+        for node in nodes:
             node.climb(steps, self.upper)
             self._polish(node)
             self._push(node)
         self.refine()
+
+    def raise_bound(self, steps: int) -> None:
+        """Raise the lowest bound, and leave the drafts of the way alone."""
+        if self._heap:
+            _, _, node = heapq.heappop(self._heap)
+            node.climb(steps, self.upper)
+            self._push(node)
 
     def climb(self, rounds: int, gap: float) -> None:
         """Raise the lowest bound, round by round, without dividing anything."""

@@ -180,6 +180,13 @@ def build_tables(problem: Problem) -> tuple[list[Tables], list[list[int]]]:
     return result, types
 
 
+def rough_ns(tables: Tables) -> float:
+    """About the objective of a plan that shares the groups out over all devices."""
+    once_2 = tables.time_KTS2.mean((1, 2))[tables.kind_G].sum(0)
+    devices = float(tables.count_T.sum())
+    return max(float(tables.prefill_parts * once_2[0] + tables.steps * once_2[1] * tables.decode_parts) / devices, 1.0)
+
+
 def to_plan(problem: Problem, types: list[list[int]], option: int, draft: Draft) -> Plan:
     """The plan that a draft stands for; devices of one type are used in the problem's order."""
     free = [iter(members) for members in types]

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
         keeps_limits,
         recover,
     )
+    from qsync_opt.formulations.training.paper_start import PublishedFormulation, published_start, subgraphs
     from qsync_opt.formulations.training.tables import graph_tables, peers_ns, segments
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Collapsed", "DeviceState", "ExhaustiveFormulation", "FrontPoint", "GreedyFormulation", "Move",
-    "QsyncFormulation", "Sweep", "adjustable_positions", "collapse", "exact_effort", "fast_start", "fastest_within",
-    "graph_tables", "greedy_effort", "keeps_limits", "latency_front", "least_latency", "memory_front", "peers_ns",
-    "plan_certified", "recover", "segments",
+    "PublishedFormulation", "QsyncFormulation", "Sweep", "adjustable_positions", "collapse", "exact_effort",
+    "fast_start", "fastest_within", "graph_tables", "greedy_effort", "keeps_limits", "latency_front", "least_latency",
+    "memory_front", "peers_ns", "plan_certified", "published_start", "recover", "segments", "subgraphs",
 ]  # fmt: skip

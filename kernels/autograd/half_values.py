@@ -44,12 +44,18 @@ def attention(
     **others: Any,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` of 16-bit tensors, dropout included."""
+    if query.dim() == key.dim() == value.dim() == 3 and not others.get("enable_gqa"):
+        # Torch has a fused kernel, which keeps no weights of attention, for four dimensions only.
+        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        four = (x.unsqueeze(1) for x in (query, key, value))
+        return attention(*four, mask, dropout_p, is_causal, **others).squeeze(1)
     settings = {"dropout_p": dropout_p, "is_causal": is_causal, **others}
     if attn_mask is not None and attn_mask.is_floating_point() and attn_mask.requires_grad:
         function = functools.partial(F.scaled_dot_product_attention, **settings)
         return recomputed(function, (query, key, value, attn_mask), dropout_p > 0)
     function = functools.partial(F.scaled_dot_product_attention, attn_mask=_wide(attn_mask), **settings)
     plain = dropout_p == 0 and not others.get("enable_gqa") and query.dim() == 4 and key.shape[-1] == value.shape[-1]
+    plain = plain and query.shape[:2] == key.shape[:2] == value.shape[:2]
     if plain and attn_mask is None and query.shape[-1] == key.shape[-1] and min(query.numel(), key.numel()) > 0:
         scale = others.get("scale")
         result: Tensor = _Attention.apply(query, key, value, is_causal, scale)  # type: ignore[no-untyped-call]
@@ -146,26 +152,45 @@ class _Convolution(torch.autograd.Function):
         return (*(g.to(grad.dtype) if want else None for g, want in zip(gradients, wanted, strict=True)), None)
 
 
+_PART = 2**17
+"""Elements of a tensor that are copied to FP32 at once: the copies of all of it would need more than an FP32 model."""
+
+
+def _parts(x: Tensor) -> list[slice]:
+    """Parts of a batch (B, ...) of at most `_PART` elements, or of one sample."""
+    size = max(1, _PART // max(1, x[0].numel()))
+    return [slice(start, start + size) for start in range(0, x.shape[0], size)]
+
+
 class _Attention(torch.autograd.Function):
-    """The fused attention of processors, which saves the result and one number per row."""
+    """The fused attention of processors, which saves the result and one number per row, part by part of the batch."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-        wide = query.float(), key.float(), value.float()
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        wide_result, logarithms = run(*wide, 0.0, is_causal, scale=scale)
-        result: Tensor = wide_result.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, logarithms)
+        batch, heads, rows, _ = query.shape
+        # Heads beside each other in memory, as torch's own operator leaves them.
+        result = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
+        logarithms = []
+        for part in _parts(query):
+            wide = (x[part].float() for x in (query, key, value))
+            wide_result, logarithm = run(*wide, 0.0, is_causal, scale=scale)
+            result[part] = wide_result
+            logarithms.append(logarithm)
+        ctx.save_for_backward(query, key, value, result, *logarithms)
         ctx.is_causal, ctx.scale = is_causal, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *halves, logarithms = ctx.saved_tensors
+        query, key, value, result, *logarithms = ctx.saved_tensors
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        wide = (tensor.float() for tensor in halves)
-        gradients = run(grad.float(), *wide, logarithms, 0.0, ctx.is_causal, scale=ctx.scale)
-        return (*(g.to(grad.dtype) for g in gradients), None, None)
+        gradients = [torch.empty_like(x) for x in (query, key, value)]
+        for part, logarithm in zip(_parts(query), logarithms, strict=True):
+            wide = (x[part].float() for x in (grad, query, key, value, result))
+            for whole, own in zip(gradients, run(*wide, logarithm, 0.0, ctx.is_causal, scale=ctx.scale), strict=True):
+                whole[part] = own
+        return (*gradients, None, None)
 
 
 class _Einsum(torch.autograd.Function):

@@ -90,7 +90,8 @@ def library_path(unit: str, targets: Sequence[str]) -> Path:
     tools = compiler.find_toolchain()
     facts = [unit, *targets, tools.nvcc_version, tools.torch_version]
     digest = hashlib.sha256("\0".join(facts).encode())
-    for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__), Path(compiler.__file__)]):
+    contents = [*sources(unit, targets), *_headers(unit), Path(__file__), Path(compiler.__file__)]
+    for path in sorted(contents, key=lambda path: path.name):  # wherever the package is installed
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
     return cache_folder() / f"{unit}-{'-'.join(targets)}-{digest.hexdigest()[:20]}.so"

@@ -8,7 +8,9 @@ its place, and :func:`reason` says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +91,26 @@ def activate(unit: str) -> bool:
             for name, plain in _PLAIN.get(unit, {}).items():
                 _FRAGMENT.impl(name, plain, "CUDA")
     return not _STATE[unit]
+
+
+def build_missing(units: Sequence[str]) -> list[str]:
+    """Build the libraries of several units for the present cards at the same time, and return which were missing.
+
+    A unit that cannot be built is left to `activate`, which says why.
+    """
+    targets = present_targets()
+    try:
+        missing = [unit for unit in units if targets and not builder.library_path(unit, targets).is_file()]
+    except NotInstalledError:
+        return []
+
+    def build(unit: str) -> None:
+        with contextlib.suppress(NotInstalledError, NotReadyError, UnsupportedError):
+            builder.build(unit, targets)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(build, missing))
+    return missing
 
 
 def reason(unit: str) -> str:

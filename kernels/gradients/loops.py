@@ -1,6 +1,7 @@
 """The codec on CPUs: loops that numba compiles, with the bits of `reference`.
 
-They release the GIL and run in one thread: a training process has as many workers as it has processors to spare. The
+They release the GIL and run in one thread: a training process has as many workers as it has processors to spare. Inner
+loops count from zero over slices, or LLVM would not vectorize them: an index that may be negative wraps around. The
 machine code is kept in ``NUMBA_CACHE_DIR`` or beside the source.
 """
 
@@ -103,14 +104,15 @@ def encode_sum(
                 _round_piece(x[start:end], inverse, top, noise[skipped : skipped + size], codes[:size])
             else:
                 codes[:size] = 0
+            base = start - lane * lane_words
+            part = out[base : base + size]
             if lanes == 1:
-                for i in range(size):
-                    out[start + i] = codes[i]
+                for i in range(len(part)):
+                    part[i] = codes[i]
             else:
-                base = start - lane * lane_words
                 shift = np.uint32(lane * width)
-                for i in range(size):
-                    out[base + i] |= np.int32(np.uint32(codes[i] + levels) << shift)
+                for i in range(len(part)):
+                    part[i] |= np.int32(np.uint32(codes[i] + levels) << shift)
             start = end
 
 
@@ -136,14 +138,15 @@ def decode_sum(
         while start < stop:
             end = min(stop, (start // block + 1) * block)
             step = _step(scales[start // block], levels * workers)
+            base = lane * lane_words
+            own, part = codes[start - base : end - base], out[start:end]
             if lanes == 1:
-                for i in range(start, end):
-                    out[i] = np.float32(codes[i]) * step
+                for i in range(len(part)):
+                    part[i] = np.float32(own[i]) * step
             else:
-                base = lane * lane_words
-                for i in range(start, end):
-                    code = np.int32((np.uint32(codes[i - base]) >> shift) & mask) - offset
-                    out[i] = np.float32(code) * step
+                for i in range(len(part)):
+                    code = np.int32((np.uint32(own[i]) >> shift) & mask) - offset
+                    part[i] = np.float32(code) * step
             start = end
 
 
@@ -167,8 +170,9 @@ def _int8_block(x: Any, bits: Any, first: int, key: Any, words: Any, codes: Any,
             _round_piece(x[start : start + size], inverse, np.float32(127), words.view(np.int16)[:size], codes[:size])
         else:
             codes[:size] = 0
-        for i in range(size):
-            out[start + i] = codes[i]
+        part = out[start : start + size]
+        for i in range(len(part)):
+            part[i] = codes[i]
     return scale
 
 
@@ -187,8 +191,9 @@ def decode_int8(codes: Any, scales: Any, block: int, out: Any) -> None:
     """Values of INT8 codes."""
     for b in range(len(scales)):
         step = _step(scales[b], 127)
-        for i in range(b * block, min(len(out), (b + 1) * block)):
-            out[i] = np.float32(codes[i]) * step
+        own, part = codes[b * block : (b + 1) * block], out[b * block : (b + 1) * block]
+        for i in range(len(part)):
+            part[i] = np.float32(own[i]) * step
 
 
 @jit
@@ -205,12 +210,13 @@ def reduce_int8(codes: Any, scales: Any, block: int, key: Any, out: Any, out_sca
         size = min(block, elements - first)
         for worker in range(workers):
             step = _step(scales[worker, b], 127)
+            own, total = codes[worker, first : first + size], mean[:size]
             if worker == 0:
-                for i in range(size):
-                    mean[i] = np.float32(codes[worker, first + i]) * step
+                for i in range(len(total)):
+                    total[i] = np.float32(own[i]) * step
             else:
-                for i in range(size):
-                    mean[i] = mean[i] + np.float32(codes[worker, first + i]) * step
+                for i in range(len(total)):
+                    total[i] = total[i] + np.float32(own[i]) * step
         for i in range(size):
             mean[i] = mean[i] * share
         out_scales[b] = _int8_block(mean[:size], bits[:size], first, key, words, rounded, out[first : first + size])

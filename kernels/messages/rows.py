@@ -7,7 +7,8 @@ rounded values, so that sender and receiver agree and rounding is unbiased:
     code = min(max(floor((x - zero) / step + u), 0), 2^bits - 1),    u uniform in [0, 1)
 
 A row that holds NaN or infinity, or whose range overflows, has NaN as its zero point and step.
-16 bits are BF16 with unbiased rounding, 32 bits the entries themselves.
+16 bits are BF16 with unbiased rounding, 32 bits the entries themselves. NaN in BF16 is 0x7FC0 on the wire, and so is an
+entry of 16 bits that is infinite.
 
 Source: AdaQP (MLSys 2023), section 3.1; the released code sends BF16 parameters after rounding with FP32 ones (a bias)
     and does not clamp (an overflow into neighbouring codes), which is mended here.
@@ -26,6 +27,7 @@ from qsync_opt.kernels.compilation import library
 UNIT = "messages"
 PACKED = (1, 2, 4, 8)
 WIDTHS = (*PACKED, 16, 32)
+_NAN = 0x7FC0
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER = 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
@@ -85,7 +87,8 @@ def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
     zero = _bf16_toward(low, up=False)
     spread = high - zero
     bad = ~torch.isfinite(spread)
-    step = _bf16_toward(spread / levels, up=True)
+    # A tensor as divisor: by a number, cards multiply with its reciprocal, which rounds differently.
+    step = _bf16_toward(spread / torch.full_like(spread, levels), up=True)
     bad |= ~torch.isfinite(step)
     nan = torch.full_like(zero, torch.nan)
     zero, step = torch.where(bad, nan, zero), torch.where(bad, nan, step)
@@ -96,8 +99,8 @@ def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=x.device)
     packed = (codes << shifts).sum(-1).to(torch.uint8)
     header = torch.stack([zero, step], 1).to(torch.bfloat16).view(torch.uint8)
-    # NaN has many forms; on the wire it is one.
-    header = torch.where(bad[:, None], header.new_tensor([0xC0, 0x7F, 0xC0, 0x7F])[None, :], header)
+    # NaN has many forms, and devices convert to different ones.
+    header = torch.where(bad[:, None], header.new_tensor([_NAN & 0xFF, _NAN >> 8] * 2)[None, :], header)
     return torch.cat([header, packed], 1)
 
 
@@ -177,11 +180,9 @@ def pack_rows(x: Tensor, index: Tensor, bits: int, key: int, *, backend: str = "
         return x.index_select(0, index).view(torch.uint8)
     if bits == 16:
         gathered = x.index_select(0, index)
-        raw = gathered.view(torch.int32) + (
-            (_words((gathered.shape[0], gathered.shape[1]), key, x.device) >> 48) & 0xFFFF
-        ).to(torch.int32)
-        rounded = torch.where(torch.isfinite(gathered), raw.bitwise_and(-0x10000).view(torch.float32), torch.nan)
-        return rounded.to(torch.bfloat16).view(torch.uint8)
+        noise = (_words((gathered.shape[0], gathered.shape[1]), key, x.device) >> 48) & 0xFFFF
+        upper = (gathered.view(torch.int32) + noise.to(torch.int32)) >> 16
+        return torch.where(torch.isfinite(gathered), upper, _NAN).to(torch.int16).view(torch.uint8)
     if _loops(x.device, backend):
         from qsync_opt.kernels.messages.loops import pack_loop
 

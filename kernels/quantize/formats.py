@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +16,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.quantize.random_bits import centred_noise, stepped_key
 
 SMALLEST_NORMAL = 2.0**-126
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +108,30 @@ def codes_of(
     return _fp8_codes(dense if factor is None else dense.to(torch.float32) * factor, form, stream)
 
 
+@functools.cache
+def _loops() -> Any:
+    """The compiled loops; None if numba is missing."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    return importlib.import_module("qsync_opt.kernels.quantize.loops")
+
+
+def _in_one_pass(values: Tensor) -> bool:
+    """Whether numba can read a tensor: it is in the host's memory, and neither compiled nor without data."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling() and type(values) in _PLAIN_TENSORS
+
+
 def _int8_codes(values: Tensor, factor: Tensor | None, key: int | Tensor | None) -> Tensor:
     """INT8 codes, piece by piece on CPU; None as key rounds to nearest."""
     if factor is not None and factor.numel() != 1:
         values, factor = values * factor, None
     codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    if _in_one_pass(values) and (loops := _loops()) is not None:
+        number = 0 if key is None else int(key) & ((1 << 64) - 1)
+        scale = np.float32(1.0 if factor is None else factor.item())
+        flat_values = values.detach().to(torch.float32).view(-1).numpy()
+        loops.int8_codes(flat_values, scale, np.uint64(number), key is not None, codes.view(-1).numpy())
+        return codes
     flat, flat_codes, count = values.view(-1), codes.view(-1), values.numel()
     # A graph that is compiled for any size cannot say how many pieces there are.
     whole = values.device.type != "cpu" or torch.compiler.is_compiling()

@@ -86,7 +86,8 @@ def _check(shape: torch.Size, bits: int, group: int | None) -> int:
 def pack(weight: Tensor, bits: int, group: int | None = 128) -> PackedWeight:
     """Round a weight to the nearest codes, symmetric, with one FP32 scale per output and group of inputs.
 
-    The scale is the group's largest magnitude over 7 or 127; a group of zeros has the scale 1.
+    The scale is the group's largest magnitude over 7 or 127, one FP32 division; a group of zeros has the scale 1. Codes
+    and scales are the same bits on every device.
 
     Args:
         weight: Floating matrix, shape (outputs, inputs).
@@ -110,7 +111,8 @@ def pack(weight: Tensor, bits: int, group: int | None = 128) -> PackedWeight:
     if not bool(torch.isfinite(largest).all()):
         raise UnsupportedError("the weight holds NaN or an infinity, which no code stands for; check the model's file")
     highest = _ZERO[bits] - 1
-    scales = torch.where(largest > 0, largest / highest, torch.ones_like(largest))
+    # A tensor as divisor: by a number, cards multiply with its reciprocal, which rounds differently.
+    scales = torch.where(largest > 0, largest / torch.full_like(largest, highest), torch.ones_like(largest))
     # A scale that underflows would divide to infinity.
     scales = scales.clamp_min(torch.finfo(torch.float32).tiny)
     codes = (grouped / scales[..., None]).round_().clamp_(-highest, highest).to(torch.int8)

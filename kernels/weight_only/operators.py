@@ -175,7 +175,9 @@ def linear(
         UnsupportedError: Arguments that do not fit, or compiled code is asked for and cannot run.
     """
     _check(x, packed, activation_bits, backend)
-    rows = torch.nn.functional.pad(x, (0, -x.shape[-1] % TILE)).reshape(-1, packed.codes.shape[1] * TILE)
+    missing = -x.shape[-1] % TILE
+    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x  # padding by nothing would copy
+    rows = padded.reshape(-1, packed.codes.shape[1] * TILE)
     if rows.shape[0] == 0:
         product = rows.new_empty((0, packed.out_features))
     elif activation_bits == 8:

@@ -23,26 +23,36 @@ if TYPE_CHECKING:
         finish,
         flush,
         hash_of,
+        read_chunk,
         read_manifest,
         restore,
         step_folder,
         steps_in,
         verify,
-        verify_chunks,
+        verify_file,
         verify_sizes,
         write_manifest,
     )
     from qsync_opt.checkpoints.interval import Interval, best_interval
-    from qsync_opt.checkpoints.layout import Copy, Shard, assign_boxes, copies_into, replica_problem
+    from qsync_opt.checkpoints.layout import (
+        ChunkRead,
+        Copy,
+        Shard,
+        assign_boxes,
+        assign_reads,
+        copies_into,
+        read_problem,
+        replica_problem,
+    )
     from qsync_opt.checkpoints.plan import Part, Plan
     from qsync_opt.checkpoints.problem import Piece, Problem, Writer
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CHUNK_BYTES", "MANIFEST", "Box", "Copy", "Evaluation", "FileFact", "Interval", "Manifest", "Part", "Piece", "Plan",
-    "Problem", "SavedPiece", "SavedTensor", "Shard", "Writer", "assign_boxes", "begin", "best_interval",
-    "boxes_of_interval", "check_cover", "copies_into", "evaluate", "file_facts", "files_in", "finish", "flush",
-    "hash_of", "read_manifest", "replica_problem", "restore", "step_folder", "steps_in", "verify", "verify_chunks",
-    "verify_sizes", "write_manifest",
+    "CHUNK_BYTES", "MANIFEST", "Box", "ChunkRead", "Copy", "Evaluation", "FileFact", "Interval", "Manifest", "Part",
+    "Piece", "Plan", "Problem", "SavedPiece", "SavedTensor", "Shard", "Writer", "assign_boxes", "assign_reads", "begin",
+    "best_interval", "boxes_of_interval", "check_cover", "copies_into", "evaluate", "file_facts", "files_in", "finish",
+    "flush", "hash_of", "read_chunk", "read_manifest", "read_problem", "replica_problem", "restore", "step_folder",
+    "steps_in", "verify", "verify_file", "verify_sizes", "write_manifest",
 ]  # fmt: skip

@@ -11,6 +11,9 @@ from qsync_opt.checkpoints.problem import Piece, Problem
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import near_match
 
+FEW = 8
+"""Parts of a piece for which a set of its writers, of whom there may be thousands, is not worth its making."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -79,7 +82,7 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
 
 
 def _faults(piece: Piece, parts: tuple[Part, ...]) -> list[str]:
-    allowed = frozenset(piece.writers)
+    allowed = piece.writers if len(parts) < FEW else frozenset(piece.writers)
     faults = [
         f"piece {piece.name!r}: {name!r} writes rows that it does not hold"
         for name in dict.fromkeys(part.writer for part in parts)

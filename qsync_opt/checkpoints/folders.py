@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -265,7 +265,7 @@ def verify(path: Path, rank: int = 0, size: int = 1) -> Manifest:
     for name in sorted(manifest.files)[rank::size]:
         fact = manifest.files[name]
         if fact.sha256 is None:
-            verify_chunks(path, name, fact, range(len(fact.chunks)))
+            verify_file(path, name, fact)
             continue
         with _naming(f"cannot read {str(path / name)!r}"), open(path / name, "rb") as stream:
             changed = hashlib.file_digest(stream, "sha256").hexdigest() != fact.sha256
@@ -296,17 +296,37 @@ def verify_sizes(path: Path) -> Manifest:
     return manifest
 
 
-def verify_chunks(path: Path, name: str, fact: FileFact, chunks: Iterable[int]) -> None:
-    """Compare some chunks of a file with their hashes.
+def read_chunk(path: Path, name: str, fact: FileFact, number: int, into: memoryview) -> None:
+    """Read a chunk of a file and compare it with its hash.
+
+    Args:
+        path: Of the checkpoint.
+        name: Of the file.
+        fact: Of the file, from the manifest.
+        number: Of the chunk.
+        into: Memory of the chunk's size.
+
+    Raises:
+        ProblemError: The hash differs, or the file cannot be read.
+    """
+    with _naming(f"cannot read {str(path / name)!r}"), open(path / name, "rb", buffering=0) as stream:
+        stream.seek(number * CHUNK_BYTES)
+        rest = into
+        while len(rest) and (count := stream.readinto(rest)):
+            rest = rest[count:]
+    if len(rest) or hash_of(into) != fact.chunks[number]:
+        raise _damaged(path, name, f"was changed after it was written (in bytes from {number * CHUNK_BYTES})")
+
+
+def verify_file(path: Path, name: str, fact: FileFact) -> None:
+    """Compare all chunks of a file with their hashes.
 
     Raises:
         ProblemError: One differs, or the file cannot be read.
     """
-    with _naming(f"cannot read {str(path / name)!r}"), open(path / name, "rb", buffering=0) as stream:
-        for number in chunks:
-            data = os.pread(stream.fileno(), CHUNK_BYTES, number * CHUNK_BYTES)
-            if hash_of(data) != fact.chunks[number]:
-                raise _damaged(path, name, f"was changed after it was written (in bytes from {number * CHUNK_BYTES})")
+    memory = memoryview(bytearray(min(CHUNK_BYTES, fact.bytes)))
+    for number in range(len(fact.chunks)):
+        read_chunk(path, name, fact, number, memory[: fact.bytes - number * CHUNK_BYTES])
 
 
 def _damaged(path: Path, name: str, what: str) -> ProblemError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync_opt.checkpoints.boxes import Box, boxes_of_interval, check_cover
-from qsync_opt.checkpoints.folders import SavedPiece
+from qsync_opt.checkpoints.folders import CHUNK_BYTES, SavedPiece
 from qsync_opt.checkpoints.plan import Plan
 from qsync_opt.checkpoints.problem import Piece, Problem, Writer
 from qsync_opt.errors import ProblemError
@@ -63,17 +63,20 @@ def replica_problem(
         check_cover(own[0].shape, (shard.box for shard in own), f"tensor {tensor!r}")
     share = sum(shard.box.size * shard.itemsize for shard in shards) / max(1, len(hosts))
     pieces = []
+    names = [str(rank) for rank in range(len(hosts))]
+    several: dict[tuple[int, ...], tuple[str, ...]] = {}  # thousands of shards share thousands of ranks
     for number, shard in enumerate(shards):
         if shard.box.size:
             rows, row_bytes = _rows(shard, share)
-            writers = tuple(str(rank) for rank in shard.ranks)
+            if (writers := several.get(shard.ranks)) is None:
+                writers = several[shard.ranks] = tuple(names[rank] for rank in shard.ranks)
             pieces.append(Piece(name=str(number), row_bytes=row_bytes, rows=rows, writers=writers))
     free = len(hosts) * rank_bytes_per_s
     rates = dict.fromkeys(hosts, free) if host_bytes_per_s is None else dict(host_bytes_per_s)
     return Problem(
         name=name,
         hosts=rates,
-        writers={str(rank): Writer(host=host, bytes_per_s=rank_bytes_per_s) for rank, host in enumerate(hosts)},
+        writers={names[rank]: Writer(host=host, bytes_per_s=rank_bytes_per_s) for rank, host in enumerate(hosts)},
         pieces=tuple(pieces),
     )
 
@@ -102,6 +105,74 @@ def assign_boxes(shards: Sequence[Shard], problem: Problem, plan: Plan) -> list[
                 offsets = tuple(a + b for a, b in zip(shard.box.offsets, inner.offsets, strict=True))
                 result[int(part.writer)].append((shard.tensor, Box(offsets, inner.lengths)))
     return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRead:
+    """A chunk of a file, the rank that reads it, and those of its host that need it, the reader among them."""
+
+    file: str
+    chunk: int
+    reader: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkGroup:
+    """Chunks of a file that the same ranks of a host need."""
+
+    file: str
+    chunks: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+def read_problem(
+    needs: Sequence[Mapping[str, Sequence[int]]], hosts: Sequence[str], name: str = "reads"
+) -> tuple[Problem, list[ChunkGroup]]:
+    """The balance of reading each chunk once per host, by one of the ranks that need it.
+
+    Args:
+        needs: Of each rank, the chunks of each file.
+        hosts: Of each rank.
+        name: Of the problem.
+
+    Returns:
+        The problem, whose writers are the ranks that read, and the groups that its pieces stand for, by number.
+
+    Source: ours.
+    """
+    ranks: dict[tuple[str, str, int], list[int]] = {}
+    for rank, (host, files) in enumerate(zip(hosts, needs, strict=True)):
+        for file, chunks in files.items():
+            for chunk in chunks:
+                ranks.setdefault((host, file, chunk), []).append(rank)
+    members: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for (host, file, chunk), own in sorted(ranks.items()):
+        members.setdefault((host, file, tuple(own)), []).append(chunk)
+    groups = [ChunkGroup(file=file, chunks=tuple(chunks), ranks=own) for (_, file, own), chunks in members.items()]
+    pieces = tuple(
+        Piece(
+            name=str(number), row_bytes=CHUNK_BYTES, rows=len(group.chunks), writers=tuple(str(r) for r in group.ranks)
+        )
+        for number, group in enumerate(groups)
+    )
+    problem = Problem(
+        name=name,
+        hosts=dict.fromkeys(hosts, float(len(hosts))),
+        writers={str(rank): Writer(host=host, bytes_per_s=1.0) for rank, host in enumerate(hosts)},
+        pieces=pieces,
+    )
+    return problem, groups
+
+
+def assign_reads(groups: Sequence[ChunkGroup], plan: Plan) -> list[ChunkRead]:
+    """Who reads each chunk by a plan of `read_problem`; in the same order on every rank."""
+    return [
+        ChunkRead(file=group.file, chunk=chunk, reader=int(part.writer), ranks=group.ranks)
+        for number, group in enumerate(groups)
+        for part in plan.writes[str(number)]
+        for chunk in group.chunks[part.begin : part.end]
+    ]
 
 
 def copies_into(wanted: Box, pieces: Sequence[SavedPiece], what: str = "tensor") -> list[Copy]:

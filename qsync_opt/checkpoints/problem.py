@@ -90,7 +90,8 @@ class Problem(Document):
         for name, count in Counter(piece.name for piece in self.pieces).items():
             if count > 1:
                 raise ProblemError(f"pieces: the name {name!r} is used {count} times, but names must be unique")
-        for piece in self.pieces:
+        distinct = {id(piece.writers): piece for piece in self.pieces}  # pieces of one job share their writers
+        for piece in distinct.values():
             for name in piece.writers:
                 if name not in self.writers:
                     raise ProblemError(

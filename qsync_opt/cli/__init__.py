@@ -9,7 +9,7 @@ from qsync_opt.cli.app import main
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.cli.app import COMMANDS, command_line
+    from qsync_opt.cli.app import COMMANDS, GROUPS, command_line
     from qsync_opt.cli.console import (
         EXIT_INFEASIBLE,
         EXIT_OK,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "COMMANDS", "EXIT_INFEASIBLE", "EXIT_OK", "EXIT_UNUSABLE", "Json", "Quiet", "TimeLimit", "Verbose",
+    "COMMANDS", "EXIT_INFEASIBLE", "EXIT_OK", "EXIT_UNUSABLE", "GROUPS", "Json", "Quiet", "TimeLimit", "Verbose",
     "check_outputs", "command_line", "gap_text", "main", "number", "print_json", "print_table",
 ]  # fmt: skip
 

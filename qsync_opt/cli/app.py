@@ -37,6 +37,10 @@ COMMANDS: dict[str, str] = {
     "demo": "qsync_opt.cli.machine:demo",
 }
 """Command -> ``"module:function"``. ``--help`` imports these modules: heavy imports stand in the functions."""
+GROUPS: dict[str, tuple[str, str]] = {
+    "costs": ("qsync_opt.cli.costs:app", "learned costs: collect, fit, predict, check, and choose what to profile"),
+}
+"""Group of commands -> ``"module:typer.Typer"`` and what it is for."""
 
 # Of the exceptions that typer took over from click only this one has a public name.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.mro()[1])
@@ -67,12 +71,15 @@ class _Commands(TyperGroup):
     """The commands of this package and those of registered systems, each loaded when it is run."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        return [*COMMANDS, *_systems()]
+        return [*COMMANDS, *GROUPS, *_systems()]
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         holder = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         if cmd_name in COMMANDS:
             holder.command(cmd_name, cls=_Command)(_load(COMMANDS[cmd_name]))
+        elif cmd_name in GROUPS:
+            target, description = GROUPS[cmd_name]
+            holder.add_typer(_load(target), name=cmd_name, help=description)
         elif (system := _systems().get(cmd_name)) is not None:
             from qsync_opt.cli.systems import system_commands
 
@@ -86,6 +93,7 @@ class _Commands(TyperGroup):
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         rows = [(name, _load(target).__doc__.splitlines()[0]) for name, target in COMMANDS.items()]
+        rows += [(name, description) for name, (_, description) in GROUPS.items()]
         rows += [(name, system.description) for name, system in _systems().items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)

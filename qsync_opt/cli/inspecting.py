@@ -31,7 +31,7 @@ from qsync_opt.cli.console import (
     signed,
 )
 from qsync_opt.errors import ProblemError, first_few
-from qsync_opt.io import format_memory, format_sensitivity, format_time, near_match, write_json
+from qsync_opt.io import encode, format_memory, format_sensitivity, format_time, near_match, write_json
 
 if TYPE_CHECKING:
     from qsync_opt.steps import AuditedWorker
@@ -89,21 +89,25 @@ def explain(
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
-    """Say why an operator has its precision, and what raising or lowering it would cost."""
-    from qsync_opt.training import Explainer, load_plan, load_problem, overview
+    """Say why an operator has its precision, and what raising or lowering it would cost; likewise buckets' schemes."""
+    from qsync_opt.cli.joint import load_with_schemes, print_buckets
+    from qsync_opt.training import Explainer, overview
 
-    loaded = load_problem(problem)
-    explainer = Explainer(loaded, load_plan(plan))
+    loaded, chosen, buckets = load_with_schemes(problem, plan)
+    explainer = Explainer(loaded, chosen)
     names = [each.name for each in loaded.devices] if device is None else [loaded.device(device).name]
     name = None if operator is None else _operator(loaded, operator)
     results: list[Any] = [
         overview(explainer, each) if name is None else explainer.explain(name, each) for each in names
     ]
     if json:
-        print_json({"operator": name, "devices": {each.device: each.to_json() for each in results}})
+        schemes = {"buckets": [encode(each) for each in buckets]} if buckets else {}
+        print_json({"operator": name, "devices": {each.device: each.to_json() for each in results}, **schemes})
         return EXIT_OK
     for each in results:
         (_print_overview if name is None else _print_explanation)(each)
+    if buckets and name is None:
+        print_buckets(buckets)
     if name is None:
         print("all of one operator: qsync-opt explain PROBLEM PLAN OPERATOR")
     print_estimates(loaded.extras)
@@ -284,13 +288,13 @@ def report(
     verbose: Verbose = False,
 ) -> int:
     """Write a page that shows and explains a plan."""
+    from qsync_opt.cli.joint import load_with_schemes
     from qsync_opt.io import reporting
     from qsync_opt.report import check_front, load_measured, make_report, write_report
-    from qsync_opt.training import load_plan, load_problem
 
     check_outputs([output], [problem, plan, measured])
     check_front(front)
-    loaded, loaded_plan = load_problem(problem), load_plan(plan)
+    loaded, loaded_plan, _ = load_with_schemes(problem, plan)
     measurements = None if measured is None else load_measured(measured)
     started = time.monotonic()
     _LOGGER.info("explaining %s operators, front %s", len(loaded.operators), front)

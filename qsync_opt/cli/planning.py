@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qsync_opt.cli.console import (
+    EXIT_INFEASIBLE,
+    EXIT_OK,
     Json,
     Method,
     PlanOutput,
@@ -17,7 +20,11 @@ from qsync_opt.cli.console import (
     TimeLimit,
     Verbose,
     check_outputs,
+    gap_text,
+    milliseconds,
     option,
+    print_estimates,
+    print_json,
     registered,
 )
 from qsync_opt.cli.solving import fastest, finish, refuse_options
@@ -26,6 +33,7 @@ from qsync_opt.errors import UnsupportedError
 if TYPE_CHECKING:
     from qsync_opt.cluster import Cluster, DeviceType
     from qsync_opt.costs import DeviceProfile
+    from qsync_opt.gradients import JointProblem
     from qsync_opt.io import Report
     from qsync_opt.model import OpGraph
     from qsync_opt.sensitivity import ModelKnowledge, SensitivityValues
@@ -74,6 +82,14 @@ def plan(
         ),
     ] = None,
     slack: Annotated[float, option("X", "lengthen the fastest plan's time by X")] = 0.0,
+    compress: Annotated[
+        str | None,
+        option(
+            "COSTS",
+            "choose a scheme for every gradient bucket too, by this file of measured gradients and times of schemes "
+            "(auto_plan(compress=True) measures them: plan.gradient_costs.save(FILE)); the plan is of both",
+        ),
+    ] = None,
     optimizer: Annotated[str, option("NAME", "for estimates: adamw, momentum or sgd")] = "adamw",
     output: PlanOutput = None,
     save_problem: Annotated[str | None, option("PROBLEM", "write the problem to this file")] = None,
@@ -83,20 +99,27 @@ def plan(
 ) -> int:
     """Plan an ONNX model on a cluster; where nothing was measured, from labelled estimates."""
     from qsync_opt import training
+    from qsync_opt.gradients import load_gradient_costs
     from qsync_opt.io import check_number, reporting
+    from qsync_opt.systems import solve
 
-    check_outputs([output, save_problem], [model, cluster, statistics])
+    check_outputs([output, save_problem], [model, cluster, statistics, compress])
     method = method or ("greedy" if noise_budget is None else "exact")
     if noise_budget is not None:
         refuse_options("--noise-budget", {"--latency-limit": latency_limit, "--slack": slack or None})
         check_number(noise_budget, "--noise-budget")
+        refuse_options("--noise-budget", {"--compress": compress})
     bound_ns = None
     with reporting(False if quiet else None, "plan") as report:
         problem = _problem(
             report, model, cluster, costs=costs, optimizer=optimizer, indicator=indicator, statistics=statistics,
             latency_limit=latency_limit, slack=slack, relative=noise_budget is not None,
         )  # fmt: skip
-        if noise_budget is None:
+        if compress is not None:
+            report(_STEPS - 1, _STEPS, f"solving by {method}")
+            joint = load_gradient_costs(compress).joint(problem)
+            answer = solve(joint, method, solver=solver, time_limit_s=time_limit)
+        elif noise_budget is None:
             report(_STEPS - 1, _STEPS, f"solving by {method}")
             solution = training.solve(problem, method, solver=solver, time_limit_s=time_limit)
         else:
@@ -105,10 +128,39 @@ def plan(
             if solution.iteration_ns is not None:
                 problem = replace(problem, latency_limit_ns=solution.iteration_ns)
         report(_STEPS, _STEPS, "done")
+    if compress is not None:
+        return _finish_joint(joint, answer, output=output, save_problem=save_problem, json=json)
     if save_problem is not None:
         problem.save(save_problem)
     labels = {"problem": problem.name, "estimates": problem.extras.get(("x-estimates",))}
     return finish(problem, solution, output=output, json=json, budget=noise_budget, bound_ns=bound_ns, **labels)
+
+
+def _finish_joint(joint: JointProblem, answer: Any, *, output: str | None, save_problem: str | None, json: bool) -> int:
+    """Write and print a plan of precisions and schemes, or why there is none; return the exit status."""
+    if save_problem is not None:
+        joint.save(save_problem)
+    if answer.plan is not None and output is not None:
+        answer.plan.save(output)
+    schemes = {} if answer.plan is None else dict(answer.plan.schemes.schemes)
+    if json:
+        evaluation = None if answer.evaluation is None else answer.evaluation.to_json()
+        print_json({**answer.to_json(), "evaluation": evaluation, "schemes": schemes, "problem": joint.name})
+    elif answer.plan is None:
+        print(f"{joint.name}: {answer.termination}: {answer.reason}")
+    else:
+        evaluation, limit_ns = answer.evaluation, joint.training.latency_limit_ns
+        print(f"{joint.name}: {answer.termination} by {answer.method}, gap {gap_text(answer.gap)}")
+        print(f"objective       {answer.objective:.9g}: precisions {evaluation.sensitivity:.9g}, schemes "
+              f"{evaluation.variance:.9g}")  # fmt: skip
+        print(f"iteration time  {milliseconds(evaluation.iteration_ns)} (limit {milliseconds(limit_ns)})")
+        for name, operators in answer.plan.precisions.devices.items():
+            counts = Counter(operators.values())
+            print(f"{name:<15} {', '.join(f'{count} {precision}' for precision, count in counts.items())}")
+        counts = Counter(schemes.values())
+        print(f"{len(schemes)} buckets       {', '.join(f'{count} {name}' for name, count in counts.items())}")
+        print_estimates(joint.training.extras)
+    return EXIT_OK if answer.plan is not None else EXIT_INFEASIBLE
 
 
 def _problem(

@@ -230,20 +230,22 @@ def compare(
     verbose: Verbose = False,
 ) -> int:
     """Solve by several methods and show them side by side."""
-    from qsync_opt import training
+    from qsync_opt.cli.joint import load_either
     from qsync_opt.io import waiting
     from qsync_opt.registry import Kind, find
+    from qsync_opt.systems import solve as solve_any
+    from qsync_opt.systems import system_of
 
     names = [name.strip() for name in methods.split(",") if name.strip()]
     if not names:
         raise UnsupportedError("--methods is empty; give at least one, such as greedy,exact")
+    loaded = load_either(problem)
     for name in names:
-        find(Kind.FORMULATION, name)  # all names are checked before the first one runs
-    loaded = training.load_problem(problem)
-    solutions = []
+        find(Kind.FORMULATION, name, system_of(loaded).name)  # all are checked before the first one runs
+    solutions: list[Any] = []
     for name in names:
         with waiting(False if quiet else None, f"solving by {name}", time_limit):
-            solutions.append(training.solve(loaded, name, time_limit_s=time_limit))
+            solutions.append(solve_any(loaded, name, time_limit_s=time_limit))
     if json:
         print_json([{**solution.to_json(), "feasible": solution.plan is not None} for solution in solutions])
     else:
@@ -251,7 +253,7 @@ def compare(
     return EXIT_OK if any(solution.plan is not None for solution in solutions) else EXIT_INFEASIBLE
 
 
-def _print_comparison(solutions: list[Solution]) -> None:
+def _print_comparison(solutions: list[Any]) -> None:
     print_table(
         ("method", "ended", "objective", "bound", "gap", "iteration", "seconds"),
         [
@@ -261,7 +263,7 @@ def _print_comparison(solutions: list[Solution]) -> None:
                 number(solution.objective),
                 number(solution.bound),
                 gap_text(solution.gap),
-                "-" if solution.iteration_ns is None else milliseconds(solution.iteration_ns),
+                "-" if solution.evaluation is None else milliseconds(solution.evaluation.iteration_ns),
                 f"{solution.build_seconds + solution.solve_seconds:.2f}",
             )
             for solution in solutions

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
         fit_cost,
         load_profile,
     )
-    from qsync_opt.costs.roofline import Assumptions, RooflineCosts, roofline_profile
+    from qsync_opt.costs.roofline import Assumptions, RooflineCosts, fit_assumptions, roofline_profile
+    from qsync_opt.costs.scaling import scale_costs
     from qsync_opt.costs.uncertainty import (
         CostSource,
         Estimate,
@@ -46,6 +47,6 @@ __all__ = [
     "ESTIMATES_KEY", "ESTIMATE_OPTION", "FP32_SHARE_OPTION", "MEASURED_OPTION", "MI_ELEMENTS", "Assumptions",
     "CostFit", "CostModel", "CostSource", "DeviceIdentity", "DeviceProfile", "Estimate", "IterationCheck",
     "IterationOverhead", "MeasuredCost", "OptimizerCost", "ProfileCosts", "RooflineCosts", "carried_estimates",
-    "cast_cost", "estimate_extras", "estimate_lines", "estimated_by", "fit_cost", "layer_cost", "load_profile",
-    "operator_cost", "roofline_profile", "total_cost",
+    "cast_cost", "estimate_extras", "estimate_lines", "estimated_by", "fit_assumptions", "fit_cost", "layer_cost",
+    "load_profile", "operator_cost", "roofline_profile", "scale_costs", "total_cost",
 ]  # fmt: skip

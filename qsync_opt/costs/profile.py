@@ -105,6 +105,9 @@ def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
     return replace(fit, worst_error=max(abs(fit.ns(int(n)) - t) / t for n, t in points))
 
 
+_SOURCES = ("", "learned", "roofline")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCost:
     """Cost of one operator in one precision.
@@ -122,7 +125,10 @@ class MeasuredCost:
         alias_input: Position of the input whose storage the result shares (a view), or None.
         forward_workspace_bytes: Allocated temporarily, beyond results and saved tensors.
         backward_workspace_bytes: The same of the backward pass.
-        scaled_from: Precision whose measurement the cost was scaled from; empty: it was measured itself.
+        scaled_from: What was measured and scaled to this cost: another precision of the operator, or another operator
+            as ``"NAME in PRECISION"``; empty: it was measured itself.
+        source: ``learned`` or ``roofline`` for a time that fills a hole of measurements; empty: as the profile says.
+        interval_ns: Ends of the 90 % intervals of an estimated time, forward low and high, backward low and high.
     """
 
     forward_ns: int
@@ -136,9 +142,22 @@ class MeasuredCost:
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     scaled_from: Annotated[str, Json(key="x-scaled-from", empty=True, omitted=True)] = ""
+    source: Annotated[str, Json(key="x-source", empty=True, omitted=True)] = ""
+    interval_ns: Annotated[tuple[int, ...], Json(key="x-interval-ns", omitted=True)] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "operator cost")
+        if self.source not in _SOURCES:
+            allowed = ", ".join(filter(None, _SOURCES))
+            raise ProblemError(f"operator cost: source is {self.source!r}, but allowed are {allowed} or none")
+        ends = self.interval_ns
+        if ends and not (
+            len(ends) == 4 and ends[0] <= self.forward_ns <= ends[1] and ends[2] <= self.backward_ns <= ends[3]
+        ):
+            raise ProblemError(
+                f"operator cost: interval_ns is {list(ends)}, but it must be the ends around forward_ns "
+                f"({self.forward_ns}) and around backward_ns ({self.backward_ns})"
+            )
 
 
 PROFILE_FORMAT = "qsync-profile/1"
@@ -302,6 +321,8 @@ class DeviceProfile:
         text += ", ".join(self.formats)
         if self.overhead.iterations:
             text += f"; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
+        if how := self.options.get(MEASURED_OPTION):
+            text += f"; {how}"
         return text
 
     def check_graph(self, graph: OpGraph) -> None:
@@ -388,16 +409,19 @@ def estimated_by(profile: DeviceProfile) -> str | None:
 
 
 def estimate_extras(
-    profiles: Mapping[str, DeviceProfile], sensitivity: str | None = None
+    profiles: Mapping[str, DeviceProfile], sensitivity: str | None = None, quantile: float | None = None
 ) -> dict[tuple[str, ...], Any]:
     """The extension key of a problem with estimates; empty if all was measured.
 
     ``sensitivity`` says where the sensitivities are from; None: they were computed from collected statistics.
+    ``quantile`` is that of their times at which estimated operators are priced; None: the estimates themselves.
     """
     sources = {name: source for name, profile in profiles.items() if (source := estimated_by(profile)) is not None}
     note: dict[str, Any] = {"costs": sources} if sources else {}
     if sensitivity is not None:
         note["sensitivity"] = sensitivity
+    if quantile is not None:
+        note["quantile"] = quantile
     return {(ESTIMATES_KEY,): note} if note else {}
 
 
@@ -417,4 +441,6 @@ def estimate_lines(extras: Extras) -> tuple[str, ...]:
         lines = [f"costs of {device} are estimates: {source}" for device, source in costs.items()]
     if note.get("sensitivity") is not None:
         lines.append(f"sensitivities are estimates: {note['sensitivity']}")
+    if note.get("quantile") is not None:
+        lines.append(f"times are at the {note['quantile']} quantile of every operator with an interval")
     return tuple(lines)

@@ -8,7 +8,8 @@ you trust a time, because kernels reach other efficiencies at other shapes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import statistics
+from dataclasses import dataclass, fields, replace
 
 from qsync_opt.cluster import DataSheet, DeviceType, data_sheet
 from qsync_opt.costs.profile import (
@@ -58,10 +59,12 @@ _ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Assumptions of a roofline estimate.
+    """Assumptions of a roofline estimate; `fit_assumptions` measures all of them on a card of yours.
 
-    Quantization is assumed to run at memory bandwidth, as in fused kernels; in eager PyTorch uniform 8-bit plans were
-    measured four to five times slower than estimated (`STEP_RATIOS`).
+    The defaults are not of your card: they were measured on one H200 (``benchmarks/results/roofline.json`` and
+    ``host-cost.json``), and other cards reach other shares of their data sheets. Quantization is assumed to run at
+    memory bandwidth, as in fused kernels; in eager PyTorch uniform 8-bit plans were measured four to five times slower
+    than estimated (`STEP_RATIOS`).
 
     Attributes:
         efficiency: Share of the data sheet's peak that 16- and 32-bit kernels reach; measured for large matrix products
@@ -90,6 +93,11 @@ class Assumptions:
                 f"roofline: optimizer is {self.optimizer!r}, but allowed are {', '.join(OPTIMIZERS)}; profile the "
                 "device for any other"
             )
+
+
+_DEFAULTS = Assumptions()
+_HARDLY = 0.1
+"""Share of an operator's time up to which its work at the data sheet's figures is hardly any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +229,10 @@ class _Roofline:
     def _cost(
         self, graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
     ) -> MeasuredCost:
-        product = operator.role is Role.ADJUSTABLE and kind not in LOOKUPS
         form = number_format(precision)
         backward_precision = precision if form.bits > 8 or form.eight_bit_backward else borders.gradient_input
-        if product:
-            forward, backward = _product_work(graph, operator, kind, precision, borders)
-        elif kind in LOOKUPS and operator.role is Role.ADJUSTABLE:
-            forward, backward = _lookup_work(graph, operator, borders)
-        else:
-            forward, backward = _streaming_work(operator, kind, number_format(borders.output).num_bytes)
-        saved_bytes, saves_inputs, saves_output = _kept(graph, operator, kind, precision, product)
+        forward, backward = _work(graph, operator, kind, precision, borders)
+        saved_bytes, saves_inputs, saves_output = kept_for_backward(graph, operator, precision)
         launch_ns = self.assumptions.launch_ns
         return MeasuredCost(
             forward_ns=self.time_ns(forward, precision),
@@ -242,6 +244,53 @@ class _Roofline:
             saves_output=saves_output,
             alias_input=0 if operator.inputs and not operator.num_bytes else None,
         )
+
+
+def fit_assumptions(graph: OpGraph, profile: DeviceProfile, sheet: DataSheet) -> Assumptions:
+    """The assumptions under which estimates agree with what was measured on a card, for other models on such cards.
+
+    Shares are total times at the data sheet's figures over total measured times, of the operators that the data sheet
+    says are bound by them; a kernel's constant is the shortest time of an operator of one kernel that has hardly any
+    work, a launch the median of the host's times. What the profile has no operator for keeps its default.
+
+    Args:
+        graph: A model, large enough that its products keep the card busy.
+        profile: Measured from it on the card (`qsync_opt.profile`).
+        sheet: The card's data sheet.
+
+    Raises:
+        ProblemError: The profile is an estimate, or of another graph.
+
+    Source: ours.
+    """
+    profile.check_graph(graph)
+    if used_assumptions(profile) is not None:
+        raise ProblemError(f"profile of {profile.device.name!r} is a roofline estimate; measure one on the card")
+    ideal = _Roofline(sheet, replace(Assumptions(), efficiency=1.0, efficiency_8bit=1.0, memory_efficiency=1.0))
+    samples: list[tuple[str, float, int, int]] = []  # what bounds it, its ideal and measured time, its kernels
+    for operator in graph:
+        kind = base_kind(operator.op_type).lower()
+        for precision, cost in profile.cost(operator.name).items():
+            if precision not in sheet.peak_flops:
+                continue
+            work, _ = _work(graph, operator, kind, precision, profile.formats[precision])
+            compute_ns, memory_ns = 1e9 * work.flops / sheet.peak_flops[precision], ideal.memory_ns(work.num_bytes)
+            by_products = "efficiency_8bit" if number_format(precision).bits == 8 else "efficiency"
+            bound = by_products if compute_ns > memory_ns else "memory_efficiency"
+            if work.kernels and cost.forward_ns:
+                samples.append((bound, max(compute_ns, memory_ns), cost.forward_ns, work.kernels))
+    idle_ns = [measured for _, best, measured, kernels in samples if kernels == 1 and best < _HARDLY * measured]
+    kernel_ns = min(idle_ns, default=_DEFAULTS.kernel_ns)
+    shares: dict[str, float] = {}
+    for bound in dict.fromkeys(bound for bound, *_ in samples):
+        own = [sample for sample in samples if sample[0] == bound]
+        measured_ns = sum(max(measured - kernels * kernel_ns, 0) for *_, measured, kernels in own)
+        shares[bound] = min(1.0, sum(best for _, best, *_ in own) / max(measured_ns, 1))
+    hosts = [cost.host_forward_ns for table in profile.measurements.values() for cost in table.values()]
+    launch_ns = round(statistics.median(hosts)) if any(hosts) else _DEFAULTS.launch_ns
+    optimizer = profile.optimizer.name.lower()
+    optimizer = optimizer if optimizer in OPTIMIZERS else _DEFAULTS.optimizer
+    return Assumptions(kernel_ns=kernel_ns, launch_ns=launch_ns, optimizer=optimizer, **shares)  # type: ignore[arg-type]
 
 
 def _can_run(kind: str, precision: str) -> bool:
@@ -256,6 +305,17 @@ def _can_run(kind: str, precision: str) -> bool:
     if precision == "TF32":
         return kind in PRODUCTS or kind.startswith("conv")
     return form.operands != "INT8" or kind in PRODUCTS
+
+
+def _work(
+    graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
+) -> tuple[_Work, _Work]:
+    """Forward and backward work of an operator."""
+    if operator.role is Role.ADJUSTABLE and kind not in LOOKUPS:
+        return _product_work(graph, operator, kind, precision, borders)
+    if operator.role is Role.ADJUSTABLE:
+        return _lookup_work(graph, operator, borders)
+    return _streaming_work(operator, kind, number_format(borders.output).num_bytes)
 
 
 def _parameter_elements(graph: OpGraph, operator: Operator) -> int:
@@ -317,10 +377,13 @@ def _streaming_work(operator: Operator, kind: str, width: int) -> tuple[_Work, _
     return _Work(operator.flops, moved, 1), _Work(2 * operator.flops, backward, 1)
 
 
-def _kept(
-    graph: OpGraph, operator: Operator, kind: str, precision: str, product: bool
-) -> tuple[int, tuple[int, ...], bool]:
-    """Saved bytes of its own, saved inputs, and whether the result is saved."""
+def kept_for_backward(graph: OpGraph, operator: Operator, precision: str) -> tuple[int, tuple[int, ...], bool]:
+    """Bytes that an operator saves for itself, the positions of the inputs it saves, and whether it saves its result.
+
+    Source: ours, by the kind of operator.
+    """
+    kind = base_kind(operator.op_type).lower()
+    product = operator.role is Role.ADJUSTABLE and kind not in LOOKUPS
     every = tuple(range(len(operator.inputs)))
     weights = _parameter_elements(graph, operator)
     width = number_format(precision).num_bytes

@@ -29,6 +29,8 @@ class CostSource(enum.StrEnum):
     """The operator itself was timed in this precision."""
     SCALED = "scaled"
     """It was timed in another precision, and scaled as operators that were timed in both."""
+    LEARNED = "learned"
+    """A model predicted it that was fitted to measurements of other operators, perhaps on other devices."""
     ROOFLINE = "roofline"
     """It was computed from operations, bytes and a data sheet."""
     ESTIMATED = "estimated"
@@ -76,6 +78,14 @@ def operator_cost(profile: DeviceProfile, operator: str, precision: str, directi
     if cost.scaled_from:
         basis = f"scaled from {cost.scaled_from}; the error of the scaling is not recorded"
         return Estimate(time_s=time_s, source=CostSource.SCALED, basis=basis)
+    if cost.source == CostSource.LEARNED:
+        ends = cost.interval_ns[:2] if direction == "forward" else cost.interval_ns[2:]
+        low_s, high_s = (1e-9 * end for end in ends) if ends else (0.0, math.inf)
+        basis = "90 % interval of a learned model, calibrated on operators that were held out"
+        return Estimate(time_s=time_s, source=CostSource.LEARNED, basis=basis, low_s=low_s, high_s=high_s)
+    if cost.source == CostSource.ROOFLINE:
+        basis = "the learned model does not know this kind of operator; the error of its roofline is not recorded"
+        return Estimate(time_s=time_s, source=CostSource.ROOFLINE, basis=basis)
     error, basis = None, "the profile records no spread of its measurements"
     if count := len(profile.overhead.iterations):
         error = profile.overhead.residual
@@ -147,7 +157,8 @@ def _measured(time_s: float, error: float | None, basis: str) -> Estimate:
 def _estimated(profile: DeviceProfile, time_s: float, precision: str) -> Estimate | None:
     """The estimate of a profile that was not measured, None for one whose unmarked costs were."""
     label = estimated_by(profile)
-    if label is None or any(cost.scaled_from for table in profile.measurements.values() for cost in table.values()):
+    costs = (cost for table in profile.measurements.values() for cost in table.values())
+    if label is None or any(cost.scaled_from or cost.source for cost in costs):
         return None
     assumptions = used_assumptions(profile)
     if assumptions is None:

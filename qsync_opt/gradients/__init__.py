@@ -22,13 +22,18 @@ if TYPE_CHECKING:
         schemes,
     )
     from qsync_opt.gradients.evaluation import VARIANCE_SLACK, Evaluation, evaluate, evaluate_choices
+    from qsync_opt.gradients.explanation import BucketExplanation, OtherScheme, explain_buckets
     from qsync_opt.gradients.joint import (
+        GRADIENT_COSTS_FORMAT,
+        GradientCosts,
         JointEvaluation,
         JointPlan,
         JointProblem,
         build_joint_problem,
         communication_problem,
         evaluate_joint,
+        load_gradient_costs,
+        training_part,
         under_schemes,
     )
     from qsync_opt.gradients.plan import PLAN_FORMAT, Plan
@@ -37,9 +42,11 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "BLOCK", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK", "Bucket", "BucketStatistics",
-    "Choice", "Code", "Evaluation", "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments",
-    "Objective", "Plan", "Problem", "Scheme", "SchemeTimes", "Transport", "build_joint_problem", "build_problem",
-    "communication_problem", "evaluate", "evaluate_choices", "evaluate_joint", "load_scheme_times", "scheme", "schemes",
-    "under_schemes", "uniform_plan",
+    "BLOCK", "GRADIENT_COSTS_FORMAT", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK",
+    "Bucket", "BucketExplanation", "BucketStatistics", "Choice", "Code", "Evaluation", "GradientCosts",
+    "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments", "Objective", "OtherScheme",
+    "Plan", "Problem", "Scheme", "SchemeTimes", "Transport", "build_joint_problem", "build_problem",
+    "communication_problem", "evaluate", "evaluate_choices", "evaluate_joint", "explain_buckets",
+    "load_gradient_costs", "load_scheme_times", "scheme", "schemes", "training_part", "under_schemes",
+    "uniform_plan",
 ]  # fmt: skip

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar
 
 from qsync_opt import training
 from qsync_opt.errors import ProblemError
@@ -22,7 +22,18 @@ from qsync_opt.gradients.build import SchemeTimes
 from qsync_opt.gradients.compression import BucketStatistics, scheme
 from qsync_opt.gradients.plan import Plan
 from qsync_opt.gradients.problem import Bucket, Choice, Objective, Problem
-from qsync_opt.io import Fields, decode, encode, write_json
+from qsync_opt.io import (
+    Document,
+    Extras,
+    Fields,
+    Json,
+    check_fields,
+    decode,
+    encode,
+    freeze,
+    read_json,
+    write_json,
+)
 
 PROBLEM_FORMAT = "qsync-joint/1"
 PLAN_FORMAT = "qsync-joint-plan/1"
@@ -133,9 +144,24 @@ class JointEvaluation:
         }
 
 
-def under_schemes(problem: training.Problem, times_ns: Sequence[int]) -> training.Problem:
-    """The training problem with these times of its all-reduces."""
-    return replace(problem, communication=replace(problem.communication, allreduce_ns=tuple(times_ns)), optimum=None)
+def under_schemes(
+    problem: training.Problem, times_ns: Sequence[int], schemes: Sequence[str] | None = None
+) -> training.Problem:
+    """The training problem with these times of its all-reduces; traces and reports show ``schemes``, if given."""
+    communication = replace(problem.communication, allreduce_ns=tuple(times_ns))
+    extras = problem.extras if schemes is None else {**problem.extras, training.SCHEMES_KEY: list(schemes)}
+    return replace(problem, communication=communication, optimum=None, extras=extras)
+
+
+def training_part(problem: JointProblem, plan: JointPlan) -> training.Problem:
+    """The training problem that the plan of precisions has under the plan's schemes.
+
+    Raises:
+        ProblemError: The plan does not fit the problem.
+    """
+    choices = plan.schemes.resolve(_chosen(problem))
+    names = [plan.schemes.schemes[f"b{k}"] for k in range(len(choices))]
+    return under_schemes(problem.training, [choice.time_ns for choice in choices], names)
 
 
 def evaluate_joint(problem: JointProblem, plan: JointPlan) -> JointEvaluation:
@@ -216,6 +242,11 @@ def build_joint_problem(
     Raises:
         ProblemError: The numbers of buckets differ.
     """
+    if not len(statistics) == len(problem.communication.allreduce_ns):
+        raise ProblemError(
+            f"{len(statistics)} buckets have statistics, but problem {problem.name!r} reduces "
+            f"{len(problem.communication.allreduce_ns)}; measure them on this model, with the same sizes of buckets"
+        )
     weights = [float(weight)] * len(statistics) if isinstance(weight, int | float) else list(weight)
     if len(weights) != len(statistics):
         raise ProblemError(f"{len(weights)} weights were given for {len(statistics)} buckets; give one for each")
@@ -233,3 +264,43 @@ def build_joint_problem(
             for bucket, factor in zip(statistics, weights, strict=True)
         ),
     )
+
+
+GRADIENT_COSTS_FORMAT = "qsync-gradient-costs/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientCosts(Document):
+    """What compressing a job's gradients costs: statistics of its buckets and measured times of the schemes.
+
+    `qsync_opt.build_problem` takes it as ``communication`` and then builds a `JointProblem`. ``weight`` is what the
+    variance of a bucket's mean gradient counts in units of the sensitivity: by default the squared number of workers,
+    because sensitivities are variances of the workers' sum.
+    """
+
+    FORMAT: ClassVar = GRADIENT_COSTS_FORMAT
+    KIND: ClassVar = "gradient costs"
+
+    statistics: tuple[BucketStatistics, ...]
+    times: Annotated[SchemeTimes, Json(read=SchemeTimes.from_json, write=SchemeTimes.to_json)]
+    weight: Annotated[float | None, Json(omitted=True)] = None
+    extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "gradient costs")
+        object.__setattr__(self, "statistics", tuple(self.statistics))
+        freeze(self, "extras")
+
+    def joint(self, problem: training.Problem) -> JointProblem:
+        """The joint problem of a training problem and these costs; see `build_joint_problem`."""
+        weight = float(self.times.workers**2) if self.weight is None else self.weight
+        return build_joint_problem(problem, self.statistics, self.times, weight=weight)
+
+
+def load_gradient_costs(path: str | os.PathLike[str]) -> GradientCosts:
+    """Read and check a file of `GradientCosts`.
+
+    Raises:
+        ProblemError: The file is missing, truncated, or holds anything else.
+    """
+    return GradientCosts.from_json(read_json(path, (GRADIENT_COSTS_FORMAT,)), os.fspath(path))

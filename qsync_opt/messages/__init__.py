@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Exchange,
         Pair,
         Problem,
+        all_to_all_round,
         ring_rounds,
         variance_factor,
     )
@@ -22,6 +23,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FORMAT", "PLAN_FORMAT", "Evaluation", "Exchange", "Pair", "Plan", "Problem", "evaluate", "ring_rounds",
-    "uniform_plan", "variance_factor",
+    "FORMAT", "PLAN_FORMAT", "Evaluation", "Exchange", "Pair", "Plan", "Problem", "all_to_all_round", "evaluate",
+    "ring_rounds", "uniform_plan", "variance_factor",
 ]  # fmt: skip

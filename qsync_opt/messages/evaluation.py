@@ -69,14 +69,14 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
     for exchange in problem.exchanges:
         times = []
         for group, widths in zip(exchange.rounds, plan.bits[exchange.name], strict=True):
-            pair_ns = [0.0]
+            totals = []
             for pair, chosen in zip(group, widths, strict=True):
                 total = int(chosen.sum(dtype=np.int64))
-                pair_ns.append(pair.time_ns(exchange.dim, total))
+                totals.append(total)
                 variances.append(float((pair.beta * factors[chosen]).sum()))
                 message_bytes += exchange.dim * total / 8
                 numbers += exchange.dim * chosen.size
-            times.append(max(pair_ns))
+            times.append(exchange.round_ns(group, totals))
         exchange_ns[exchange.name] = math.fsum(times)
     variance, time_ns = math.fsum(variances), math.fsum(exchange_ns.values())
     exposed_ns = math.fsum(max(0.0, exchange_ns[each.name] - each.hidden_ns) for each in problem.exchanges)

@@ -6,7 +6,7 @@ Times are nanoseconds. A `Problem` validates itself, whether it comes from a fil
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -26,7 +26,7 @@ from qsync_opt.io import (
 )
 
 FORMAT = "qsync-messages/1"
-_OWN_KEYS = ("x-variance-limit", "x-hidden-ns")
+_OWN_KEYS = ("x-variance-limit", "x-hidden-ns", "x-ports")
 """Extension keys of the format that have a meaning here."""
 WIDEST = 64
 """Largest width in bits that a menu may offer."""
@@ -110,12 +110,17 @@ class Exchange:
 
     Rounds follow each other; a round takes as long as its slowest pair. What exceeds ``hidden_ns``, the computation
     that does not wait for the exchange, is exposed.
+
+    With ``ports`` the pairs of a round go at once, as in NCCL's all-to-all, and those of one sender or one receiver
+    share its port: a port takes the longest fixed time of its pairs plus the sum of their times per byte, and the round
+    as long as its slowest port. `all_to_all_round` gives the pairs of such a round.
     """
 
     name: Name
     dim: Annotated[int, Json(minimum=1)]
     rounds: tuple[tuple[Pair, ...], ...]
     hidden_ns: Annotated[int, Json(key="x-hidden-ns", omitted=True)] = 0
+    ports: Annotated[bool, Json(key="x-ports", omitted=True)] = False
 
     def __post_init__(self) -> None:
         check_fields(self, f"exchange {self.name!r}")
@@ -125,6 +130,25 @@ class Exchange:
     def pairs(self) -> tuple[Pair, ...]:
         """The pairs of all rounds, in order."""
         return tuple(pair for group in self.rounds for pair in group)
+
+    def members(self, group: tuple[Pair, ...]) -> tuple[tuple[int, ...], ...]:
+        """Positions of the pairs of a round that share what decides its time: one each, or those of a port."""
+        if not self.ports:
+            return tuple((position,) for position in range(len(group)))
+        ports: dict[tuple[str, int], list[int]] = {}
+        for position, pair in enumerate(group):
+            ports.setdefault(("out", pair.source), []).append(position)
+            ports.setdefault(("in", pair.target), []).append(position)
+        return tuple(map(tuple, ports.values()))
+
+    def round_ns(self, group: tuple[Pair, ...], bits: Sequence[int]) -> float:
+        """Nanoseconds of a round whose pairs' messages have so many bits per number in all."""
+        slowest = 0.0
+        for positions in self.members(group):
+            fixed = max(group[position].fixed_ns for position in positions)
+            rest = sum(group[k].time_ns(self.dim, bits[k]) - group[k].fixed_ns for k in positions)
+            slowest = max(slowest, fixed + rest)
+        return slowest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,3 +237,8 @@ def ring_rounds(workers: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     Source: AdaQP (MLSys 2023), section 3.
     """
     return tuple(tuple((i, (i + step) % workers) for i in range(workers)) for step in range(1, workers))
+
+
+def all_to_all_round(workers: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The (sender, receiver) pairs of an all-to-all whose messages all go at once: one round, in ring order."""
+    return (tuple(pair for group in ring_rounds(workers) for pair in group),) if workers > 1 else ()

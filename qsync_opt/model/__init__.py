@@ -10,6 +10,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.model.graph import (
         DTYPE_BYTES,
+        OPAQUE,
         HasGraph,
         Operator,
         OpGraph,
@@ -42,8 +43,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "ADJUSTABLE", "ATEN_PRODUCTS", "ATTENTION", "BYTE_MASKS", "DTYPE_BYTES", "INDEX_MASKS", "LOOKUPS", "PRODUCTS",
-    "ROLE_TABLE", "SAVES_NOTHING", "SAVES_OUTPUT", "HasGraph", "OpGraph", "Operator", "ParameterSpec", "Role",
-    "RoleTable", "TensorSpec", "WeightStatistics", "base_kind", "decide_role", "graph_of", "graph_to_json",
+    "ADJUSTABLE", "ATEN_PRODUCTS", "ATTENTION", "BYTE_MASKS", "DTYPE_BYTES", "INDEX_MASKS", "LOOKUPS", "OPAQUE",
+    "PRODUCTS", "ROLE_TABLE", "SAVES_NOTHING", "SAVES_OUTPUT", "HasGraph", "OpGraph", "Operator", "ParameterSpec",
+    "Role", "RoleTable", "TensorSpec", "WeightStatistics", "base_kind", "decide_role", "graph_of", "graph_to_json",
     "load_graph", "parse_graph", "save_graph", "weight_statistics",
 ]  # fmt: skip

@@ -19,6 +19,9 @@ from qsync_opt.errors import ModelError
 from qsync_opt.io import Fields, Json, decode, encode, parse_json, read_json, write_json
 from qsync_opt.views import Displayed, Tabular
 
+OPAQUE = "qsync_opt.opaque"
+"""Kind of the operators that stand for a whole module, which a runtime could not look into: fixed, in FP32."""
+
 
 class Role(enum.StrEnum):
     """How the precision of an operator is decided."""
@@ -231,8 +234,12 @@ class OpGraph(Displayed, Tabular):
         Left out are kinds that also occur as dependent ones, whose fixed occurrences read FP32 weights and so deliver
         FP32 by type promotion, and operators with integer results.
         """
-        fixed = {operator.op_type for operator in self.by_role(Role.FIXED) if operator.is_floating}
+        fixed = {o.op_type for o in self.by_role(Role.FIXED) if o.is_floating and o.op_type != OPAQUE}
         return tuple(sorted(fixed - {operator.op_type for operator in self.by_role(Role.DEPENDENT)}))
+
+    def opaque_modules(self) -> tuple[str, ...]:
+        """Paths of the modules that are one operator each (`OPAQUE`); a runtime casts what they read to FP32."""
+        return tuple(operator.module for operator in self if operator.op_type == OPAQUE)
 
     def distances_to_input(self) -> Mapping[str, int]:
         """Number of adjustable operators before each operator (itself excluded) on the longest path from the inputs.

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from qsync_opt.report.display import levels
     from qsync_opt.report.figures import front_svg
     from qsync_opt.report.page import report_html, write_report
+    from qsync_opt.report.serving import serving_report_html, write_serving_report
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Measured", "MeasuredDevice", "Report", "check_front", "front_svg", "levels", "load_measured", "make_report",
-    "report_html", "write_report",
+    "report_html", "serving_report_html", "write_report", "write_serving_report",
 ]  # fmt: skip

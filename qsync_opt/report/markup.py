@@ -12,7 +12,15 @@ from qsync_opt.costs import estimate_lines
 from qsync_opt.io import format_gap, format_memory, format_sensitivity, format_time
 from qsync_opt.model import Role
 from qsync_opt.report.contents import LOWEST, NO_FRONT, Report
-from qsync_opt.training import PROOF_GAP, DeviceEvaluation, Evaluation, TerminationStatus, broken_limits, relative_gap
+from qsync_opt.training import (
+    PROOF_GAP,
+    SCHEMES_KEY,
+    DeviceEvaluation,
+    Evaluation,
+    TerminationStatus,
+    broken_limits,
+    relative_gap,
+)
 
 _CLAIM_AGREES = 1e-6
 """Largest relative difference between the objective that a plan file notes and the evaluated one."""
@@ -59,13 +67,13 @@ def summary_markup(report: Report) -> str:
 
 def _iteration_card(report: Report) -> str:
     evaluation = report.evaluation
-    return _card(
+    return card(
         "Whole iteration",
         [
             ("Iteration time", format_time(evaluation.iteration_ns)),
             ("Sensitivity", format_sensitivity(evaluation.objective)),
         ],
-        _meter(evaluation.iteration_ns, evaluation.latency_limit_ns),
+        level_bar(evaluation.iteration_ns, evaluation.latency_limit_ns),
         [
             time_words(report),
             "Sensitivity is the variance that low precision adds to the gradient; the plan keeps its sum small.",
@@ -76,13 +84,13 @@ def _iteration_card(report: Report) -> str:
 def _device_card(report: Report, device: DeviceEvaluation) -> str:
     count = report.problem.device(device.name).count
     workers = f"{count} worker{'s' if count > 1 else ''}"
-    return _card(
+    return card(
         f"{device.name} · {workers}",
         [
             ("Memory per worker", format_memory(device.memory_kib)),
             ("Sensitivity", format_sensitivity(device.sensitivity)),
         ],
-        _meter(device.memory_kib, device.memory_limit_kib) + _mix_bar(report, device.name),
+        level_bar(device.memory_kib, device.memory_limit_kib) + _mix_bar(report, device.name),
         [
             memory_words(report, device),
             mix_words(report, device.name),
@@ -91,13 +99,14 @@ def _device_card(report: Report, device: DeviceEvaluation) -> str:
     )
 
 
-def _card(title: str, figures: Iterable[tuple[str, str]], drawing: str, sentences: Iterable[str]) -> str:
+def card(title: str, figures: Iterable[tuple[str, str]], drawing: str, sentences: Iterable[str]) -> str:
+    """A box with a title, named figures, a drawing (markup) and sentences."""
     rows = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures)
     text = "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences)
     return f'<article class="card"><h3><bdi>{_text(title)}</bdi></h3><dl>{rows}</dl>{drawing}{text}</article>'
 
 
-def _meter(value: float, limit: float) -> str:
+def level_bar(value: float, limit: float) -> str:
     """A bar of what is used of a limit; the words beside it say the same."""
     share = value / limit if limit else 1.0
     width = min(1000.0, 1000.0 * share)
@@ -197,8 +206,22 @@ def timeline_markup(report: Report) -> str:
     return (
         '<p class="lead">One predicted iteration, laid out from the costs in the problem: one compute and one '
         "communication stream per worker, and one worker for all of its type. Hidden communication runs while the "
-        "worker computes.</p>" + table("Where the time of one iteration goes", header, body)
+        "worker computes.</p>" + table("Where the time of one iteration goes", header, body) + _schemes_markup(report)
     )
+
+
+def _schemes_markup(report: Report) -> str:
+    """The buckets of compressed gradients, as a table; nothing where gradients are not compressed."""
+    evaluation, problem = report.evaluation, report.problem
+    schemes = problem.extras.get(SCHEMES_KEY)
+    if not schemes:
+        return ""
+    spans = zip(schemes, evaluation.bucket_start_ns, problem.communication.allreduce_ns, strict=True)
+    body = [
+        [f"b{k}", str(name), format_time(start), format_time(span), format_time(start + span)]
+        for k, (name, start, span) in enumerate(spans)
+    ]
+    return table("Schemes of the gradient buckets", ["Bucket", "Scheme", "Begins", "Takes", "Ends"], body)
 
 
 def memory_markup(report: Report) -> str:

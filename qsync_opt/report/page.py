@@ -45,10 +45,10 @@ _TOKEN = re.compile(r"\{\{(\w+)\}\}")
 
 def report_html(report: Report, *, note: str = "") -> str:
     """Return the page of a report, which ends with ``note``, such as its sources and date."""
-    style, script = ("\n".join(map(_resource, names)) for names in (_STYLES, _SCRIPTS))
+    style, script = styles(), "\n".join(map(_resource, _SCRIPTS))
     parts = {
-        "policy": f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'",
+        "policy": f"default-src 'none'; script-src '{content_hash(script)}'; style-src '{content_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
         "version": escape(qsync_opt.__version__),
         "name": escape(report.problem.name),
         "style": style,
@@ -81,7 +81,13 @@ def json_for_html(data: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _hash(text: str) -> str:
+def styles() -> str:
+    """The style sheet of all pages."""
+    return "\n".join(map(_resource, _STYLES))
+
+
+def content_hash(text: str) -> str:
+    """The hash by which a page's policy allows a style or script of its own."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

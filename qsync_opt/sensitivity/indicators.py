@@ -109,6 +109,6 @@ class FormatIndicator:
 
 
 # In the order of the kinds.
-propagated, probed, loss, progress, depth, hessian, fisher, weight, random = (
+propagated, probed, loss, progress, depth, published, hessian, fisher, weight, random = (
     functools.partial(StatisticsIndicator, kind) for kind in IndicatorKind
 )

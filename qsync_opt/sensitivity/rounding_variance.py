@@ -201,7 +201,9 @@ def _tensor_rounding(
     backward = "TF32" if precision == "TF32" else _cast(formats.gradient_input)
     convolution = operator.op_type.startswith("conv")
     batch = not convolution and operator.products[0].products > 1
-    eight = scaled and options.backward == "eight" and not batch
+    # Of a product that no gradient reaches (before the first trained parameter) nothing is rounded backward.
+    reached = bool(operator.output_gradient.mean_square_amax)
+    eight = scaled and options.backward == "eight" and not batch and reached
     columns = Granularity.CHANNEL if options.activation_granularity is Granularity.ROW else Granularity.TENSOR
     kinds = {
         "first": operand(options.activation_granularity),

@@ -26,6 +26,7 @@ from qsync_opt.io import check_integer, check_number
 from qsync_opt.model import HasGraph, Operator, OpGraph, Role, graph_of
 from qsync_opt.numerics import FORMATS, PrecisionFormats, number_format
 from qsync_opt.sensitivity.propagation import Propagation, operand_edges, ratio
+from qsync_opt.sensitivity.published import layers, published_score
 from qsync_opt.sensitivity.rectifiers import Rectifiers
 from qsync_opt.sensitivity.rounding_variance import (
     ElementNoise,
@@ -75,7 +76,7 @@ def sensitivities(
         options: How the runtime rounds.
         kind: How noise is weighed; None is ``probed`` if the statistics hold gains, else ``progress`` if they hold
             adaptive ones, else ``propagated``. The table names the kind.
-        gamma: Weight of forward against backward noise, for ``kind="depth"`` only.
+        gamma: Weight of forward against backward noise, for ``kind="depth"`` and ``"published"`` only.
         seed: For ``kind="random"`` only.
         horizon: Weight of the gradient's variance against the immediate increase of the loss, for ``kind="loss"`` only;
             see ``noise_horizon``. At 0 only the immediate increase counts.
@@ -219,6 +220,9 @@ class _Scorer:
         if self.kind is IndicatorKind.DEPTH:
             # True distances, not QSync's layers, so that a residual shortcut does not make an operator shallow.
             self._to_input, self._to_loss = self.graph.distances_to_input(), self.graph.distances_to_loss()
+        elif self.kind is IndicatorKind.PUBLISHED:
+            self._layers = layers(self.graph)
+            self._last_layer = max(self._layers.values())
         elif self.kind in (IndicatorKind.PROBED, IndicatorKind.LOSS, IndicatorKind.PROGRESS):
             is_adaptive = self.kind is IndicatorKind.PROGRESS
             self._rectifiers = Rectifiers(self.graph, self.statistics, adaptive=is_adaptive)
@@ -235,6 +239,10 @@ class _Scorer:
                 parts = self._propagated(operator, statistics, results)
             case IndicatorKind.DEPTH:
                 parts = self._by_depth(operator, statistics, results)
+            case IndicatorKind.PUBLISHED:
+                layer = self._layers[operator.name]
+                score = published_score(statistics, precision, layer, self._last_layer, self.gamma)
+                parts = _Parts(backward=score.backward, forward=score.forward)
             case IndicatorKind.PROBED | IndicatorKind.PROGRESS:
                 parts = self._probed(operator, precision, formats, results)
             case IndicatorKind.LOSS:

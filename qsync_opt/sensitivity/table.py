@@ -17,7 +17,7 @@ SENSITIVITY_FORMAT = "qsync-sensitivities/1"
 
 
 class IndicatorKind(enum.StrEnum):
-    """How the noise of operators is weighed; the last four are baselines (``qsync_opt.sensitivity.scores``)."""
+    """How the noise of operators is weighed; the last six are baselines (``qsync_opt.sensitivity.scores``)."""
 
     PROPAGATED = "propagated"
     """By a sweep through the graph with the collected norms (``qsync_opt.sensitivity.propagation``)."""
@@ -30,6 +30,8 @@ class IndicatorKind(enum.StrEnum):
     gains."""
     DEPTH = "depth"
     """By QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and our variances."""
+    PUBLISHED = "published"
+    """By QSync's indicator as it was released, with its mistakes (``qsync_opt.sensitivity.published``)."""
     HESSIAN = "hessian"
     """By the trace of the loss's Hessian times the perturbation; needs curvatures."""
     FISHER = "fisher"
@@ -44,7 +46,7 @@ class IndicatorKind(enum.StrEnum):
         """Unit of the sensitivities."""
         units = {
             **{"hessian": "loss", "loss": "squared loss", "fisher": "squared loss"},
-            **{"progress": "share of progress", "weight": "squared weight", "random": "none"},
+            **{"progress": "share of progress", "published": "none", "weight": "squared weight", "random": "none"},
         }
         return units.get(self.value, "squared gradient")
 

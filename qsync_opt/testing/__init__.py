@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         check_solver,
         expect,
     )
+    from qsync_opt.testing.costs import linear_workload, make_cost_record, make_device_vector, pointwise_workload
     from qsync_opt.testing.problems import (
         INSTANCES,
         Instance,
@@ -55,8 +56,8 @@ else:
 __all__ = [
     "FORWARD_NS", "INSTANCES", "Instance", "buckets", "cast_coupling", "chain", "check_cost_model",
     "check_formulation", "check_indicator", "check_runtime", "check_solution", "check_solver", "cost", "diamond",
-    "expect", "late_peers", "make_cluster", "make_graph", "make_operator", "make_profile", "make_sensitivities",
-    "no_memory", "no_time", "operator", "random_graph", "random_plan", "random_problem", "random_step_costs",
-    "residual_graph", "sample_graph", "sample_knowledge", "shared_casts", "skipped_level", "stacked_graph",
-    "stacked_problem",
+    "expect", "late_peers", "linear_workload", "make_cluster", "make_cost_record", "make_device_vector",
+    "make_graph", "make_operator", "make_profile", "make_sensitivities", "no_memory", "no_time", "operator",
+    "pointwise_workload", "random_graph", "random_plan", "random_problem", "random_step_costs", "residual_graph",
+    "sample_graph", "sample_knowledge", "shared_casts", "skipped_level", "stacked_graph", "stacked_problem",
 ]  # fmt: skip

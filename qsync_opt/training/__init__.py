@@ -32,6 +32,13 @@ if TYPE_CHECKING:
         iteration_time,
     )
     from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, overview
+    from qsync_opt.training.intervals import (
+        INTERVALS_KEY,
+        IterationInterval,
+        interval_problem,
+        iteration_interval,
+        operator_intervals,
+    )
     from qsync_opt.training.memory import (
         MEMORY_KEY,
         OPERATORS_KEY,
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
     from qsync_opt.training.problem import (
         MI_ELEMENTS,
         NO_LIMIT_NS,
+        SCHEMES_KEY,
         CastCost,
         Communication,
         OperatorCost,
@@ -54,8 +62,26 @@ if TYPE_CHECKING:
         ProblemOperator,
         load_problem,
     )
+    from qsync_opt.training.profile_choice import (
+        ChoiceMethod,
+        Measurement,
+        ProfileChoice,
+        choose_profiles,
+        plan_regret,
+        profile_groups,
+    )
     from qsync_opt.training.propagation import follow_inputs, precisions_by_rank, propagate
     from qsync_opt.training.replanning import Change, Replanning, replan
+    from qsync_opt.training.shares import (
+        FastestShares,
+        SharesEvaluation,
+        SharesPlan,
+        SharesProblem,
+        at_batch,
+        build_shares_problem,
+        evaluate_shares,
+        fastest_shares,
+    )
     from qsync_opt.training.timeline import (
         COMMUNICATION,
         COMPUTE,
@@ -70,16 +96,18 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "BYTES_PER_KIB", "COMMUNICATION", "COMPUTE", "GAPS", "MEMORY_KEY", "MI_ELEMENTS", "NO_LIMIT_NS", "NS_PER_US",
-    "OPERATORS_KEY", "PROOF_GAP", "Alternative", "Answer", "BucketOptions", "CastCost", "Change", "Communication",
-    "DeviceEvaluation", "Evaluation", "Explainer", "Explanation", "FastestPlan", "Front", "FrontCache",
-    "GradientBucket", "MeasuredPasses", "MemoryTimeline", "OperatorCost", "Overview", "Plan", "PlanDifference",
-    "PointStatus", "Problem", "ProblemDevice", "ProblemOperator", "Replanning", "Solution",
-    "SolveOptions", "TerminationStatus", "Timeline", "TimelineEvent", "broken_limits", "build_problem", "calibrate",
-    "cast_buffers_kib", "compare_plans", "evaluate", "evaluate_device", "fastest", "follow_inputs", "front_key",
-    "gradient_buckets", "gradient_users", "identical_blocks", "iteration_time", "load_plan", "load_problem",
-    "memory_breakdown", "memory_timeline", "merge_by_operator", "merge_groups", "operator_buckets", "overview",
-    "pareto_front", "precisions_by_rank", "problem_inputs", "problem_role",
-    "propagate", "relative_gap", "replan", "replay", "solve", "trace_json", "uniform_choices", "uniform_plan",
-    "uniform_precisions", "write_trace",
+    "BYTES_PER_KIB", "COMMUNICATION", "COMPUTE", "GAPS", "INTERVALS_KEY", "MEMORY_KEY", "MI_ELEMENTS", "NO_LIMIT_NS",
+    "NS_PER_US", "OPERATORS_KEY", "PROOF_GAP", "SCHEMES_KEY", "Alternative", "Answer", "BucketOptions", "CastCost",
+    "Change", "ChoiceMethod", "Communication", "DeviceEvaluation", "Evaluation", "Explainer", "Explanation",
+    "FastestPlan", "FastestShares", "Front", "FrontCache", "GradientBucket", "IterationInterval", "MeasuredPasses",
+    "Measurement", "MemoryTimeline", "OperatorCost", "Overview", "Plan", "PlanDifference", "PointStatus", "Problem",
+    "ProblemDevice", "ProblemOperator", "ProfileChoice", "Replanning", "SharesEvaluation", "SharesPlan",
+    "SharesProblem", "Solution", "SolveOptions", "TerminationStatus", "Timeline", "TimelineEvent", "at_batch",
+    "broken_limits", "build_problem", "build_shares_problem", "calibrate", "cast_buffers_kib", "choose_profiles",
+    "compare_plans", "evaluate", "evaluate_device", "evaluate_shares", "fastest", "fastest_shares", "follow_inputs",
+    "front_key", "gradient_buckets", "gradient_users", "identical_blocks", "interval_problem", "iteration_interval",
+    "iteration_time", "load_plan", "load_problem", "memory_breakdown", "memory_timeline", "merge_by_operator",
+    "merge_groups", "operator_buckets", "operator_intervals", "overview", "pareto_front", "plan_regret",
+    "precisions_by_rank", "problem_inputs", "problem_role", "profile_groups", "propagate", "relative_gap", "replan",
+    "replay", "solve", "trace_json", "uniform_choices", "uniform_plan", "uniform_precisions", "write_trace",
 ]  # fmt: skip

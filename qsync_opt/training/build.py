@@ -6,9 +6,11 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
+from typing import Protocol, TypeVar, overload
 
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, load_cluster
 from qsync_opt.costs import DeviceProfile, MeasuredCost, estimate_extras, load_profile
+from qsync_opt.costs.learned import at_quantile, has_intervals, with_times
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_number
 from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
@@ -16,6 +18,7 @@ from qsync_opt.numerics import FORMATS, PrecisionFormats
 from qsync_opt.sensitivity import SensitivityTable, SensitivityValues
 from qsync_opt.training.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
 from qsync_opt.training.evaluation import BYTES_PER_KIB, evaluate_device
+from qsync_opt.training.intervals import INTERVALS_KEY
 from qsync_opt.training.memory import MemoryModel, model_memory
 from qsync_opt.training.planner import fastest
 from qsync_opt.training.pricing import device_tables, price_operators, problem_inputs, problem_role
@@ -37,6 +40,18 @@ SEARCH_SECONDS = 60.0
 _UNLIMITED_KIB = 2**50
 
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class CommunicationCosts(Protocol[T_co]):
+    """What makes a training problem one of precisions and communication together."""
+
+    def joint(self, problem: Problem) -> T_co:
+        """The problem of both."""
+
+
+@overload
 def build_problem(
     graph: OpGraph | HasGraph,
     profiles: Mapping[str, DeviceProfile],
@@ -49,7 +64,43 @@ def build_problem(
     latency_limit_ns: int | None = None,
     sensitivity_estimate: str | None = None,
     by_device: Mapping[str, Sensitivities] | None = None,
-) -> Problem:
+    quantile: float | None = None,
+    memory_excess_bytes: Mapping[str, int] | None = None,
+    communication: None = None,
+) -> Problem: ...
+@overload
+def build_problem(
+    graph: OpGraph | HasGraph,
+    profiles: Mapping[str, DeviceProfile],
+    sensitivities: Sensitivities,
+    cluster: Cluster | str | os.PathLike[str],
+    *,
+    slack: float = 0.0,
+    cast_sharing: str = "edge",
+    buckets: BucketOptions | None = None,
+    latency_limit_ns: int | None = None,
+    sensitivity_estimate: str | None = None,
+    by_device: Mapping[str, Sensitivities] | None = None,
+    quantile: float | None = None,
+    memory_excess_bytes: Mapping[str, int] | None = None,
+    communication: CommunicationCosts[T],
+) -> T: ...
+def build_problem(
+    graph: OpGraph | HasGraph,
+    profiles: Mapping[str, DeviceProfile],
+    sensitivities: Sensitivities,
+    cluster: Cluster | str | os.PathLike[str],
+    *,
+    slack: float = 0.0,
+    cast_sharing: str = "edge",
+    buckets: BucketOptions | None = None,
+    latency_limit_ns: int | None = None,
+    sensitivity_estimate: str | None = None,
+    by_device: Mapping[str, Sensitivities] | None = None,
+    quantile: float | None = None,
+    memory_excess_bytes: Mapping[str, int] | None = None,
+    communication: CommunicationCosts[T] | None = None,
+) -> Problem | T:
     """Build the precision-allocation problem of a model on a cluster.
 
     Args:
@@ -66,11 +117,18 @@ def build_problem(
         sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
         by_device: Sensitivities of single device types, in place of ``sensitivities``: border formats differ between
             types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
+        quantile: Price operators whose times have an interval (learned ones) at this quantile instead of the median, so
+            that limits hold at it; 0.9 keeps a plan within its limits on most devices. None: at the median.
+        memory_excess_bytes: By device type, how far the sum of memory over operators was above a peak that was
+            measured; so much less is charged for gradients and transient buffers.
+        communication: What compressing gradients costs, such as `qsync_opt.gradients.GradientCosts`; the result is
+            then the problem of precisions and schemes together, such as `qsync_opt.gradients.JointProblem`.
 
     Returns:
         The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
         under ``x-memory-operators`` which operators it is charged to; ``x-estimates`` names the device types whose
-        profile is an estimate, and ``sensitivity_estimate``.
+        profile is an estimate, ``sensitivity_estimate``, and ``quantile``. ``x-intervals`` of a device holds the ends
+        of the operators' intervals (see `qsync_opt.training.interval_problem`), where there are any.
 
     Raises:
         ProblemError: A device type without profile, a profile of another model (the first operators that differ are
@@ -92,6 +150,9 @@ def build_problem(
         cluster.device(name)  # sensitivities for a type that the cluster lacks are a misspelling
     buckets = buckets or BucketOptions()
     used = _profiles(graph, profiles, cluster)
+    estimated = used
+    if quantile is not None:
+        used = {name: at_quantile(profile, quantile) for name, profile in used.items()}
     distributed = cluster.num_workers > 1
     groups = merge_by_operator(gradient_buckets(graph, buckets)) if distributed else ()
     bucket_of = operator_buckets(graph, groups) if groups else dict.fromkeys((o.name for o in graph), None)
@@ -107,7 +168,7 @@ def build_problem(
         for operator in graph
     )
     devices: list[ProblemDevice] = []
-    extras: dict[tuple[str, ...], object] = {**estimate_extras(used, sensitivity_estimate)}
+    extras: dict[tuple[str, ...], object] = {**estimate_extras(used, sensitivity_estimate, quantile)}
     for device in cluster.devices:
         profile, own = used[device.name], by_device.get(device.name, sensitivities)
         tables = device_tables(graph, profile, device)
@@ -116,9 +177,14 @@ def build_problem(
         memory = model_memory(
             graph, profile, tables, distributed=distributed, gradient_as_view=buckets.gradient_as_view
         )
+        memory = memory.lowered((memory_excess_bytes or {}).get(device.name, 0))
         devices.append(_device(graph, device, profile, tables, memory, own))
         if device.role is DeviceRole.PLANNED:
             extras |= memory.notes(device.name)
+            if has_intervals(estimated[device.name]):
+                extras["devices", device.name, INTERVALS_KEY] = _intervals(
+                    graph, estimated[device.name], device, devices[-1].operators
+                )
     allreduce_ns = tuple(sum(cluster.allreduce_ns(bucket.num_bytes) for bucket in group) for group in groups)
     optimizers = [profile.optimizer for profile in used.values()]
     problem = Problem(
@@ -132,11 +198,11 @@ def build_problem(
         cast_sharing=cast_sharing,
     )
     planned = tuple(problem.device(device.name) for device in cluster.planned)
-    communication = replace(problem.communication, peer_ready_ns=_peer_ready_ns(problem, cluster))
-    problem = replace(problem, devices=planned, communication=communication, formats=_formats(planned), extras=extras)
-    if latency_limit_ns is not None:
-        return problem
-    return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack))
+    with_peers = replace(problem.communication, peer_ready_ns=_peer_ready_ns(problem, cluster))
+    problem = replace(problem, devices=planned, communication=with_peers, formats=_formats(planned), extras=extras)
+    if latency_limit_ns is None:
+        problem = replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack))
+    return problem if communication is None else communication.joint(problem)
 
 
 def _check_mapping(name: str, value: object, needed: str) -> None:
@@ -157,6 +223,28 @@ def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cl
         used[device.name] = profile if profile is not None else load_profile(device.profile or "")
         used[device.name].check_graph(graph)
     return used
+
+
+def _intervals(
+    graph: OpGraph,
+    profile: DeviceProfile,
+    device: DeviceType,
+    priced: Mapping[str, Mapping[str, OperatorCost]],
+) -> dict[str, dict[str, list[int]]]:
+    """Operator and precision to the ends of the intervals: forward low and high, backward low and high."""
+    ends = []
+    for end in (0.0, 1.0):
+        moved = with_times(profile, end)
+        ends.append(price_operators(graph, moved, device_tables(graph, moved, device)))
+    return {
+        name: {
+            precision: [pair[i] for i in (0, 1) for pair in (ends[0][name][precision], ends[1][name][precision])]
+            for precision in table
+            if profile.cost(name)[precision].interval_ns
+        }
+        for name, table in priced.items()
+        if any(profile.cost(name)[precision].interval_ns for precision in table)
+    }
 
 
 def _without(

@@ -7,16 +7,17 @@ step is a maximum over time. The sum bounds the peak of every plan:
   that reads it, with its optimizer state and (with more than one worker) its share of the all-reduce buckets.
 - **Activations** that backward needs are charged to one operator each. What an operator saves for itself (masks,
   statistics, quantized copies) is its own. A result that its users save as it is belongs to its producer, in the
-  producer's format. If only one adjustable operator saves it, it is charged there, and only at the precisions in which
-  that operator reads it uncast: a cast copy is already charged as a cast buffer. Views belong to the result whose
-  storage they show.
+  producer's format. If only one adjustable operator saves it, it is charged there. In both cases it is charged only at
+  precisions in which some operator that saves it reads it uncast: a cast copy is already charged as a cast buffer (the
+  FP32 copy that normalization saves of a 16-bit result). Views belong to the result whose storage they show.
 - **Gradients and transient buffers** (gradients of activations, workspace) exist while activations are being freed. For
   each moment of the forward pass, the backward pass and the optimizer step, we add up what exists beyond the
   activations and subtract the activations that do not exist then, each in the precision in which it is smallest. The
   largest of these sums covers every plan; it is charged to the operator at which it occurs.
 
-The bound is exact in static memory. It is above the truth where a result is both saved as its producer's and cast for
-its users, and where plans keep more activations than the smallest ones.
+The bound is exact in static memory. It is above the truth where a result is saved by users of which some cast it, where
+a cast copy is not kept until the backward pass, and where plans keep more activations than the smallest ones.
+Precisions that no plan gives a dependent operator (behind a normalization in FP32, say) do not count.
 
 Source: ours; the liveness view follows dPRO's memory estimator (MLSys 2022), which replays one plan where we bound all.
 """
@@ -24,16 +25,17 @@ Source: ours; the liveness view follows dPRO's memory estimator (MLSys 2022), wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 from qsync_opt.costs import DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_fields, check_integer, decode, encode
 from qsync_opt.model import OpGraph, Role
-from qsync_opt.numerics import is_eight_bit, number_format
+from qsync_opt.numerics import closest_precision, is_eight_bit, number_format
 from qsync_opt.training.buckets import gradient_users
 from qsync_opt.training.evaluation import BYTES_PER_KIB, DeviceEvaluation, cast_buffers_kib
+from qsync_opt.training.pricing import problem_inputs, problem_role
 from qsync_opt.training.problem import Problem
 
 CostTables = Mapping[str, Mapping[str, MeasuredCost]]
@@ -88,6 +90,21 @@ class MemoryModel:
         charges = {name: num_bytes for name, num_bytes in self.fixed_bytes.items() if num_bytes}
         return {("devices", device, MEMORY_KEY): encode(self.static), ("devices", device, OPERATORS_KEY): charges}
 
+    def lowered(self, excess_bytes: int) -> MemoryModel:
+        """The model with so many bytes less for gradients and transient buffers, as far as there are any.
+
+        Where the peak of a plan was measured, this takes off how far the sum of the plan was above it.
+        """
+        taken = max(0, min(excess_bytes, self.static.transient_bytes + self.static.gradients_bytes))
+        transient = min(taken, self.static.transient_bytes)
+        static = replace(
+            self.static,
+            transient_bytes=self.static.transient_bytes - transient,
+            gradients_bytes=self.static.gradients_bytes - (taken - transient),
+        )
+        peak = self.static.peak_operator
+        return replace(self, static=static, fixed_bytes={**self.fixed_bytes, peak: self.fixed_bytes[peak] - taken})
+
     def kib(self, operator: str, precision: str) -> int:
         """Memory of an operator in a precision in KiB, rounded up."""
         return -(-(self.fixed_bytes[operator] + self.activation_bytes[operator][precision]) // BYTES_PER_KIB)
@@ -108,14 +125,17 @@ def model_memory(
 
     Source: ours (see the module's text).
     """
+    reached = _reached(graph, profile, tables)
+    possible = {name: {p: table[p] for p in reached[name]} for name, table in tables.items()}
     roots = storage_roots(graph, tables)
-    owners = _owners(graph, tables, roots)
-    activations = _activations(graph, profile, tables, owners)
+    savers = _savers(graph, possible, roots)
+    owners = {result: _owner(graph, result, users) for result, users in savers.items()}
+    activations = _activations(graph, profile, tables, reached, savers, owners)
     parameter_bytes = {p.name: p.spec.num_bytes for p in graph.parameters}
     total_bytes = sum(parameter_bytes.values())
     gradient_bytes = dict.fromkeys(parameter_bytes, 0) if gradient_as_view else parameter_bytes
-    live = _live_bytes(graph, roots, owners)
-    peak, gradients, transient = _peak(graph, profile, tables, activations, gradient_bytes, live)
+    live = _live_bytes(graph, roots, owners, _cast_away_bytes(profile, reached, savers))
+    peak, gradients, transient = _peak(graph, profile, possible, activations, gradient_bytes, live)
     static = StaticMemory(
         parameters_bytes=total_bytes,
         optimizer_bytes=profile.optimizer.state_bytes,
@@ -150,8 +170,25 @@ def storage_roots(graph: OpGraph, tables: CostTables) -> dict[str, str]:
     return roots
 
 
-def _owners(graph: OpGraph, tables: CostTables, roots: Mapping[str, str]) -> dict[str, str]:
-    """For each result that is saved for the backward pass, the operator that it is charged to."""
+def _reached(graph: OpGraph, profile: DeviceProfile, tables: CostTables) -> dict[str, set[str]]:
+    """The precisions that some plan gives each operator; a dependent one follows its inputs."""
+    reached: dict[str, set[str]] = {}
+    for operator in graph:
+        table = tables[operator.name]
+        if problem_role(operator) is not Role.DEPENDENT:
+            reached[operator.name] = set(table)
+            continue
+        formats = [
+            {profile.formats[precision].output for precision in reached[source]} for source in problem_inputs(operator)
+        ]
+        lowest = max(min(number_format(name).rank for name in own) for own in formats)
+        delivered = {name for own in formats for name in own if number_format(name).rank >= lowest}
+        reached[operator.name] = {closest_precision(table, name) for name in delivered}
+    return reached
+
+
+def _savers(graph: OpGraph, tables: CostTables, roots: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each result that is saved for the backward pass, the operators that save it, its own producer perhaps."""
     savers: dict[str, set[str]] = {}
     for operator in graph:
         for cost in tables[operator.name].values():
@@ -159,17 +196,29 @@ def _owners(graph: OpGraph, tables: CostTables, roots: Mapping[str, str]) -> dic
                 savers.setdefault(roots[operator.inputs[position]], set()).add(operator.name)
             if cost.saves_output:
                 savers.setdefault(roots[operator.name], set()).add(operator.name)
-    owners = {}
-    for result, users in savers.items():
-        only = next(iter(users))
-        owners[result] = only if len(users) == 1 and graph[only].role is Role.ADJUSTABLE else result
-    return owners
+    return savers
+
+
+def _owner(graph: OpGraph, result: str, users: set[str]) -> str:
+    """The operator that a saved result is charged to."""
+    only = next(iter(users))
+    return only if len(users) == 1 and graph[only].role is Role.ADJUSTABLE else result
+
+
+def _read_uncast(reached: Mapping[str, set[str]], result: str, users: set[str], output: str) -> bool:
+    """Whether an operator that saves a result may read it as its producer delivers it, in the format ``output``."""
+    return any(user == result or output in reached[user] for user in users)
 
 
 def _activations(
-    graph: OpGraph, profile: DeviceProfile, tables: CostTables, owners: Mapping[str, str]
+    graph: OpGraph,
+    profile: DeviceProfile,
+    tables: CostTables,
+    reached: Mapping[str, set[str]],
+    savers: Mapping[str, set[str]],
+    owners: Mapping[str, str],
 ) -> dict[str, dict[str, int]]:
-    outputs = {name: {profile.formats[p].output for p in tables[name]} for name in tables}
+    outputs = {name: {profile.formats[p].output for p in reached[name]} for name in tables}
     charged = {
         operator.name: {
             precision: _own_bytes(graph, operator.name, precision, cost, outputs)
@@ -182,12 +231,24 @@ def _activations(
         for precision in charged[owner]:
             if owner == result:
                 saved = profile.formats[precision].output
-            elif precision in outputs[result]:
-                saved = precision
+                uncast = _read_uncast(reached, result, savers[result], saved)
             else:
-                continue  # the owner reads a cast copy, which is charged as a cast buffer
-            charged[owner][precision] += elements * number_format(saved).num_bytes
+                saved, uncast = precision, precision in outputs[result]
+            if uncast:  # else a cast copy is saved, which is charged as a cast buffer
+                charged[owner][precision] += elements * number_format(saved).num_bytes
     return charged
+
+
+def _cast_away_bytes(
+    profile: DeviceProfile, reached: Mapping[str, set[str]], savers: Mapping[str, set[str]]
+) -> dict[str, int]:
+    """Bytes per element of results of which only cast copies are saved, which themselves live until their last use."""
+    sizes = {}
+    for result, users in savers.items():
+        formats = {profile.formats[precision].output for precision in reached[result]}
+        cast = [number_format(name).num_bytes for name in formats if not _read_uncast(reached, result, users, name)]
+        sizes[result] = max(cast, default=0)
+    return sizes
 
 
 def _own_bytes(graph: OpGraph, name: str, precision: str, cost: MeasuredCost, outputs: Mapping[str, set[str]]) -> int:
@@ -222,7 +283,7 @@ def _peak(
         gradients += ends_at.get(k, 0)
         backward = backward_live[k] + max(cost.backward_workspace_bytes for cost in costs)
         moments.append((gradients, backward - freed, operator.name))
-        freed += min(activations[operator.name].values())
+        freed += min(activations[operator.name][precision] for precision in tables[operator.name])
         forward = forward_live[k] + max(cost.forward_workspace_bytes for cost in costs)
         moments.append((0, forward - freed, operator.name))
     moments.append((gradients, profile.optimizer.workspace_bytes - freed, graph.operators[0].name))
@@ -232,7 +293,9 @@ def _peak(
     return name, min(gradients, total), total - min(gradients, total)
 
 
-def _live_bytes(graph: OpGraph, roots: Mapping[str, str], owners: Mapping[str, str]) -> tuple[list[int], list[int]]:
+def _live_bytes(
+    graph: OpGraph, roots: Mapping[str, str], owners: Mapping[str, str], cast_away: Mapping[str, int]
+) -> tuple[list[int], list[int]]:
     """Bytes of results not charged as activations and of gradients of results, while each operator runs."""
     last = {operator.name: position for position, operator in enumerate(graph)}
     size = {operator.name: operator.output_elements * GRADIENT_BYTES for operator in graph}
@@ -243,9 +306,11 @@ def _live_bytes(graph: OpGraph, roots: Mapping[str, str], owners: Mapping[str, s
     for position, operator in enumerate(graph):
         name = operator.name
         if roots[name] == name:
-            for changes in (backward,) if owners.get(name) == name else (forward, backward):
-                changes[position] += size[name]
-                changes[last[name] + 1] -= size[name]
+            kept = owners.get(name) == name
+            alive = operator.output_elements * cast_away[name] if kept else size[name]
+            for changes, num_bytes in ((forward, alive), (backward, size[name])):
+                changes[position] += num_bytes
+                changes[last[name] + 1] -= num_bytes
     return list(accumulate(forward))[:-1], list(accumulate(backward))[:-1]
 
 

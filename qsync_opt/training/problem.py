@@ -37,6 +37,8 @@ from qsync_opt.views import Displayed, Tabular
 PROBLEM_FORMAT = "qsync-problem/1"
 NO_LIMIT_NS = 2**60
 """A latency limit that no step reaches."""
+SCHEMES_KEY = ("x-schemes",)
+"""Extension key of a problem whose all-reduces are compressed: the scheme of each bucket."""
 MI_ELEMENTS = 2**20
 """Cast slopes are per this many elements."""
 CAST_SHARINGS = ("edge", "producer")

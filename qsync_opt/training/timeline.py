@@ -12,7 +12,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_fields, freeze, write_json
 from qsync_opt.training.evaluation import DeviceEvaluation, Evaluation, evaluate
 from qsync_opt.training.plan import Plan
-from qsync_opt.training.problem import Problem
+from qsync_opt.training.problem import SCHEMES_KEY, Problem
 
 COMPUTE = "compute"
 COMMUNICATION = "communication"
@@ -114,19 +114,21 @@ def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
 
 def _all_reduces(worker: str, problem: Problem, evaluation: Evaluation) -> Iterator[TimelineEvent]:
     communication = problem.communication
+    schemes = problem.extras.get(SCHEMES_KEY)
     free_ns = 0
     spans = zip(evaluation.bucket_start_ns, communication.allreduce_ns, strict=True)
     for k, (start_ns, duration_ns) in enumerate(spans):
         ready_ns = {device.name: device.bucket_ready_ns[k] for device in evaluation.devices.values()}
         ready_ns |= {"devices of fixed precision": communication.peer_ready_ns[k], "the bucket before": free_ns}
+        compressed = {"scheme": schemes[k]} if schemes else {}
         yield TimelineEvent(
             worker=worker,
             stream=COMMUNICATION,
-            name=f"all-reduce {k}",
+            name=f"all-reduce {k} ({schemes[k]})" if schemes else f"all-reduce {k}",
             kind="all-reduce",
             start_ns=start_ns,
             duration_ns=duration_ns,
-            details={"bucket": k, "waited_for": max(ready_ns, key=ready_ns.__getitem__)},
+            details={"bucket": k, **compressed, "waited_for": max(ready_ns, key=ready_ns.__getitem__)},
         )
         free_ns = start_ns + duration_ns
 

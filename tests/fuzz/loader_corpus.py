@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import importlib
 import importlib.util
 import json
@@ -20,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qsync_opt.cluster import data_sheet, load_cluster
 from qsync_opt.costs import load_profile, roofline_profile
+from qsync_opt.costs.learned import RECORD_FORMAT, load_record
 from qsync_opt.formulations.training import FrontPoint
 from qsync_opt.io import MeasurementCache, encode, parse_json
 from qsync_opt.model import Role, graph_to_json, load_graph, save_graph
@@ -39,7 +41,7 @@ from qsync_opt.sensitivity import (
     load_statistics,
     save_statistics,
 )
-from qsync_opt.testing import random_plan, random_problem, sample_graph
+from qsync_opt.testing import make_cost_record, random_plan, random_problem, sample_graph
 from qsync_opt.training import FrontCache, evaluate, front_key, load_plan, load_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +265,7 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         Loader("measurement cache", "json", [measurement], _measurement),
         Loader("front cache", "json", [front], _front),
         Loader("measured", "json", [measured], load_measured),
+        Loader("cost record", "json", [encode(make_cost_record(2), version=RECORD_FORMAT)], _cost_record),
         Loader("onnx", "onnx", onnx_models(), _read_onnx),
         Loader("onnx weights", "onnx", onnx_models(), read_weights),
     ]
@@ -280,6 +283,14 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         found.append(Loader("job", "json", [_job_seed(profile, sensitivities)], _job))
         found.append(Loader("matmul choices", "json", [table], _choices))
     return found
+
+
+def _cost_record(path: Any) -> Any:
+    """The loader of records, which are compressed; the corpus spoils what is inside."""
+    packed = Path(f"{path}.gz")
+    packed.write_bytes(gzip.compress(Path(path).read_bytes()))
+    record = load_record(packed)
+    return list(record.programs())
 
 
 def _job_seed(profile: dict[str, Any], sensitivities: dict[str, Any]) -> dict[str, Any]:

@@ -50,14 +50,13 @@ def test_a_model_is_profiled_on_the_card() -> None:
         assert cost.forward_ns + cost.backward_ns > 0
         assert cost.host_backward_ns > 0
     assert costs["BF16"].forward_ns < costs["FP32"].forward_ns
-    # How near the fit comes depends on how busy the host is; that it is right on average does not.
-    checks = result.overhead.iterations
-    assert {check.precision for check in checks} == set(result.formats)
-    taken = [check.forward_ns + check.backward_ns for check in checks]
-    told = [check.predicted_forward_ns + check.predicted_backward_ns for check in checks]
-    summed = [check.summed_forward_ns + check.summed_backward_ns for check in checks]
-    assert all(0 < bare <= whole for bare, whole in zip(summed, told, strict=True))
-    off = sum(whole / measured - 1 for whole, measured in zip(told, taken, strict=True)) / len(checks)
-    assert abs(off) < 1e-3 or (off > 0 and result.overhead.forward_ns_per_operator == 0)
+    checks = {check.precision: check for check in result.overhead.iterations}
+    assert set(checks) == set(result.formats)
+    summed = {name: check.summed_forward_ns + check.summed_backward_ns for name, check in checks.items()}
+    predicted = {name: check.predicted_forward_ns + check.predicted_backward_ns for name, check in checks.items()}
+    assert all(0 < summed[name] <= predicted[name] for name in checks)
+    # Iterations that the fit has not seen, of the plain model, which products of milliseconds pace and not the host.
+    measured = measure_iteration(example)
+    assert predicted["FP32"] == pytest.approx(measured.forward_ns + measured.backward_ns, rel=0.3)
     measured = measure_iteration(example, torch.optim.AdamW(model.parameters()))
     assert "max_memory_allocated" in measured.memory_source

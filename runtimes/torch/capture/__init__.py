@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.capture.calls import RecordedCall, TensorArgument, count_flops, index_bound
     from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program, save_onnx
     from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture, capture_model
+    from qsync_opt.runtimes.torch.capture.opaque import OpaqueModule
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CapturedModel", "RecordedCall", "TensorArgument", "capture", "capture_model", "count_flops", "export_onnx",
-    "export_program", "index_bound", "save_onnx",
+    "CapturedModel", "OpaqueModule", "RecordedCall", "TensorArgument", "capture", "capture_model", "count_flops",
+    "export_onnx", "export_program", "index_bound", "save_onnx",
 ]  # fmt: skip

@@ -141,17 +141,17 @@ def describe_module(path: str, module: nn.Module | type | str) -> str:
 @contextlib.contextmanager
 def locating(model: nn.Module, what: str) -> Iterator[None]:
     """Turn an exception of a forward pass inside the block into a ModelError that names the module it came from."""
-    running = ["the model's forward"]  # modules that were entered and not left
+    running = [("", "the model's forward")]  # modules that were entered and not left
     handles: list[Any] = []
 
-    def enter(where: str, *_: Any) -> None:
-        running.append(where)
+    def enter(path: str, where: str, *_: Any) -> None:
+        running.append((path, where))
 
     def leave(*_: Any) -> None:
         running.pop()
 
     for path, module in model.named_modules():
-        hook = functools.partial(enter, describe_module(path, module))
+        hook = functools.partial(enter, path, describe_module(path, module))
         handles.append(module.register_forward_pre_hook(hook, prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:
@@ -159,9 +159,10 @@ def locating(model: nn.Module, what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(
-            f"{what} in {running[-1]}: {_reason(error)}{_place(error)}{_remedy(model, running[-1], error)}"
-        ) from error
+        path, where = running[-1]
+        reason, (remedy, may_be_opaque) = f"{_reason(error)}{_place(error)}", _remedy(model, where, error)
+        note = reason + remedy if remedy == _EXPERTS else reason
+        raise LocatedError(f"{what} in {where}: {reason}{remedy}", path if may_be_opaque else "", note) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -185,25 +186,37 @@ def _place(error: BaseException) -> str:
     return f" (at {inside[-1].filename}:{inside[-1].lineno}: {inside[-1].line})" if inside else ""
 
 
-def _remedy(model: nn.Module, where: str, error: BaseException) -> str:
-    """What to do about a forward pass that depends on the data, as an addition to the reason, else nothing."""
+_EXPERTS = (
+    "; experts that are chosen by branches cannot be captured: of Transformers' models "
+    'model.set_experts_implementation("batched_mm") computes them without'
+)
+
+
+class LocatedError(ModelError):
+    """A forward pass failed: ``path`` is the module that may be kept in one piece, "" if none; ``reason`` says why."""
+
+    def __init__(self, text: str, path: str, reason: str) -> None:
+        """Keep path and reason beside the text."""
+        super().__init__(text)
+        self.path, self.reason = path, reason
+
+
+def _remedy(model: nn.Module, where: str, error: BaseException) -> tuple[str, bool]:
+    """What to do about a forward pass that depends on the data, else "", and whether its module may be opaque."""
     text = f"{type(error).__name__} {error}"
     if not any(word in text for word in ("DataDependent", "data-dependent", "PendingUnbacked", "unbacked")):
-        return ""
+        return "", True
     config = getattr(model, "config", None)
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
     if getattr(config, "layerdrop", 0) and any("skip" in line or "drop" in line for line in lines):
-        return "; layers that are skipped at random cannot be captured: set model.config.layerdrop = 0"
+        return "; layers that are skipped at random cannot be captured: set model.config.layerdrop = 0", False
     if "Experts" in where or any("expert" in line.lower() for line in lines):
-        return (
-            "; experts that are chosen by branches cannot be captured: of Transformers' models "
-            'model.set_experts_implementation("batched_mm") computes them without'
-        )
+        return _EXPERTS, True
     return (
         "; what depends on the data cannot be captured: take .item(), .tolist(), nonzero() and branches on tensors "
-        "out of the forward pass (torch.where instead of a branch), or call this part, such as the loss, outside of "
-        "the model"
-    )
+        "out of the forward pass (torch.where instead of a branch), move them into a module of their own, which then "
+        "stays in FP32, or call this part, such as the loss, outside of the model"
+    ), True
 
 
 # Tensor methods that may return their own tensor.

@@ -2,8 +2,8 @@
 
 The model runs once, is exported with torch.export and the dynamo exporter to ONNX, and the ONNX model is read back: its
 nodes carry the operators that they belong to, its metadata all operators, also those without a node. Where ONNX has no
-form of some operation, the exported program alone gives the graph: the operation is opaque, fixed in FP32. The model is
-left unchanged: mode, buffers and random state are restored.
+form of some operation, the exported program alone gives the graph: the operation is opaque, fixed in FP32. So is a
+module that torch.export cannot look into. The model is left unchanged: mode, buffers and random state are restored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_few
 from qsync_opt.model import ROLE_TABLE, OpGraph, Role, RoleTable, graph_to_json
 from qsync_opt.model.onnx import GRAPH_KEY, OPERATOR_KEY, read_onnx
 from qsync_opt.runtimes.torch.capture.calls import RecordedCall
-from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program, locating, save_onnx, training_mode
+from qsync_opt.runtimes.torch.capture.export import (
+    LocatedError,
+    describe_module,
+    export_onnx,
+    export_program,
+    locating,
+    save_onnx,
+    training_mode,
+)
+from qsync_opt.runtimes.torch.capture.opaque import OpaqueModule, in_one_piece, observe
 from qsync_opt.runtimes.torch.capture.operators import Operators
-from qsync_opt.runtimes.torch.capture.program import flatten
+from qsync_opt.runtimes.torch.capture.program import flatten, sized_by_data
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.support import call_arguments, model_unchanged
 
@@ -39,12 +49,14 @@ _LOGGER = logging.getLogger(__name__)
 class CapturedModel:
     """A captured model: its operator graph, and by name the call of every operator, to run it by itself.
 
-    ``program`` is the ``torch.export.ExportedProgram`` at the level of torch operations.
+    ``program`` is the ``torch.export.ExportedProgram`` at the level of torch operations. ``notes`` says which modules
+    are one operator each, and why.
     """
 
     graph: OpGraph
     program: Any
     calls: Mapping[str, RecordedCall]
+    notes: tuple[str, ...] = ()
 
 
 def capture_model(
@@ -73,8 +85,9 @@ def capture_model(
         The graph, the exported program, and the call of each operator.
 
     Raises:
-        ModelError: The forward pass or an exporter fails (with the reason, the module and the line where it stopped), a
-            parameter is not FP32, or the exported model is not the one that runs.
+        ModelError: The forward pass or an exporter fails (with the reason, the module and the line where it stopped,
+            and a remedy), a parameter is not FP32, or the exported model is not the one that runs. If torch.export
+            stops inside a module below the model itself, that module is one fixed operator instead, with a warning.
 
     Source:
         Ours. The exporters are torch.export and torch.onnx.
@@ -84,13 +97,14 @@ def capture_model(
     kwargs = {**named, **(kwargs or {})}
     with training_mode(model):
         seen = _run_once(model, args, kwargs)
-        with model_unchanged(model):  # tracing replaces buffers that the forward pass assigns
-            program = export_program(model, args, kwargs)
-    flatten(program)
-    operators = Operators(program, model, roles or RoleTable(), name or type(model).__name__)
-    _compare(operators.graph, seen)
+        program, opaque, notes = _exported(model, args, kwargs)
+    operators = Operators(program, model, roles or RoleTable(), name or type(model).__name__, opaque)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    inside = tuple(f"{path}{end}" for path in opaque for end in "./")
+    _compare(operators.graph, tuple(name for name in seen if not name.startswith(inside)))
     graph = _through_onnx(program, operators, onnx_path)
-    return CapturedModel(graph=graph, program=program, calls=MappingProxyType(operators.calls))
+    return CapturedModel(graph=graph, program=program, calls=MappingProxyType(operators.calls), notes=notes)
 
 
 def capture(
@@ -136,6 +150,44 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ):
         model(*args, **kwargs)
     return tuple(seen)
+
+
+def _exported(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, dict[str, OpaqueModule], tuple[str, ...]]:
+    """The flat exported program, the modules that are one operator each, because they cannot be exported, and notes.
+
+    With such a module all others of its class are kept in one piece, like the experts of every layer.
+    """
+    opaque: dict[str, OpaqueModule] = {}
+    notes: list[str] = []
+
+    def run() -> None:
+        with torch.no_grad(), model_unchanged(model), locating(model, "the forward pass failed"):
+            model(*args, **kwargs)
+
+    while True:
+        try:
+            with model_unchanged(model), in_one_piece(opaque):  # tracing replaces buffers that the forward pass assigns
+                program = export_program(model, args, kwargs)
+            flatten(program)
+            path, reason = sized_by_data(program), "sizes inside depend on the data"
+            if not path or path in opaque:
+                return program, opaque, tuple(notes)
+        except LocatedError as failure:
+            path, reason = failure.path, failure.reason
+            if not path or path in opaque:
+                raise
+        module = model.get_submodule(path)
+        paths = tuple(other for other, found in model.named_modules() if type(found) is type(module))
+        nested = any(one.startswith(f"{other}.") for one in paths for other in paths)
+        paths = (path,) if nested else paths
+        opaque = {old: entry for old, entry in opaque.items() if not old.startswith(tuple(f"{p}." for p in paths))}
+        opaque |= observe(model, paths, run)
+        notes.append(
+            f"{describe_module(path, module)} is one operator in FP32, as {first_few([repr(p) for p in paths])}: "
+            f"torch.export cannot look inside ({reason})"
+        )
 
 
 def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import fx, nn
 from qsync_opt.errors import ModelError, first_few
 from qsync_opt.model import (
     ATEN_PRODUCTS,
+    OPAQUE,
     ROLE_TABLE,
     Operator,
     OpGraph,
@@ -29,6 +31,7 @@ from qsync_opt.model import (
     decide_role,
 )
 from qsync_opt.runtimes.torch.capture.calls import RecordedCall, TensorArgument, count_flops, index_bound
+from qsync_opt.runtimes.torch.capture.opaque import OpaqueModule
 from qsync_opt.runtimes.torch.capture.program import (
     Dataflow,
     is_floating,
@@ -60,7 +63,17 @@ class Operators:
         ModelError: A shape or element type cannot be planned, there are no operators, or a role pattern fits none.
     """
 
-    def __init__(self, program: Any, model: nn.Module, roles: RoleTable, name: str) -> None:
+    def __init__(
+        self,
+        program: Any,
+        model: nn.Module,
+        roles: RoleTable,
+        name: str,
+        opaque: Mapping[str, OpaqueModule] = MappingProxyType({}),
+    ) -> None:
+        """Read the program; ``opaque`` are the modules by path that are one operator each."""
+        self._opaque = opaque
+        self._names = {id(parameter): key for key, parameter in model.named_parameters()}
         self.calls: dict[str, RecordedCall] = {}
         self.by_node: dict[str, str] = {}
         self._operators: list[Operator] = []
@@ -109,6 +122,8 @@ class Operators:
             path = self._paths.get(path, path)
             self._add(node, kind, path, self._name(path, kind))
             self._flow.advance(node)
+            if kind == OPAQUE and self._opaque[str(node.args[1])].parameters():
+                self._flow.add_gradient(node)
         elif node.op == "placeholder" and tensors and self._flow.state(node) is None and is_floating(tensors[0]):
             self._add(node, INPUT, "", self._name(INPUT, node.name))
 
@@ -126,7 +141,12 @@ class Operators:
             role = Role.FIXED
             self.unused.append(name)
         signature = call.signature(kind)
-        trained = (str(read.state) for read in reads if read.is_parameter and read.requires_gradient)
+        trained = [str(read.state) for read in reads if read.is_parameter and read.requires_gradient]
+        num_bytes = _count_bytes(kind, reads, outputs, call.is_view)
+        if isinstance(call.target, OpaqueModule):
+            inside = call.target.parameters()
+            trained += [self._names[id(parameter)] for parameter in inside]
+            num_bytes += sum(parameter.numel() * parameter.element_size() for parameter in inside)
         self._operators.append(
             Operator(
                 name=name,
@@ -139,7 +159,7 @@ class Operators:
                 parameters=tuple(dict.fromkeys(trained)),
                 onnx_nodes=(),
                 flops=self._count_flops(name, kind, signature, call),
-                num_bytes=_count_bytes(kind, reads, outputs, call.is_view),
+                num_bytes=num_bytes,
                 signature=signature,
             )
         )
@@ -150,6 +170,11 @@ class Operators:
         if node.op == "placeholder":
             return RecordedCall(target=torch.empty_like, args=(self._flow.argument(node),), is_view=True)
         assert callable(node.target)
+        if kind == OPAQUE:
+            entry = self._opaque[str(node.args[1])]
+            pairs = zip(self._flow.reads(node), entry.bounds, strict=True)
+            described = tuple(self._flow.argument(read, bound) for read, bound in pairs)
+            return RecordedCall(target=entry, args=(described, ""))
         tensors = tuple(tensor for read in self._flow.reads(node) for tensor in tensors_of(read))
         upper = index_bound(base_kind(kind), tensors)
 
@@ -172,7 +197,7 @@ class Operators:
         reads = [] if node.op == "placeholder" else self._floating_reads(node)
         activations = [read for read in reads if self._flow.state(read) is None]
         delivers_floating = any(spec.is_floating for spec in outputs)
-        if listed is None and (delivers_floating or activations):
+        if listed is None and (delivers_floating or activations) and kind != OPAQUE:
             self._unknown.add(kind)
         # An operator that writes into an activation keeps its format, whatever else it reads.
         keeps_format = is_in_place(node) and bool(activations) and reads[0] is activations[0]
@@ -203,6 +228,8 @@ class Operators:
         return tuple(self.by_node[self._flow.source(read).name] for read in reads)
 
     def _count_flops(self, name: str, kind: str, signature: str, call: RecordedCall) -> int:
+        if isinstance(call.target, OpaqueModule):
+            return call.target.flops
         if base_kind(kind) in ROLE_TABLE and base_kind(kind) not in ATEN_PRODUCTS:
             return 0
         if signature not in self._flops:

@@ -128,6 +128,26 @@ class State:
     requires_gradient: bool
 
 
+def sized_by_data(program: Any) -> str:
+    """Path of the innermost module around the first tensors whose size depends on the data, "" if there is none.
+
+    It is a module that takes and returns tensors of fixed sizes only.
+    """
+    sized = {
+        node
+        for node in program.graph.nodes
+        if any(not isinstance(size, int) for tensor in tensors_of(node) for size in tensor.shape)
+    }
+    path = module_path(next((node for node in program.graph.nodes if node in sized), program.graph.output_node()))
+
+    def inside(node: fx.Node) -> bool:
+        return f"{module_path(node)}.".startswith(f"{path}.")
+
+    while path and any(inside(node) and not all(map(inside, node.users)) for node in sized):
+        path = path.rpartition(".")[0]
+    return path
+
+
 def tensor_spec(tensor: torch.Tensor, node: fx.Node) -> TensorSpec:
     """Shape and type of a tensor that ``node`` returns.
 
@@ -225,6 +245,10 @@ class Dataflow:
             self._writers[root] = node
         elif self.shares_memory(node):
             self._roots[node] = root
+
+    def add_gradient(self, node: fx.Node) -> None:
+        """Note that backward flows into the tensor of a node although it reads none that needs a gradient."""
+        self._gradients.add(node)
 
     def argument(self, node: fx.Node, upper: int | None = None) -> Any:
         """The result of a node as an argument; a tuple if it returns several tensors."""

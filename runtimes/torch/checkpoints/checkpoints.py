@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,11 +34,14 @@ from qsync_opt.checkpoints import (
     step_folder,
     steps_in,
     verify,
-    verify_chunks,
+    verify_file,
     verify_sizes,
 )
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
 from qsync_opt.io import check_integer, decode, encode, read_json, write_json
+from qsync_opt.runtimes.torch.checkpoints.loader import require_reshardable
+from qsync_opt.runtimes.torch.checkpoints.memory import Ring
+from qsync_opt.runtimes.torch.checkpoints.reading import Reader
 from qsync_opt.runtimes.torch.checkpoints.resuming import (
     RankState,
     Resumed,
@@ -50,19 +53,18 @@ from qsync_opt.runtimes.torch.checkpoints.resuming import (
     resume_plan,
 )
 from qsync_opt.runtimes.torch.checkpoints.staging import Background, Staging
-from qsync_opt.runtimes.torch.checkpoints.state import OPTIMIZER, JobState, Sizes, Values, sizes_of_old
+from qsync_opt.runtimes.torch.checkpoints.state import OPTIMIZER, JobState, Sizes, Values, join_state, sizes_of_old
 from qsync_opt.runtimes.torch.checkpoints.storage import (
     RankFile,
-    Reader,
     WritePlan,
     WritePlanner,
-    bytes_of,
     pieces_of,
     saved_sizes,
     write_file,
 )
 from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
+    digest,
     gather_json,
     naming_lost_ranks,
     require_agreement,
@@ -125,13 +127,16 @@ class Checkpoints:
                 )
         self._folder = Path(folder)
         self._model = model
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = [_bare_optimizer(each) for each in several]
+        self._others = others
         self._state = JobState(model, optimizers, others)
         self._plan = plan
         self._keep = keep
         self._optimizers = optimizers
         self._planner = WritePlanner()
         self._staging = Staging()
+        self._ring = Ring()
         self._background = Background()
         self._group: Any = None
         self._hooks: list[Any] = []
@@ -157,8 +162,7 @@ class Checkpoints:
         """
         self.wait()
         job = self._begin(step)
-        file = job.file
-        self._commit(job, lambda: map(_on_cpu, () if file is None else pieces_of(file, job.tensors)))
+        self._commit(job, lambda: () if job.file is None else self._ring.chunks(job.file, job.parts()))
         return step_folder(self._folder, step)
 
     def save_in_background(self, step: int) -> None:
@@ -169,8 +173,8 @@ class Checkpoints:
         is copied at once. The copy is then written on a thread. Host memory for one copy of what this rank writes is
         kept for the next save (`staged_bytes`). A second call first waits for the first one's checkpoint.
 
-        Parameters may be changed by optimizers' steps only; before anything else changes them, call `wait`. Call it,
-        too, before the process group is destroyed.
+        Parameters may be changed by optimizers' steps only; before anything else changes them, call `wait_for_copy`.
+        Call `wait` before the process group is destroyed.
 
         Args:
             step: Number of training steps done. A checkpoint of the same step is replaced.
@@ -181,23 +185,25 @@ class Checkpoints:
             NotReadyError: Another rank failed; the text repeats its error.
         """
         self.wait()
-        if self._group is None and world()[1] > 1:
-            # Training goes on beside the thread: their messages must not meet in one group.
-            self._group = dist.new_group(backend="gloo")
+        group = self._message_group(needed=True)  # training goes on beside the thread: messages must not meet
         if not self._hooks:
             self._hooks = [
                 optimizer.register_step_pre_hook(lambda *_: self._staging.finish()) for optimizer in self._optimizers
             ]
         job = self._begin(step)
-        names = [] if job.file is None else [name for name, _ in job.file.boxes]
-        parts = [] if job.file is None else list(pieces_of(job.file, job.tensors))
         stable = self._state.changed_by_steps_only()
-        later = [name in stable or (bool(stable) and name.startswith(f"{OPTIMIZER}.")) for name in names]
-        together(lambda: self._staging.begin(parts, later))
+
+        def copy() -> None:
+            if job.file is not None:
+                names = [name for name, _ in job.file.boxes]
+                later = [name in stable or (bool(stable) and name.startswith(f"{OPTIMIZER}.")) for name in names]
+                self._staging.begin(job.file, job.parts(), later)
+
+        together(copy)
 
         def write() -> None:
             try:
-                self._commit(job, self._staging.parts, self._group)
+                self._commit(job, self._staging.chunks, group)
             except BaseException as failure:
                 _LOGGER.error("%s", failure)  # noqa: TRY400 (it is raised again, with its trace, by wait)
                 raise
@@ -213,10 +219,25 @@ class Checkpoints:
         """
         self._background.wait()
 
+    def wait_for_copy(self) -> None:
+        """Wait until the copy that `save_in_background` began holds all, so that anything may change parameters.
+
+        An optimizer's step does so by itself. On a GPU the current stream waits, not the host.
+
+        Raises:
+            NotReadyError: A copy failed.
+        """
+        self._staging.finish()
+
+    @property
+    def saving(self) -> bool:
+        """Whether the checkpoint that `save_in_background` began is still being written by this rank."""
+        return self._background.running
+
     @property
     def staged_bytes(self) -> int:
-        """Host memory of this rank that `save_in_background` keeps."""
-        return self._staging.num_bytes
+        """Host memory of this rank that is kept: a copy of what it writes in the background, 48 MiB for `save`."""
+        return self._staging.num_bytes + self._ring.num_bytes
 
     def _begin(self, step: int) -> _Job:
         """Agree on a save, plan who writes what, and create the folder."""
@@ -228,6 +249,7 @@ class Checkpoints:
             {"step": step, "model": self._state.shapes_digest()},
             "save the same model at the same step on all ranks",
         )
+        _require_equal_others(values.others)
         ranks = self._ranks()
         layout = self._planner.plan(tensors)
         create = _attempting(step, lambda: None if rank else str(begin(self._folder, step)))
@@ -246,14 +268,14 @@ class Checkpoints:
             step=step, temporary=temporary, tensors=tensors, state=state, layout=layout, file=layout.files[rank]
         )
 
-    def _commit(self, job: _Job, parts: Callable[[], Iterator[memoryview]], group: Any = None) -> None:
+    def _commit(self, job: _Job, chunks: Callable[[], Iterable[memoryview]], group: Any = None) -> None:
         """Write this rank's part and, once all ranks have, publish the checkpoint."""
         rank, _ = world()
 
         def write() -> dict[str, Any]:
             facts = {}
             if job.file is not None:
-                facts[job.file.name] = write_file(job.temporary, job.file, parts())
+                facts[job.file.name] = write_file(job.temporary, job.file, chunks())
             if rank == 0:
                 write_json(job.temporary / STATE, encode(job.state, version=CHECKPOINT_FORMAT))
                 flush(job.temporary / STATE)
@@ -300,6 +322,7 @@ class Checkpoints:
         path = step_folder(self._folder, chosen)
         manifest, state = together(lambda: self._checked(path))
         present = self._ranks()
+        together(lambda: None if model_only else require_reshardable(self._others, len(state.ranks)))
         together(lambda: require_same_operators(state.ranks, present, state.versions))
         saved = in_present_order(state.ranks, present)
         tight = broadcast_json(self._tight(state.memory_bytes) if rank == 0 else None)
@@ -310,14 +333,15 @@ class Checkpoints:
         tensors, values = together(lambda: self._state.wanted(sizes, state.values, rank, model_only, where))
         reader = None if old else together(lambda: Reader(path, manifest, tensors))
         if reader is not None:
-            together(lambda: self._advising(path, reader.verify))
+            reads, group = reader.plan(), self._message_group(needed=world()[1] > 1 and not _on_gloo())
+            together(lambda: self._advising(path, lambda: reader.fetch(reads, group)))
 
         def read() -> None:
             with _translated(f"{where} was not loaded"):
                 if reader is None:
                     _load_old(path, tensors)
                 else:
-                    reader.read()
+                    reader.copy()
             self._state.load(tensors, values, rank, model_only, where)
 
         together(read)
@@ -326,6 +350,12 @@ class Checkpoints:
         if rank == 0:
             _LOGGER.log(logging.WARNING if resumed.replanned else logging.INFO, "%s", resumed.describe())
         return resumed
+
+    def _message_group(self, *, needed: bool) -> Any:
+        """A gloo group of all ranks, created once; None, the default group, if not needed or there is one rank."""
+        if needed and self._group is None and world()[1] > 1:
+            self._group = dist.new_group(backend="gloo")
+        return self._group if needed else None
 
     def _ranks(self) -> list[RankState]:
         own = RankState.of(self._model, world()[0], self._plan)
@@ -350,10 +380,10 @@ class Checkpoints:
                 fact = manifest.files.get(STATE)
                 if fact is None:
                     raise ProblemError(f"the checkpoint {str(path)!r} lacks {STATE!r}")
-                verify_chunks(path, STATE, fact, range(len(fact.chunks)))
+                verify_file(path, STATE, fact)
             else:
                 verify(path, *world())
-            return manifest, _state_of(path)
+            return manifest, state_of(path)
 
         return self._advising(path, check)
 
@@ -396,9 +426,48 @@ class _Job:
     layout: WritePlan
     file: RankFile | None
 
+    def parts(self) -> list[Tensor]:
+        """The values of the boxes of the file, not copied."""
+        return [] if self.file is None else list(pieces_of(self.file, self.tensors))
 
-def _on_cpu(tensor: Tensor) -> memoryview:
-    return bytes_of(tensor.cpu().contiguous())
+
+def _on_gloo() -> bool:
+    return str(dist.get_backend()) == "gloo"
+
+
+def _bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside Accelerate's wrapper, which has no hooks."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _require_equal_others(others: Mapping[str, Any]) -> None:
+    """Refuse other objects whose states differ between ranks, of which a checkpoint keeps one.
+
+    Raises:
+        ModelError: On all ranks; the text names the object.
+    """
+    if not others:
+        return
+    digests = gather_json({name: digest(value) for name, value in others.items()})
+    for rank, own in enumerate(digests):
+        for name in others:
+            if own.get(name) != digests[0].get(name):
+                raise ModelError(
+                    f"the state of {name!r} is another one on rank {rank} than on rank 0, and a checkpoint keeps one "
+                    "for any number of ranks: give an object whose state is equal on all ranks, such as ResumableLoader"
+                )
+
+
+def value_of(path: Path, name: str) -> Any:
+    """What a checkpoint holds of one of its other objects, without its tensors; None if it has no such object.
+
+    Raises:
+        ProblemError: The checkpoint is damaged.
+    """
+    verify_sizes(path)
+    value = state_of(path).values.others.get(name)
+    return None if value is None else join_state(value, {}, f"the checkpoint {str(path)!r}")
 
 
 def _attempting(step: int, work: Callable[[], T]) -> Callable[[], T]:
@@ -414,7 +483,12 @@ def _load_old(path: Path, tensors: Mapping[str, Tensor]) -> None:
     load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=world()[1] == 1)
 
 
-def _state_of(path: Path) -> _State:
+def state_of(path: Path) -> _State:
+    """The JSON part of a checkpoint, once it was verified.
+
+    Raises:
+        ProblemError: It is damaged, or not of the step that the folder says.
+    """
     where = str(path / STATE)
     data = read_json(where, (OLD_FORMAT, CHECKPOINT_FORMAT))
     state = decode(_State, data, where, version=data["format"])

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.runtimes.torch.checkpoints.storage import bytes_of
+from qsync_opt.runtimes.torch.checkpoints.memory import HostBuffer, chunks_of
+from qsync_opt.runtimes.torch.checkpoints.storage import RankFile
 
 
 class Staging:
-    """One copy of the boxes that a rank writes, in a buffer that is allocated and pinned (or touched) once.
+    """The file that a rank writes, copied into host memory that is allocated (and pinned for a GPU) once.
 
     What changes at any time is copied at once; what only the optimizers' steps change is copied beside the next
     forward and backward pass. `finish`, called before an optimizer's step, ends the copying: on a CPU it waits, on a
@@ -22,31 +23,32 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer: HostBuffer | None = None
+        self._file: RankFile | None = None
         self._slices: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._event: Any = None
         self._stream: Any = None
-        self._sources: Sequence[Tensor] = ()
+        self._sources: Sequence[Tensor] = ()  # held, so that their memory is not used anew before it is copied
 
     @property
     def num_bytes(self) -> int:
         """Host memory that is held."""
-        return self._buffer.numel()
+        return 0 if self._buffer is None else self._buffer.bytes.numel()
 
-    def begin(self, sources: Sequence[Tensor], later: Sequence[bool]) -> None:
-        """Copy the sources; those marked as ``later`` until `finish`."""
+    def begin(self, file: RankFile, sources: Sequence[Tensor], later: Sequence[bool]) -> None:
+        """Copy the boxes of a file; those marked as ``later`` until `finish`."""
         self._join()
         self._error = None
-        self._reserve(sources)
+        self.reserve(file, sources)
         pairs = list(zip(sources, self._slices, later, strict=True))
         at_once = [(source, target) for source, target, wait in pairs if not wait]
         deferred = [(source, target) for source, target, wait in pairs if wait]
         device = next((source.device for source in sources if source.is_cuda), None)
         with torch.no_grad():
             for source, target in at_once:
-                target.copy_(source)
+                target.copy_(source, non_blocking=source.is_cuda)  # in the order of the current stream
         self._sources = [source for source, _ in deferred]
         if device is not None:
             self._copy_on_stream(deferred, device)
@@ -54,21 +56,29 @@ class Staging:
             self._thread = threading.Thread(target=self._copy, args=(deferred,), name="checkpoint-staging")
             self._thread.start()
 
-    def _reserve(self, sources: Sequence[Tensor]) -> None:
-        places, end = [], 0
-        for source in sources:
-            end += -end % 16  # every type can begin there
-            places.append(end)
-            end += source.numel() * source.element_size()
+    def reserve(self, file: RankFile, sources: Sequence[Tensor]) -> None:
+        """Allocate what `begin` needs, if it is not there yet.
+
+        Raises:
+            NotReadyError: So much cannot be pinned.
+        """
         pinned = any(source.is_cuda for source in sources)
-        fits = end <= self._buffer.numel() <= 2 * end + 2**20
-        if not fits or (pinned and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self._buffer = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
-        self._slices = [
-            self._buffer[place : place + source.numel() * source.element_size()].view(source.dtype).view(source.shape)
-            for source, place in zip(sources, places, strict=True)
-        ]
+        end, buffer = file.num_bytes, self._buffer
+        if file is self._file and buffer is not None and (buffer.pinned or not pinned):
+            return  # the same boxes in the same places as before
+        self._file = None
+        if buffer is None or not end <= buffer.bytes.numel() <= 2 * end + 2**20 or (pinned and not buffer.pinned):
+            self._slices = []
+            self._buffer = buffer = None  # the old one goes before the new one comes
+            self._buffer = buffer = HostBuffer(end, pinned=pinned)
+        place = len(file.header)
+        buffer.bytes[:place] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+        self._slices = []
+        for source in sources:
+            end = place + source.numel() * source.element_size()
+            self._slices.append(buffer.bytes[place:end].view(source.dtype).view(source.shape))
+            place = end
+        self._file = file
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         try:
@@ -85,8 +95,6 @@ class Staging:
         with torch.cuda.stream(self._stream), torch.no_grad():
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-                if source.is_cuda:
-                    source.record_stream(self._stream)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(self._stream)
 
@@ -107,8 +115,12 @@ class Staging:
         if self._event is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
-    def parts(self) -> Iterator[memoryview]:
-        """The copied bytes of each source, once they are there; for the thread that writes them."""
+    def chunks(self) -> Iterator[memoryview]:
+        """The chunks of the copied file, once it is there; for the thread that writes it.
+
+        Raises:
+            NotReadyError: A copy failed.
+        """
         if (thread := self._thread) is not None:
             thread.join()
         if self._event is not None:
@@ -116,8 +128,8 @@ class Staging:
         if self._error is not None:
             raise NotReadyError(f"what is to be saved was not copied: {self._error}")
         self._sources = ()
-        for part in self._slices:
-            yield bytes_of(part)
+        if self._buffer is not None and self._file is not None:
+            yield from chunks_of(self._buffer, self._file.num_bytes)
 
 
 class Background:
@@ -138,6 +150,11 @@ class Background:
 
         self._thread = threading.Thread(target=run, name="checkpoint-writing", daemon=False)
         self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the work is not done yet."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the work, if any, and raise its error."""

@@ -6,13 +6,14 @@ ranks write equally much. Any rank reads the boxes that it holds now, whoever wr
 
 from __future__ import annotations
 
+import errno
 import json
-import math
-import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,14 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from qsync_opt.checkpoints import (
-    CHUNK_BYTES,
     Box,
-    Copy,
     FileFact,
     Manifest,
     SavedPiece,
     SavedTensor,
     Shard,
     assign_boxes,
-    copies_into,
     replica_problem,
-    verify_chunks,
 )
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.runtimes.torch.ddp import gather_json
@@ -60,6 +57,11 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Types by their names in safetensors."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BLOCK_BYTES = 4096
+"""To a multiple of which memory and places in files are aligned that are written past the system's cache."""
+WRITING_THREADS = 8
+IN_FLIGHT = 12
+"""Chunks that are being written at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class RankFile:
     header: bytes
     boxes: tuple[tuple[str, Box], ...]
     num_bytes: int
-    """Of the boxes, without the header."""
+    """Of the whole file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,8 @@ class WritePlanner:
 
 
 def _place(tensor: Tensor) -> tuple[list[int], list[int]]:
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim(), [*tensor.shape]
     _, box = local_part(tensor)
     return [*box.offsets], [*box.lengths]
 
@@ -165,7 +169,9 @@ def plan_writes(held: Sequence[Sequence[Any]], hosts: Sequence[str]) -> WritePla
     boxes = assign_boxes(shards, problem, plan)
     files: list[RankFile | None] = []
     pieces: dict[str, list[SavedPiece]] = {name: [] for name in kinds}
-    for rank, own in enumerate(boxes):
+    for rank, unordered in enumerate(boxes):
+        # The largest elements first: so every box begins at a multiple of its element's size.
+        own = sorted(unordered, key=lambda each: -DTYPES[kinds[each[0]][0]].itemsize)
         files.append(_rank_file(rank, own, kinds) if own or rank == 0 else None)
         if (file := files[-1]) is not None:
             begin = len(file.header)
@@ -202,75 +208,91 @@ def _rank_file(
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     name = f"rank-{rank:05d}.safetensors"
-    return RankFile(name=name, header=struct.pack("<Q", len(text)) + text, boxes=tuple(boxes), num_bytes=begin)
+    return RankFile(
+        name=name, header=struct.pack("<Q", len(text)) + text, boxes=tuple(boxes), num_bytes=8 + len(text) + begin
+    )
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor on its device; a copy only if it is not contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def pieces_of(file: RankFile, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """The values of each box of a rank's file, as views of what the rank holds."""
     for name, box in file.boxes:
-        local, place = local_part(tensors[name])
-        yield local[box.relative_to(place)]
+        tensor = tensors[name]
+        if not isinstance(tensor, DTensor) and box.lengths == tensor.shape:  # most are; training waits for this loop
+            yield tensor.detach()
+        else:
+            local, place = local_part(tensor)
+            yield local[box.relative_to(place)]
 
 
-def write_file(folder: Path, file: RankFile, parts: Iterator[memoryview]) -> FileFact:
-    """Write a rank's file and flush it to the disk; the hashes are computed from what is written, in the same pass.
+def write_file(folder: Path, file: RankFile, chunks: Iterable[memoryview]) -> FileFact:
+    """Write a rank's file from several threads and flush it to the disk; each chunk is hashed as it is written.
+
+    Args:
+        folder: Of the checkpoint.
+        file: What is written.
+        chunks: Its bytes, header included, by `CHUNK_BYTES`. Memory of a chunk may be used anew once `IN_FLIGHT` more
+            were taken. Where it begins at a multiple of `BLOCK_BYTES`, it is written past the system's cache.
 
     Raises:
         OSError: The file cannot be written.
     """
-    descriptor = os.open(folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    import xxhash
+
+    path = folder / file.name
+    plain = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    direct = _open_direct(path)
+    hashes: list[str] = []
+
+    def write(chunk: memoryview, place: int) -> str:
+        digest = xxhash.xxh3_128_hexdigest(chunk)
+        if direct is not None:
+            done = _write_blocks(direct, chunk, place)
+            chunk, place = chunk[done:], place + done
+        while len(chunk):
+            done = os.pwrite(plain, chunk, place)
+            chunk, place = chunk[done:], place + done
+        return digest
+
     try:
-        stream = _HashedStream(descriptor)
-        stream.write(memoryview(file.header))
-        for part in parts:
-            stream.write(part)
-        fact = stream.finish()
-        os.fsync(descriptor)
-        return fact
+        with ThreadPoolExecutor(WRITING_THREADS, "checkpoint-chunks") as pool:
+            running: deque[Future[str]] = deque()
+            place = 0
+            for chunk in chunks:
+                running.append(pool.submit(write, chunk, place))
+                place += len(chunk)
+                if len(running) == IN_FLIGHT:
+                    hashes.append(running.popleft().result())
+            hashes += [future.result() for future in running]
+        os.fsync(plain)
     finally:
-        os.close(descriptor)
+        os.close(plain)
+        if direct is not None:
+            os.close(direct)
+    return FileFact(bytes=place, chunks=tuple(hashes))
 
 
-class _HashedStream:
-    """Writes to a file, and hashes each chunk of it."""
+def _open_direct(path: Path) -> int | None:
+    """A descriptor that writes past the system's cache, which is steadier; None where the file system has none."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except (AttributeError, OSError):
+        return None
 
-    def __init__(self, descriptor: int) -> None:
-        import xxhash
 
-        self._descriptor = descriptor
-        self._new_hash = xxhash.xxh3_128
-        self._hash = xxhash.xxh3_128()
-        self._chunks: list[str] = []
-        self._num_bytes = 0
-
-    def write(self, data: memoryview) -> None:
-        """Append bytes."""
-        data = data.cast("B")
-        while len(data):
-            part = data[: CHUNK_BYTES - self._num_bytes % CHUNK_BYTES]
-            self._hash.update(part)
-            left = part
-            while len(left):
-                left = left[os.write(self._descriptor, left) :]
-            self._num_bytes += len(part)
-            if self._num_bytes % CHUNK_BYTES == 0:
-                self._next_chunk()
-            data = data[len(part) :]
-
-    def _next_chunk(self) -> None:
-        self._chunks.append(self._hash.hexdigest())
-        self._hash = self._new_hash()
-
-    def finish(self) -> FileFact:
-        """Size and hashes of the whole file."""
-        if self._num_bytes % CHUNK_BYTES:
-            self._next_chunk()
-        return FileFact(bytes=self._num_bytes, chunks=tuple(self._chunks))
+def _write_blocks(descriptor: int, chunk: memoryview, place: int) -> int:
+    """Write the whole blocks of a chunk; returns how many bytes were written, 0 where the file system refuses."""
+    whole = len(chunk) - len(chunk) % BLOCK_BYTES
+    try:
+        return os.pwrite(descriptor, chunk[:whole], place) if whole else 0
+    except OSError as failure:
+        if failure.errno == errno.EINVAL:  # memory or place is not aligned as this file system wants it
+            return 0
+        raise
 
 
 def saved_sizes(manifest: Manifest, where: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -295,67 +317,3 @@ def saved_sizes(manifest: Manifest, where: str) -> dict[str, tuple[torch.Size, t
                 )
         sizes[name] = torch.Size(tensor.shape), DTYPES[tensor.dtype]
     return sizes
-
-
-class Reader:
-    """What this rank needs of a checkpoint: verified first, then copied into its tensors.
-
-    Raises:
-        ProblemError: The saved pieces do not hold a tensor.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        self._path, self._manifest = path, manifest
-        self._copies: list[tuple[str, Tensor, Box, Copy]] = []
-        for name, tensor in tensors.items():
-            local, box = local_part(tensor)
-            for copy in copies_into(box, manifest.tensors[name].pieces, f"tensor {name!r}"):
-                self._copies.append((name, local, box, copy))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are copied."""
-        return sum(copy.box.size * self._dtype(name).itemsize for name, _, _, copy in self._copies)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._manifest.tensors[name].dtype]
-
-    def verify(self) -> None:
-        """Compare the chunks that will be read, and the headers, with their hashes.
-
-        Raises:
-            ProblemError: One was changed after it was written.
-        """
-        chunks = {name: {0} for name in {copy.piece.file for _, _, _, copy in self._copies}}
-        for name, _, _, copy in self._copies:
-            first, last = _byte_range(copy, self._dtype(name).itemsize)
-            chunks[copy.piece.file].update(range(first // CHUNK_BYTES, (last - 1) // CHUNK_BYTES + 1))
-        for file, numbers in sorted(chunks.items()):
-            verify_chunks(self._path, file, self._manifest.files[file], sorted(numbers))
-
-    def read(self) -> None:
-        """Copy into the tensors."""
-        maps: dict[str, mmap.mmap] = {}
-        with torch.no_grad():
-            for name, local, box, copy in self._copies:
-                piece, dtype = copy.piece, self._dtype(name)
-                if piece.file not in maps:
-                    with open(self._path / piece.file, "rb") as stream:
-                        # Private, not read-only: torch warns of memory that it must not write to.
-                        maps[piece.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-                raw = torch.frombuffer(
-                    maps[piece.file], dtype=torch.uint8, count=piece.box.size * dtype.itemsize, offset=piece.begin
-                )
-                if piece.begin % dtype.itemsize:
-                    raw = raw.clone()
-                saved = raw.view(dtype).reshape(piece.lengths)
-                local[copy.box.relative_to(box)].copy_(saved[copy.box.relative_to(piece.box)])
-
-
-def _byte_range(copy: Copy, itemsize: int) -> tuple[int, int]:
-    """Bytes of a file from the first to behind the last that a copy reads."""
-    piece, box = copy.piece, copy.box
-    strides = [math.prod(piece.lengths[k + 1 :]) for k in range(len(piece.lengths))]
-    low = sum((o - base) * s for o, base, s in zip(box.offsets, piece.offsets, strides, strict=True))
-    high = sum((e - 1 - base) * s for e, base, s in zip(box.ends, piece.offsets, strides, strict=True))
-    return piece.begin + low * itemsize, piece.begin + (high + 1) * itemsize

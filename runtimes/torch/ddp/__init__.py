@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         measure_slowdown,
         never_falling,
     )
+    from qsync_opt.runtimes.torch.ddp.launch import RESULT, WorkerError, Workers
+    from qsync_opt.runtimes.torch.ddp.shares import ShareSampler, global_count, global_mean, split_samples
     from qsync_opt.runtimes.torch.ddp.workers import (
         fit_all_reduce,
         free_port,
@@ -36,7 +38,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "CollectiveCost", "broadcast_json", "clamped_share", "digest", "fail_together", "fit_all_reduce", "free_port",
-    "gather_json", "measure_all_reduce", "measure_collectives", "measure_slowdown", "message_device",
-    "naming_lost_ranks", "never_falling", "process_group", "require_agreement", "together", "world",
+    "RESULT", "CollectiveCost", "ShareSampler", "WorkerError", "Workers", "broadcast_json", "clamped_share", "digest",
+    "fail_together", "fit_all_reduce", "free_port", "gather_json", "global_count", "global_mean", "measure_all_reduce",
+    "measure_collectives", "measure_slowdown", "message_device", "naming_lost_ranks", "never_falling", "process_group",
+    "require_agreement", "split_samples", "together", "world",
 ]  # fmt: skip

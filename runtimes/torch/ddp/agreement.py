@@ -53,7 +53,7 @@ def _encoded(value: Any, group: Any = None) -> Tensor:
 
 
 def _decoded(message: Tensor) -> Any:
-    return json.loads(bytes(message.cpu().tolist()).decode())
+    return json.loads(message.cpu().numpy().tobytes())
 
 
 def broadcast_json(value: Any, source: int = 0) -> Any:

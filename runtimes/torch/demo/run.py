@@ -21,7 +21,7 @@ from qsync_opt.costs import DeviceProfile, load_profile
 from qsync_opt.errors import SolverError
 from qsync_opt.model import OpGraph, Role, load_graph
 from qsync_opt.runtimes.host import free_port
-from qsync_opt.runtimes.torch.demo.launch import Workers
+from qsync_opt.runtimes.torch.ddp import Workers
 from qsync_opt.runtimes.torch.demo.report import (
     DemoResult,
     Measured,

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.model import save_graph
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
-from qsync_opt.runtimes.torch.ddp import measure_all_reduce, process_group
-from qsync_opt.runtimes.torch.demo.launch import RESULT
+from qsync_opt.runtimes.torch.ddp import RESULT, measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.model import Batches, Gpt, standard_library_text
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions
 from qsync_opt.runtimes.torch.execution import apply

@@ -68,8 +68,9 @@ class ApplySettings:
 
     ``worthwhile`` is False if the model is better left alone. ``autocast``, ``captured`` and ``compiled`` are as in
     `ApplyOptions`.
-    ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given. ``expected_ns`` is the
-    predicted time of a step; ``expected_bytes`` its predicted peak memory, None if predicted for other conditions.
+    ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given, ``opaque_modules`` the
+    modules that run as they are (`OpGraph.opaque_modules`). ``expected_ns`` is the predicted time of a step;
+    ``expected_bytes`` its predicted peak memory, None if predicted for other conditions.
     """
 
     worthwhile: bool
@@ -77,6 +78,7 @@ class ApplySettings:
     captured: bool
     compiled: bool
     lifted_kinds: tuple[str, ...]
+    opaque_modules: tuple[str, ...]
     expected_ns: int
     expected_bytes: int | None
 
@@ -201,7 +203,7 @@ class AppliedPlan:
             self._give_losses_back()
             raise
         self.interception.on_pass_begin, self.interception.on_pass_end = self._begin_pass, self._end_pass
-        self.interception.recurrent_inputs = lifted
+        self.interception.recurrent_inputs = self.interception.opaque_inputs = lifted
         self._modes_before: tuple[str, ...] | None = None
         self._compiled_before: Any = None
         if options.autocast in AUTOCAST_TYPES:
@@ -489,6 +491,8 @@ def apply(
     # Without the graph, which rank 0 alone has, the settings name its kinds.
     kinds = graph.lifted_kinds() if graph is not None else settings.lifted_kinds if settings is not None else ()
     applied = AppliedPlan(bare, adjustable, graph, options, device_type, kinds)
+    source = graph.opaque_modules() if graph is not None else settings.opaque_modules if settings is not None else ()
+    applied.interception.opaque_modules = frozenset(source)
     if options.captured:
         applied.interception.graphs = CapturedPasses(applied.interception, bare, compiled=options.compiled)
     if settings is not None and not options.compiled:  # its hook would be compiled with the model

@@ -10,9 +10,13 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.gradients.hook import GradientCompression, compress_gradients
     from qsync_opt.runtimes.torch.gradients.measuring import measure_schemes
+    from qsync_opt.runtimes.torch.gradients.sharded import ShardedCompression, compress_sharded_gradients
     from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
     from qsync_opt.runtimes.torch.gradients.transports import Reducer
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["GradientCompression", "Reducer", "bucket_statistics", "compress_gradients", "measure_schemes"]
+__all__ = [
+    "GradientCompression", "Reducer", "ShardedCompression", "bucket_statistics", "compress_gradients",
+    "compress_sharded_gradients", "measure_schemes",
+]  # fmt: skip

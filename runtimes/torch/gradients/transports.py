@@ -1,10 +1,13 @@
 """How codes become the mean gradient on every worker: all-reduces of integers, or all-to-all and all-gather.
 
-Every function works on the current stream and ends with identical bits on all ranks.
+Every function works on the current stream and ends with identical bits on all ranks. On CPUs a large bucket is reduced
+in pieces: while one is under way the next is encoded, and the last one's mean is decoded.
 """
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +20,11 @@ from qsync_opt.gradients import Code, GradientScheme, Scheme, Transport
 from qsync_opt.kernels.gradients import Codec, Encoded, Layout, reference
 from qsync_opt.kernels.quantize import stream_key
 
-_FORMS = {Code.INTEGER: "int8", Code.SCALED_FLOAT: "fp8", Code.FLOAT: "bf16"}
-_DRAWS = 4
-"""Random streams of one bucket and rank."""
+FORMS = {Code.INTEGER: "int8", Code.SCALED_FLOAT: "fp8", Code.FLOAT: "bf16"}
+_DRAWS = 2
+"""Random streams of one piece and rank."""
+_PIECE = 1 << 19
+"""Elements of a piece, about."""
 
 
 @dataclass(slots=True)
@@ -61,42 +66,60 @@ class Reducer:
             own(gradient, self, step, bucket)
             return
         x = gradient.to(torch.float32)
-        keys = [self.key(step, bucket, draw) for draw in range(_DRAWS)]
         if scheme.code is Code.EXPONENT:
-            mean = self._exponential(x, keys)
-        elif scheme.transport is Transport.SUM:
-            mean = self._sum(x, scheme, keys[0])
+            gradient.copy_(self._exponential(x, self._keys(step, bucket, 0)))
+            return
+        if scheme.transport is Transport.SUM:
+            self._sum(x, scheme, step, bucket)
         else:
-            mean = self._two_shot(x, scheme, keys)
-        if mean.data_ptr() != gradient.data_ptr():
-            gradient.copy_(mean)
+            unit = (scheme.block or 4) * workers
+            pieces = enumerate(_pieces(x, unit))
+            _overlapped([self._two_shot(piece, scheme, self._keys(step, bucket, k)) for k, piece in pieces])
+        if x.data_ptr() != gradient.data_ptr():
+            gradient.copy_(x)
 
-    def key(self, step: int, bucket: int, draw: int) -> int:
-        """Key of one random stream of this rank."""
+    def _keys(self, step: int, bucket: int, piece: int) -> list[int]:
+        """Keys of this rank's random streams."""
         rank, workers = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return stream_key(self.seed, step, (bucket * workers + rank) * _DRAWS + draw)
+        own = stream_key(self.seed, step, bucket * workers + rank)
+        return [stream_key(own, piece, draw) for draw in range(_DRAWS)]
 
-    def _sum(self, x: Tensor, scheme: Scheme, key: int) -> Tensor:
+    def _sum(self, x: Tensor, scheme: Scheme, step: int, bucket: int) -> None:
+        block = scheme.block or x.numel()
+        scales = self.codec.sum_scales(x, block)
+        dist.all_reduce(scales, op=dist.ReduceOp.MAX, group=self.group)
+        flights, first = [], 0
+        for k, piece in enumerate(_pieces(x, block if block < _PIECE else 4)):
+            own = scales[first // block : -(-(first + piece.numel()) // block)]
+            flights.append(self._sum_piece(piece, own, scheme, self._keys(step, bucket, k)[0]))
+            first += piece.numel()
+        _overlapped(flights)
+
+    def _sum_piece(self, x: Tensor, scales: Tensor, scheme: Scheme, key: int) -> Iterator[Any]:
+        """Replace one piece by its mean; gives the collective that it waits for."""
         workers, elements = dist.get_world_size(self.group), x.numel()
         levels = scheme.levels(workers)
         layout = Layout(width=scheme.width, lanes=scheme.lanes, block=scheme.block or elements)
-        scales = self.codec.sum_scales(x, layout.block)
-        dist.all_reduce(scales, op=dist.ReduceOp.MAX, group=self.group)
         codes = self.codec.encode_sum(x, scales, levels, layout, key)
-        dist.all_reduce(codes, group=self.group)
-        return self.codec.decode_sum(codes, scales, levels, workers, layout, elements, out=x)
+        yield dist.all_reduce(codes, group=self.group, async_op=True)
+        _put(self.codec.decode_sum(codes, scales, levels, workers, layout, elements, out=x), x)
 
-    def _two_shot(self, x: Tensor, scheme: Scheme, keys: list[int]) -> Tensor:
-        form, block = _FORMS[scheme.code], scheme.block or 4
+    def _two_shot(self, x: Tensor, scheme: Scheme, keys: list[int]) -> Iterator[Any]:
+        """Replace one piece by its mean; gives the collectives that it waits for."""
+        form, block = FORMS[scheme.code], scheme.block or 4
         workers, elements = dist.get_world_size(self.group), x.numel()
         part = -(-elements // (workers * block)) * block  # of one worker
         padded = x if part * workers == elements else torch.nn.functional.pad(x, (0, part * workers - elements))
-        codes, scales = self.codec.encode(padded, form, block, keys[0])
-        codes_ND, scales_NB = self._exchanged(codes, workers), self._exchanged(scales, workers)
-        codes, scales = self.codec.reduce(codes_ND, scales_NB, form, block, keys[1])
-        whole = Encoded(self._gathered(codes, workers), self._gathered(scales, workers))
+        sent = self.codec.encode(padded, form, block, keys[0])
+        (codes_ND, first), (scales_NB, second) = (self._exchanging(values, workers) for values in sent)
+        yield first
+        yield second
+        own = self.codec.reduce(codes_ND, scales_NB, form, block, keys[1])
+        (codes, first), (scales, second) = (self._gathering(values, workers) for values in own)
+        yield first
+        yield second
         out = x if len(padded) == elements else None
-        return self.codec.decode(whole, form, block, out=out)[:elements]
+        _put(self.codec.decode(Encoded(codes, scales), form, block, out=out)[:elements], x)
 
     def _exponential(self, x: Tensor, keys: list[int]) -> Tensor:
         workers, elements = dist.get_world_size(self.group), x.numel()
@@ -106,20 +129,56 @@ class Reducer:
         part = -(-elements // workers)
         codes = reference.encode_exponential(x, scale, workers, keys[0])
         codes = torch.nn.functional.pad(codes, (0, part * workers - elements))
-        reduced = reference.reduce_exponential(self._exchanged(codes, workers), keys[1])
-        return reference.decode_exponential(self._gathered(reduced, workers)[:elements], scale, workers)
+        exchanged, work = self._exchanging(codes, workers)
+        _wait(work)
+        gathered, work = self._gathering(reference.reduce_exponential(exchanged, keys[1]), workers)
+        _wait(work)
+        return reference.decode_exponential(gathered[:elements], scale, workers)
 
-    def _exchanged(self, values: Tensor, workers: int) -> Tensor:
-        """Every worker's values for this one: shape (workers, len(values) / workers). As bytes, for all backends."""
+    def _exchanging(self, values: Tensor, workers: int) -> tuple[Tensor, Any]:
+        """Every worker's values for this one, shape (workers, len(values) / workers), once they are there.
+
+        They go as bytes, for all backends.
+        """
         sent = values.view(torch.uint8)
-        received = torch.empty_like(sent)
+        received, work = torch.empty_like(sent), None
         if len(sent):
-            dist.all_to_all_single(received, sent, group=self.group)
-        return received.view(values.dtype).view(workers, -1)
+            work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return received.view(values.dtype).view(workers, -1), work
 
-    def _gathered(self, values: Tensor, workers: int) -> Tensor:
+    def _gathering(self, values: Tensor, workers: int) -> tuple[Tensor, Any]:
+        """The values of all workers one after another, once they are there."""
         sent = values.contiguous().view(torch.uint8)
-        received = torch.empty(workers * len(sent), dtype=torch.uint8, device=sent.device)
+        received, work = torch.empty(workers * len(sent), dtype=torch.uint8, device=sent.device), None
         if len(sent):
-            dist.all_gather(list(received.view(workers, -1).unbind(0)), sent, group=self.group)
-        return received.view(values.dtype)
+            parts = list(received.view(workers, -1).unbind(0))
+            work = dist.all_gather(parts, sent, group=self.group, async_op=True)
+        return received.view(values.dtype), work
+
+
+def _pieces(x: Tensor, unit: int) -> Sequence[Tensor]:
+    """Views of ``x`` that end at multiples of ``unit``; on cards all of it, because launches would take longer."""
+    if x.device.type != "cpu":
+        return (x,)
+    return x.split(max(_PIECE // unit, 1) * unit)
+
+
+def _put(values: Tensor, x: Tensor) -> None:
+    if values.data_ptr() != x.data_ptr():
+        x.copy_(values)
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _overlapped(flights: Iterable[Iterator[Any]]) -> None:
+    """Run all to their ends: each up to its first collective, then in turn as these are done, alike on all ranks."""
+    under_way = collections.deque((flight, next(flight)) for flight in flights)
+    while under_way:
+        flight, work = under_way.popleft()
+        _wait(work)
+        for following in flight:
+            under_way.append((flight, following))
+            break

@@ -133,6 +133,8 @@ class Forward:
                 f"module {self.path or 'the root'!r} runs in two threads at once, but a plan follows one pass at a "
                 "time: let the threads take turns, and use DistributedDataParallel in place of DataParallel"
             )
+        if self.path in interception.opaque_modules:
+            return interception.run_opaque(self, args, kwargs)
         leaf = self.leaf
         if (
             leaf is not None

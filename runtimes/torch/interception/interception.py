@@ -125,6 +125,8 @@ class Interception:
         on_pass_end: If set, called with the path of the outermost module after its pass.
         recurrent_inputs: If set, applied to the arguments of recurrent modules, which compare the types of inputs and
             weights before any operator runs.
+        opaque_modules: Paths of modules inside of which nothing is intercepted.
+        opaque_inputs: If set, applied to their arguments.
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class Interception:
         self.on_pass_begin: Callable[[], None] | None = None
         self.on_pass_end: Callable[[str], None] | None = None
         self.recurrent_inputs: Callable[[Any], Any] | None = None
+        self.opaque_modules: frozenset[str] = frozenset()
+        self.opaque_inputs: Callable[[Any], Any] | None = None
         self.function_names = function_names(kinds)
         self._mode, self._traced_mode = FunctionMode(self), TracedFunctionMode(self)
         self._counts: Counts = {}
@@ -239,6 +243,18 @@ class Interception:
             self.on_pass_end(forward.path)
         # Whether a compiled part is a recomputation is unknown here.
         return self._finished(result, not forward.path)
+
+    def run_opaque(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a module of the pass in which nothing is intercepted."""
+        if self.opaque_inputs is not None:
+            args = tuple(map(self.opaque_inputs, args))
+            kwargs = {name: self.opaque_inputs(value) for name, value in kwargs.items()}
+        self.resting = True
+        try:
+            with _past_modes():
+                return forward.inner(*args, **kwargs)
+        finally:
+            self.resting = False
 
     def _finished(self, result: Any, whole: bool) -> Any:
         """What a pass returns; ``whole``: to the script, not to the rest of the model."""

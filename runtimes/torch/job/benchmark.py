@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.io import decode, encode
@@ -33,11 +32,11 @@ from qsync_opt.runtimes.torch.job.candidates import (
     total_sensitivity,
 )
 from qsync_opt.runtimes.torch.job.choosing import modes_now, paired_times, step_tolerance, undecided
-from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
+from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job, batch_size, sized
 from qsync_opt.runtimes.torch.job.passes import carried_out
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job.steps import own_optimizer, parameters_put_back
-from qsync_opt.runtimes.torch.support import TrainingExample, cpu_clock, model_unchanged, synchronize
+from qsync_opt.runtimes.torch.support import cpu_clock, model_unchanged, synchronize
 
 _LOGGER = logging.getLogger(__name__)
 _COMMON_ROUNDS, _MOST_ROUNDS, _CAPTURED_BLOCKS = 4, 17, 3
@@ -346,22 +345,3 @@ class StepBenchmark:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.step(self._optimizer)
         self._scaler.update()
-
-
-def batch_size(example: TrainingExample) -> int | None:
-    """Samples of a batch: the first dimension that all its tensors share; None if they do not share one."""
-    leaves = tree_leaves((example.args, dict(example.kwargs)))
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    return int(sizes.pop()) if len(sizes) == 1 else None
-
-
-def sized(example: TrainingExample, count: int) -> TrainingExample:
-    """The example with ``count`` samples, the first ones, repeated where there are too few."""
-
-    def rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] == count:
-            return leaf
-        chosen = leaf.detach()[torch.arange(count, device=leaf.device) % leaf.shape[0]]
-        return chosen.requires_grad_(leaf.requires_grad)
-
-    return replace(example, args=tree_map(rows, example.args), kwargs=tree_map(rows, dict(example.kwargs)))

@@ -21,6 +21,7 @@ from qsync_opt.training import (
     Communication,
     Problem,
     ProblemDevice,
+    SharesPlan,
     evaluate_device,
     fastest,
     propagate,
@@ -32,6 +33,8 @@ FULL = "FP32"
 PLANNED = "plan"
 OWN, OWN_UNSCALED = "own plan", "own plan without FP16"
 """The fastest plan of a device type by itself, among all formats and among those without loss scaling."""
+JOINT = "joint plan"
+"""The precisions of the joint plan of local batches and precisions."""
 LAUNCHED, CAPTURED, COMPILED, COMPILED_CAPTURED = "launched", "captured", "compiled", "compiled, captured"
 FORMS = (LAUNCHED, CAPTURED, COMPILED, COMPILED_CAPTURED)
 """How the passes of a mode are executed."""
@@ -46,7 +49,7 @@ class ExecutionMode:
         precisions: Of every adjustable operator.
         autocast: Its precision where torch itself carries it out (``torch.autocast`` or TF32), else None.
         sensitivity: Total over the operators, for this device type.
-        pass_ns: Forward and backward pass on the slowest of the workers.
+        pass_ns: Forward and backward pass on the slowest of the workers; with loss scaling, of the gradients too.
         needed_bytes: Peak memory of a step on the worker that needs most; None if a worker ran out of memory, could
             not run, capture or compile the mode, or left that out because other modes are faster.
         captured: Whether passes are replayed as CUDA graphs.
@@ -88,7 +91,7 @@ class ExecutionMode:
     @property
     def is_solved(self) -> bool:
         """Whether a solver proposed it; modes of one name then differ between device types."""
-        return self.name in (PLANNED, OWN, OWN_UNSCALED)
+        return self.name in (PLANNED, OWN, OWN_UNSCALED, JOINT)
 
     @property
     def is_plain(self) -> bool:
@@ -168,6 +171,12 @@ def fastest_modes(problem: Problem, known: Modes, *, slack: float) -> dict[str, 
         proposed = [_predicted_mode(problem, problem.device(name), label, plan) for label, plan in plans.items()]
         modes[name] = [mode for mode in proposed if mode.precisions not in [other.precisions for other in known[name]]]
     return modes
+
+
+def joint_modes(problem: Problem, joint: SharesPlan) -> dict[str, list[ExecutionMode]]:
+    """The modes of a joint plan, not timed: one for every device type, whatever other modes are the same."""
+    devices = joint.precisions.devices
+    return {d.name: [_predicted_mode(problem, d, JOINT, devices[d.name])] for d in problem.devices}
 
 
 def _predicted_mode(problem: Problem, device: ProblemDevice, name: str, entry: Mapping[str, str]) -> ExecutionMode:
@@ -331,8 +340,6 @@ _LEAN_FAR, _LEAN_NEAR = 2.5, 1.25
 """The candidate that needs the least memory is timed if its passes take at most so many times as long as the fastest
 ones, and with more precision beside it if they take at most so many times: in whole steps such a candidate was 3 %
 faster than one whose passes, timed alone, took 9 % less."""
-SCALING = 1.05
-"""By how much loss scaling is expected to lengthen a step, which passes do not show: it was 10 % for ResNet-50."""
 
 
 def shortlist(
@@ -349,17 +356,16 @@ def shortlist(
     Returns:
         The least sensitive of the fastest candidates and the fastest uniform ones. With equal batches, these also with
         more precision on the device types that wait, and the candidate that needs the least memory, to which a job
-        moves when memory is taken from it. With sized batches, also the fastest without FP16. Launched candidates are
-        not compared with captured ones by passes: captured passes may hinder other workers, and a larger batch may no
-        longer wait for its host.
+        moves when memory is taken from it. With sized batches, also the joint plan, and the fastest without FP16.
+        Launched candidates are not compared with captured ones by passes: captured passes may hinder other workers, and
+        a larger batch may no longer wait for its host.
 
     Source:
         Ours.
     """
 
     def expected_ns(candidate: Candidate) -> float:
-        scaled = workers is not None and any(mode.needs_scaling for mode in candidate.values())
-        return (SCALING if scaled else 1.0) * passes_ns(candidate, workers)
+        return passes_ns(candidate, workers)
 
     chosen: dict[tuple[str, ...], dict[str, ExecutionMode]] = {}
 
@@ -377,7 +383,11 @@ def shortlist(
             add([best, *uniform, *(_refined(candidate, fits, slack) for candidate in uniform)], _NEAR)
         else:
             unscaled = {name: [mode for mode in own if not mode.needs_scaling] for name, own in fits.items()}
-            add([best, least_sensitive_candidate(unscaled, slack=slack, workers=workers), *uniform], _SIZED_NEAR)
+            joint = {name: mode for name, own in fits.items() for mode in own if mode.name == JOINT}
+            first = [joint] if joint.keys() == fits.keys() else []
+            add(
+                [*first, best, least_sensitive_candidate(unscaled, slack=slack, workers=workers), *uniform], _SIZED_NEAR
+            )
     launched = fitting(modes, limits_bytes, LAUNCHED)
     if workers is None and all(launched.values()):
         lean = {n: min(own, key=lambda mode: (mode.needed_bytes or 0, mode.pass_ns)) for n, own in launched.items()}

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from qsync_opt import solve
 from qsync_opt.errors import ProblemError
-from qsync_opt.gradients import BucketStatistics, Plan, Problem, SchemeTimes, build_problem, evaluate, uniform_plan
+from qsync_opt.gradients import (
+    BucketStatistics,
+    GradientCosts,
+    Plan,
+    Problem,
+    SchemeTimes,
+    build_problem,
+    evaluate,
+    uniform_plan,
+)
 from qsync_opt.io import format_time
 from qsync_opt.runtimes.torch.ddp import broadcast_json, together, world
 from qsync_opt.runtimes.torch.gradients import bucket_statistics, measure_schemes
@@ -48,7 +57,8 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
     sent = broadcast_json(together(lambda: _solved(job, plan, statistics, times)))
     if sent is None:
         return replace(plan, compression_note="the model has no gradients to reduce")
-    return replace(plan, compression=Plan.from_json(sent["plan"]), compression_note=sent["note"])
+    costs = GradientCosts(statistics=tuple(statistics), times=times) if plan.model is not None else None
+    return replace(plan, compression=Plan.from_json(sent["plan"]), compression_note=sent["note"], gradient_costs=costs)
 
 
 def _buckets(plan: JobPlan) -> list[list[str]] | None:

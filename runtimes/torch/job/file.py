@@ -68,6 +68,7 @@ class _JobFile:
     loss_layers: Annotated[tuple[str, ...], Json(omitted=True)] = ()
     network: Network
     devices: tuple[_Device, ...]
+    memory_excess_bytes: Annotated[Mapping[str, int], Json(omitted=True)] = field(default_factory=dict)
 
 
 def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
@@ -89,6 +90,7 @@ def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, An
         loss_layers=job.loss_layers,
         network=job.cluster.network,
         devices=job.cluster.devices,
+        memory_excess_bytes=job.memory_excess_bytes,
     )
     write_json(path, encode(content, version=JOB_FORMAT))
 
@@ -122,6 +124,7 @@ def _job_of(content: _JobFile, where: str) -> JobModel:
         modes=content.ways,
         steps=content.steps,
         loss_layers=content.loss_layers,
+        memory_excess_bytes=content.memory_excess_bytes,
     )
     names = job.workers.keys()
     if not names == job.profiles.keys() == job.sensitivities.keys():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile
@@ -241,6 +242,7 @@ def _by_operator(job: Job, captured: CapturedModel, optimizer: torch.optim.Optim
         example=job.example,
         cache_dir=cache_folder(job.options.cache_dir),
         progress=job.options.progress,
+        seconds=job.options.profile_seconds,
         name=job.options.device_type,
     )
 
@@ -352,22 +354,69 @@ def _statistics(
         output = model(*example.args, **example.kwargs)
         return (job.example.loss or default_loss)(output)
 
-    seen = [job.example.kwargs or job.example.args] if batches is None else list(batches)
+    whole = [job.example.kwargs or job.example.args] if batches is None else list(batches)
     kind = job_indicator(job)
 
-    def collect(**probes: int) -> ModelStatistics:
+    def collect(kind: IndicatorKind, seen: list[Any]) -> ModelStatistics:
+        wanted = {IndicatorKind.PROGRESS: "adaptive_probes", IndicatorKind.PROBED: "probes"}.get(kind)
+        probes = {wanted: job.options.probes} if wanted else {}
         return collect_statistics(job.model, seen, step=step, graph=captured.graph, **probes)  # type: ignore[arg-type]
 
-    try:
-        if kind is IndicatorKind.PROGRESS:
-            return collect(adaptive_probes=job.options.probes), kind
-        return collect(probes=job.options.probes if kind is IndicatorKind.PROBED else 0), kind
-    except (ModelError, torch.cuda.OutOfMemoryError) as failure:
-        if kind is IndicatorKind.PROPAGATED:
-            raise
-        _LOGGER.warning("sensitivities are propagated by formula and not probed: %s", first_line(failure)[:400])
-    # Outside of the handler: the exception's frames would keep all tensors of the probes.
-    gc.collect()
-    if job.example.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return collect(), IndicatorKind.PROPAGATED
+    # Statistics are of full precision, which need not fit where a plan does: then of a part of every batch.
+    for parts in _PARTS:
+        seen = whole if parts == 1 else [_part(job, batch, parts) for batch in whole]
+        if None in seen:
+            continue
+        for each in dict.fromkeys((kind, IndicatorKind.PROPAGATED)):
+            try:
+                return collect(each, seen), each
+            except torch.cuda.OutOfMemoryError as failure:
+                reason = first_line(failure)
+            except ModelError as failure:
+                if each is IndicatorKind.PROPAGATED:
+                    raise
+                reason = first_line(failure)
+            _LOGGER.warning(
+                "no statistics for the indicator %r on 1/%d of a batch: %s", each.value, parts, reason[:400]
+            )
+            # Outside of the handler: the exception's frames would keep all tensors of the probes.
+            gc.collect()
+            if job.example.device.type == "cuda":
+                torch.cuda.empty_cache()
+    raise ModelError(
+        f"there is not enough memory for the statistics of one pass in full precision ({reason}): pass smaller batches "
+        "(batches=), or leave more memory while planning"
+    )
+
+
+_PARTS = (1, 2, 4, 8)
+"""Statistics are of whole batches or, where memory does not suffice, of 1/2, 1/4 or 1/8 of each."""
+
+
+def _part(job: Job, batch: Any, parts: int) -> Any:
+    """The first of so many equal parts of a batch; None where it has no samples to divide."""
+    example = example_of(job.model, batch, job.example.loss)
+    samples = batch_size(example)
+    if samples is None or samples < parts:
+        return None
+    part = sized(example, samples // parts)
+    return part.kwargs or part.args
+
+
+def batch_size(example: TrainingExample) -> int | None:
+    """Samples of a batch: the first dimension that all its tensors share; None if they do not share one."""
+    leaves = tree_leaves((example.args, dict(example.kwargs)))
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    return int(sizes.pop()) if len(sizes) == 1 else None
+
+
+def sized(example: TrainingExample, count: int) -> TrainingExample:
+    """The example with ``count`` samples, the first ones, repeated where there are too few."""
+
+    def rows(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] == count:
+            return leaf
+        chosen = leaf.detach()[torch.arange(count, device=leaf.device) % leaf.shape[0]]
+        return chosen.requires_grad_(leaf.requires_grad)
+
+    return replace(example, args=tree_map(rows, example.args), kwargs=tree_map(rows, dict(example.kwargs)))

@@ -39,7 +39,8 @@ class PlanningOptions:
         costs: ``"steps"`` records whole training steps of the model under a few plans (`profile_steps`) and
             ``"operators"`` measures operator by operator (`profile`); ``"auto"`` does the first on CUDA and the second
             on a CPU. Where steps cannot be recorded, operators are measured, and the plan says why.
-        profile_seconds: With recorded steps, the time after which no plan beyond the uniform ones is started.
+        profile_seconds: With recorded steps, the time after which no plan beyond the uniform ones is started; operator
+            by operator, the ``seconds`` of `profile`.
         indicator: What sensitivities are measured by, as in `sensitivities`: ``"progress"``, the share of every step's
             progress that noise costs Adam and those like it; ``"probed"``, the variance that it adds to the gradient;
             or ``"propagated"``, the same by formula. ``"auto"`` takes the first if the optimizer has ``betas`` (or none
@@ -58,13 +59,14 @@ class PlanningOptions:
             ``capture`` is set, and take those where nothing else is as fast. `apply` then compiles the model in place,
             from the compiler's cache, in the first pass.
         planning_seconds: The time from the beginning of `auto_plan` after which no further mode is compiled, and none
-            that is expected to end later.
+            that is expected to end later. Building 8-bit kernels, once per machine, does not count.
         compiled: The model will be compiled after `apply`, as one graph for each pass: steps are recorded and passes
             timed compiled, and whole steps are not compared. Every plan that is recorded or timed is compiled once,
             which takes minutes for large models; what this process has compiled before is compiled again.
         local_batches: ``"equal"`` on all workers, so that the slowest decides; ``"by speed"``: they will be sized so
             that no worker waits, as the plan's ``shares`` say, and the fastest execution modes are taken, among them
-            the plan of every device type that is fastest by itself. The batch for planning is the same on all ranks in
+            the joint plan of local batches and precisions (`JobModel.shares_problem`) and the plan of every device type
+            that is fastest by itself. The batch for planning is the same on all ranks in
             either case; where all its tensors share their first dimension, it is cut or repeated to train for a few
             steps with sized batches. Only ``compare`` uses it.
         noise_share: With ``auto_plan(compress=True)``, most variance of compressed gradients, as a share of the noise
@@ -83,7 +85,7 @@ class PlanningOptions:
     job_file: str | os.PathLike[str] | None = None
     kernels: KernelOptions = dataclasses.field(default_factory=KernelOptions)
     costs: str = "auto"
-    profile_seconds: float = 60.0
+    profile_seconds: float = 25.0
     indicator: str = "auto"
     probes: int = 1
     trial: bool = True

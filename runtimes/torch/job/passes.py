@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from qsync_opt.errors import UnsupportedError, first_line
-from qsync_opt.io import decode, encode
+from qsync_opt.errors import ProblemError, SolverError, UnsupportedError, first_line
+from qsync_opt.io import decode, encode, format_time
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.model import OpGraph
@@ -28,14 +28,15 @@ from qsync_opt.runtimes.torch.job.candidates import (
     CAPTURED,
     COMPILED,
     FORMS,
+    JOINT,
     LAUNCHED,
-    SCALING,
     ExecutionMode,
     Modes,
     fastest_modes,
+    joint_modes,
     possible_modes,
 )
-from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
+from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job, batch_size
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.steps import compiled_inside
 from qsync_opt.runtimes.torch.support import (
@@ -46,6 +47,8 @@ from qsync_opt.runtimes.torch.support import (
     resident_bytes,
     synchronize,
 )
+from qsync_opt.systems import solve
+from qsync_opt.training import Problem
 
 _LOGGER = logging.getLogger(__name__)
 _ROUNDS, _CAPTURED_ROUNDS, _HOST_PASSES = 7, 3, 3
@@ -59,6 +62,8 @@ _NEAR_FASTEST, _MOST_COMPILED = 1.2, 3
 as many modes at most: what compiling saves differs little between precisions."""
 _OPERATOR_BY_OPERATOR = 3.0
 """How many times as long it takes to compile a mode that torch does not carry out by itself."""
+_STEPS_SHARE = 0.15
+"""Share of ``planning_seconds`` that is left for whole steps."""
 _MODE_NS = 1.2e9
 """After a mode has taken so long in total, it is not timed again."""
 
@@ -66,7 +71,8 @@ _MODE_NS = 1.2e9
 def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: DeviceTypes) -> JobModel | None:
     """Time the passes of every execution mode; every rank must call it.
 
-    With local batches by speed, the fastest plan of every device type by itself is among them; of a job whose modes
+    With local batches by speed, the joint plan of batches and precisions and the fastest plan of every device type by
+    itself are among them; of a job whose modes
     were timed before, such plans alone are timed.
 
     Args:
@@ -96,7 +102,7 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
             job.options.kernels,
             kept_bytes=state_bytes + buckets,
             compiled=job.options.compiled,
-            until=job.began + job.options.planning_seconds,
+            until=job.began + (1 - _STEPS_SHARE) * job.options.planning_seconds,
         )
     )
     results = gather_json([[mode.pass_ns, mode.needed_bytes] for mode in timed])
@@ -116,8 +122,39 @@ def _untimed_modes(job: Job, measured: JobModel, plan: JobPlan) -> dict[str, lis
     if job.options.sizes_batches and not job.options.compiled:  # compiling each would take longer than it is worth
         own = fastest_modes(plan.problem, measured.modes or modes, slack=job.options.slack)
         modes = {name: [*modes.get(name, ()), *mine] for name, mine in own.items()}
+        for name, mine in _joint_modes(job, measured, plan.problem).items():
+            modes[name] += mine
     forms = [form for form in FORMS if job.options.allows(form)]
     return {name: in_forms(mine, forms) for name, mine in modes.items()}
+
+
+_JOINT_S = 10.0
+"""Seconds for the fastest joint plan, and for the joint plan."""
+
+
+def _joint_modes(job: Job, measured: JobModel, problem: Problem) -> dict[str, list[ExecutionMode]]:
+    """The modes of the joint plan of local batches and precisions, where there are several device types."""
+    samples = batch_size(job.example)
+    known = any(mode.name == JOINT for own in measured.modes.values() for mode in own)
+    if samples is None or len(measured.workers) == 1 or known:
+        return {}
+    try:
+        shares = measured.shares_problem(samples, slack=job.options.slack, time_limit_s=_JOINT_S)
+        solution = solve(shares, time_limit_s=_JOINT_S)
+    except (ProblemError, SolverError) as failure:
+        _LOGGER.warning("local batches and precisions are not planned together: %s", first_line(failure))
+        return {}
+    if solution.plan is None or solution.evaluation is None:
+        _LOGGER.warning("local batches and precisions are not planned together: %s", solution.reason)
+        return {}
+    _LOGGER.info(
+        "joint plan: local batches %s, a step of %s, sensitivity %.4g, none below %.4g",
+        dict(solution.plan.batches),
+        format_time(solution.evaluation.iteration_ns),
+        solution.objective,
+        solution.bound,
+    )
+    return joint_modes(problem, solution.plan)
 
 
 def in_forms(modes: Sequence[ExecutionMode], forms: Sequence[str]) -> list[ExecutionMode]:
@@ -214,7 +251,7 @@ class _Timing:
                     try:
                         if not turn and self.example.device.type == "cuda":
                             needs[index] = self._peak_bytes()
-                        times_ns[index].append(self._pass_ns())
+                        times_ns[index].append(self._pass_ns(scaled=mode.needs_scaling))
                     except RuntimeError as failure:
                         needs[index] = None
                         model.zero_grad()
@@ -237,28 +274,43 @@ class _Timing:
             modes: In all forms; launched and captured ones are timed already.
             until: As in `time_modes`.
         """
-        fastest_ns: dict[str, float] = {}
+        fastest_ns: dict[str, int] = {}
         carried: dict[str, bool] = {}
         for mode in modes:
             carried[mode.name] = mode.carrier is not None
             if mode.pass_ns and mode.needed_bytes is not None and not mode.compiled:
-                spent_ns = mode.pass_ns * (SCALING if mode.needs_scaling else 1.0)
-                fastest_ns[mode.name] = min(spent_ns, fastest_ns.get(mode.name, spent_ns))
+                fastest_ns[mode.name] = min(mode.pass_ns, fastest_ns.get(mode.name, mode.pass_ns))
         near_ns = _NEAR_FASTEST * min(fastest_ns.values(), default=0)
         near = [name for name, ns in fastest_ns.items() if ns <= near_ns]
         # What torch carries out by itself first: it compiles faster.
         chosen = sorted(near, key=lambda name: (not carried[name], fastest_ns[name]))[:_MOST_COMPILED]
         results, compiling_s = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}, 0.0
+
+        def compile_and_time(mode: ExecutionMode) -> None:
+            nonlocal compiling_s
+            factor = 1.0 if carried[mode.name] else _OPERATOR_BY_OPERATOR
+            if time.perf_counter() + factor * compiling_s > until:
+                _LOGGER.info("%s is not timed: planning_seconds would not suffice", mode.label)
+                return
+            began = time.perf_counter()
+            results[mode.label] = self.once_prepared(mode)
+            compiling_s = max(compiling_s, (time.perf_counter() - began) / factor)
+
+        compiled = {(mode.name, mode.captured): mode for mode in modes if mode.compiled}
+        ready: list[ExecutionMode] = []
         for name in chosen:
-            factor = 1.0 if carried[name] else _OPERATOR_BY_OPERATOR
-            # Captured passes first: launched ones are seldom faster, and compile from the cache then.
-            for mode in sorted((m for m in modes if m.name == name and m.compiled), key=lambda m: not m.captured):
-                if time.perf_counter() + factor * compiling_s > until:
-                    _LOGGER.info("%s is not timed: planning_seconds would not suffice", mode.label)
+            # Launched passes are seldom faster than captured ones: they are for where no graph can be captured.
+            for captured in (True, False):
+                wanted = compiled.get((name, captured))
+                if wanted is None or any(other.name == name for other in ready):
                     continue
-                began = time.perf_counter()
-                results[mode.label] = self.once_prepared(mode)
-                compiling_s = max(compiling_s, (time.perf_counter() - began) / factor)
+                compile_and_time(wanted)
+                if results[wanted.label].pass_ns:
+                    ready.append(results[wanted.label])
+        # Of the fastest launched ones too, from the compiler's cache: they need less memory, and shapes may change.
+        fastest = min(ready, key=lambda mode: mode.pass_ns, default=None)
+        if fastest is not None and fastest.captured and (fastest.name, False) in compiled:
+            compile_and_time(compiled[fastest.name, False])
         torch.compiler.reset()
         return [results[mode.label] for mode in modes]
 
@@ -285,7 +337,7 @@ class _Timing:
                     needed = self._peak_bytes()
                 began = time.perf_counter()
                 while len(times_ns) < (_ROUNDS if self.compiled else _CAPTURED_ROUNDS):
-                    times_ns.append(self._pass_ns())
+                    times_ns.append(self._pass_ns(scaled=mode.needs_scaling))
                     if 1e9 * (time.perf_counter() - began) > _MODE_NS:
                         break
                 if mode.captured:  # graphs keep their memory, which steps do not allocate
@@ -301,23 +353,28 @@ class _Timing:
             _reserved_bytes(device)
         return replace(mode, pass_ns=round(statistics.median(times_ns)), needed_bytes=needed)
 
-    def _pass(self) -> None:
+    def _pass(self, *, scaled: bool = False) -> None:
         self.example.run()
+        if scaled:
+            unscale_gradients(self.example.model)
         self.example.model.zero_grad()
 
     def _peak_bytes(self) -> int:
         _, allocation = allocation_of(self._pass, self.example.device)
         return resident_bytes(self.example.model) + allocation.peak_bytes + self.kept_bytes
 
-    def _pass_ns(self) -> float:
-        """Nanoseconds of a pass, from as many that follow each other as `_BLOCK_NS` allows."""
+    def _pass_ns(self, *, scaled: bool) -> float:
+        """Nanoseconds of a pass, from as many that follow each other as `_BLOCK_NS` allows.
+
+        With loss scaling, ``scaled``, the gradients are looked through and divided too, and the host waits for them.
+        """
         device = self.example.device
         clock: Callable[[], int] = time.perf_counter_ns if device.type == "cuda" else cpu_clock()
 
         def block(passes: int) -> float:
             began = clock()
             for _ in range(passes):
-                self._pass()
+                self._pass(scaled=scaled)
             synchronize(device)
             return float(clock() - began)
 
@@ -326,6 +383,16 @@ class _Timing:
             first = block(1)
         passes = max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, first))))
         return block(passes) / passes
+
+
+def unscale_gradients(model: nn.Module) -> bool:
+    """What a loss scaler does before a step, with the scale 1: divide all gradients; returns whether one overflowed."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and not p.grad.is_sparse]
+    if not gradients:
+        return False
+    overflow, scale = (torch.full((), value, device=gradients[0].device) for value in (0.0, 1.0))
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, scale)
+    return bool(overflow.item())
 
 
 def carried_out(

@@ -10,14 +10,26 @@ from typing import Annotated
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
+from qsync_opt.gradients import GradientCosts
 from qsync_opt.gradients import Plan as CompressionPlan
 from qsync_opt.io import Json, freeze
 from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.ddp import gather_json, split_samples
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
 from qsync_opt.runtimes.torch.job.chunking import without_logits
 from qsync_opt.sensitivity import SensitivityValues
-from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, uniform_plan
+from qsync_opt.training import (
+    Plan,
+    Problem,
+    SharesProblem,
+    Solution,
+    at_batch,
+    build_problem,
+    build_shares_problem,
+    evaluate,
+    uniform_plan,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +47,12 @@ class JobModel:
     cluster: Cluster
     modes: Mapping[str, tuple[ExecutionMode, ...]] = field(default_factory=dict)
     steps: tuple[StepTime, ...] = ()
+    memory_excess_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By device type, how far the sum of memory over operators was above a measured peak; as in `build_problem`."""
     loss_layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        freeze(self, "profiles", "sensitivities", "modes")
+        freeze(self, "profiles", "sensitivities", "modes", "memory_excess_bytes")
 
     @property
     def limits_bytes(self) -> dict[str, int]:
@@ -63,7 +77,48 @@ class JobModel:
         graph, profiles = self.graph, self.profiles
         for name in self.loss_layers:
             graph, profiles = without_logits(graph, profiles, name)
-        return build_problem(graph, profiles, first, self.cluster, slack=slack, by_device=self.sensitivities)
+        return build_problem(
+            graph,
+            profiles,
+            first,
+            self.cluster,
+            slack=slack,
+            by_device=self.sensitivities,
+            memory_excess_bytes=self.memory_excess_bytes,
+        )
+
+    def shares_problem(
+        self,
+        batch: int,
+        global_batch: int | None = None,
+        *,
+        multiple_of: int = 1,
+        slack: float = 0.0,
+        time_limit_s: float | None = None,
+    ) -> SharesProblem:
+        """The problem of choosing local batches and precisions together, as things are now.
+
+        Costs at other local batches than the measured one are estimates, see `qsync_opt.training.at_batch`.
+
+        Args:
+            batch: The local batch that was measured.
+            global_batch: Samples of a step of all workers; None: as many as with equal batches.
+            multiple_of: As in `build_shares_problem`.
+            slack: As in `build_shares_problem`.
+            time_limit_s: As in `build_shares_problem`.
+
+        Raises:
+            ProblemError: As in `build_problem` and `build_shares_problem`.
+        """
+        problem = self.problem(slack=slack)
+        total = batch * sum(self.workers.values()) if global_batch is None else global_batch
+        return build_shares_problem(
+            {batch: problem, 2 * batch: at_batch(problem, batch, 2 * batch)},
+            total,
+            multiple_of=multiple_of,
+            slack=slack,
+            time_limit_s=time_limit_s,
+        )
 
     def with_memory(self, limits_bytes: Mapping[str, int]) -> JobModel:
         """The same job with other memory limits for some device types.
@@ -129,13 +184,16 @@ class JobPlan:
     ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is as good; `apply` then leaves the
     model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
     predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
+    ``memory_bytes`` bounds the peak of a worker of each type as the problem does; ``peak_bytes`` is the peak that is
+    expected: of a measured pass in the chosen mode, with the optimizer's state and the all-reduce buckets, else the
+    bound.
     ``taken`` names the execution mode of every device type where such times decided, ``autocast`` has the format of
     those that torch itself carries out, ``captured`` names those whose passes are replayed as CUDA graphs and
     ``compiled`` those whose model is compiled;
     ``shares`` the share of the global batch for one worker of each type. ``measured`` says per device type how its
     costs were measured, and what of them was not; ``sensitivity_unit`` is the unit of sensitivities. ``problem``,
-    ``solution`` and ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` are the captured graph's
-    (`OpGraph.lifted_kinds`).
+    ``solution`` and ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` and ``opaque_modules`` are the
+    captured graph's.
     """
 
     plan: Annotated[Plan, Json(read=Plan.from_json, write=Plan.to_json)]
@@ -149,6 +207,7 @@ class JobPlan:
     alternatives: tuple[Alternative, ...]
     digest: str
     expected_ns: int | None = None
+    peak_bytes: Annotated[Mapping[str, int], Json(omitted=True)] = field(default_factory=dict)
     taken: Mapping[str, str] = field(default_factory=dict)
     autocast: Mapping[str, str] = field(default_factory=dict)
     captured: tuple[str, ...] = ()
@@ -162,6 +221,7 @@ class JobPlan:
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
     sensitivity_unit: str = "squared gradient"
     lifted_kinds: tuple[str, ...] = ()
+    opaque_modules: tuple[str, ...] = ()
     compression: Annotated[
         CompressionPlan | None,
         Json(
@@ -172,6 +232,8 @@ class JobPlan:
     ] = None
     """Schemes of the gradient buckets, where `auto_plan` was asked for them; it goes to `compress_gradients`."""
     compression_note: Annotated[str, Json(omitted=True, empty=True)] = ""
+    gradient_costs: Annotated[GradientCosts | None, _LOCAL] = None
+    """What compression was planned from, on rank 0; saved, it is what ``qsync-opt plan --compress`` reads."""
     stages_s: Annotated[Mapping[str, float], _LOCAL] = field(default_factory=dict)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
@@ -180,12 +242,22 @@ class JobPlan:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
-        freeze(self, "memory_bytes", "taken", "autocast", "shares", "measured", "host_shares", "stages_s")
+        freeze(self, "memory_bytes", "peak_bytes", "taken", "autocast", "shares", "measured", "host_shares", "stages_s")
 
     @property
     def devices(self) -> Mapping[str, Mapping[str, str]]:
         """This worker's device type, operator and precision: what `apply` carries out here."""
         return MappingProxyType({self.device_type: self.plan.devices[self.device_type]})
+
+    def local_batches(self, global_batch: int) -> tuple[int, ...]:
+        """Samples of every rank in a step of ``global_batch`` samples, by `shares`; every rank must call it.
+
+        They add up exactly, and go to `qsync_opt.ShareSampler`.
+
+        Raises:
+            ProblemError: Fewer samples than ranks.
+        """
+        return split_samples(global_batch, gather_json(self.shares.get(self.device_type, 1.0)))
 
     def apply_settings(self) -> ApplySettings:
         """What `apply` does with this worker's part beside the precisions."""
@@ -198,8 +270,9 @@ class JobPlan:
             captured=captured,
             compiled=self.device_type in self.compiled,
             lifted_kinds=self.lifted_kinds,
+            opaque_modules=self.opaque_modules,
             expected_ns=self.expected_ns or self.iteration_ns,
-            expected_bytes=self.memory_bytes.get(self.device_type) if like_planned else None,
+            expected_bytes=(self.peak_bytes or self.memory_bytes).get(self.device_type) if like_planned else None,
         )
 
     def describe(self) -> str:

@@ -1,7 +1,7 @@
 """Plan a training job from inside its own script: every device type profiles itself, rank 0 solves, all ranks agree.
 
-The stages are capture, profile, network, sensitivities, plan, trial, passes, steps and host; each ends with all ranks
-knowing whether any of them failed. Nothing of the model is changed.
+The stages are kernels (on a card), capture, profile, network, sensitivities, plan, trial, passes, steps and host; each
+ends with all ranks knowing whether any of them failed. Nothing of the model is changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 import qsync_opt
 from qsync_opt.costs import FP32_SHARE_OPTION
-from qsync_opt.errors import ModelError, ProblemError, SolverError
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, SolverError
 from qsync_opt.io import decode, encode
+from qsync_opt.kernels.compilation import library
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.execution import loss_layers
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
-from qsync_opt.runtimes.torch.job.candidates import FORMS, PLANNED, labels
+from qsync_opt.runtimes.torch.job.candidates import FORMS, PLANNED, Candidate, labels
 from qsync_opt.runtimes.torch.job.choosing import decide, shares
 from qsync_opt.runtimes.torch.job.compressing import with_compression
 from qsync_opt.runtimes.torch.job.file import job_facts, keep_job, load_job, steering, with_workers
@@ -54,9 +55,10 @@ from qsync_opt.runtimes.torch.support import (
     model_unchanged,
     single,
 )
-from qsync_opt.training import Plan, Problem, Solution, evaluate, solve
+from qsync_opt.training import Evaluation, Plan, Problem, Solution, evaluate, solve, uniform_plan
 
 _LOGGER = logging.getLogger(__name__)
+_ROOMY_BYTES = 2**50
 _TIGHTENED, _TRIALS = 0.9, 6
 """Share of a memory limit that is planned with after a trial ran out of memory, and trials at most."""
 
@@ -138,6 +140,7 @@ def _auto_plan(
         require_agreement(f"the option {name} of auto_plan", value, "give the same PlanningOptions on all ranks")
     plan = _plan_from_file(job, stages)
     if plan is None:
+        job = _with_kernels(job, stages)
         with stages("capture"):
             captured = together(lambda: capture_model(bare, job.example.args, job.example.kwargs))
             require_one_model(captured)
@@ -148,6 +151,26 @@ def _auto_plan(
         with stages("compression"), gradients_put_back(together(lambda: check_training(job))):
             plan = with_compression(job, plan)
     return replace(plan, stages_s=stages.seconds)
+
+
+_EIGHT_BIT_UNITS = ("quantize", "matmul", "convolution")
+
+
+def _with_kernels(job: Job, stages: Stages) -> Job:
+    """The job, on a card after its 8-bit kernels were built; that happens once and does not count as planning."""
+    wanted = job.options.precisions is None or not {"INT8", "FP8"}.isdisjoint(job.options.precisions)
+    if not any(gather_json(wanted and job.example.device.type == "cuda")):
+        return job
+
+    def build() -> None:
+        if job.example.device.type == "cuda":
+            built = library.build_missing(_EIGHT_BIT_UNITS)
+            if built:
+                _LOGGER.info("kernels were built for %s, as on every first use", ", ".join(built))
+
+    with stages("kernels"):
+        together(build)
+    return replace(job, began=time.perf_counter())
 
 
 def _plan_from_measurements(
@@ -230,8 +253,16 @@ def _takes_steps(job: Job) -> bool:
 def _plan_with_trials(job: Job, measured: JobModel, types: DeviceTypes, stages: Stages) -> tuple[JobModel, JobPlan]:
     """Solve, try the plan, and solve again with less memory wherever the trial ran out of it."""
     for attempt in range(_TRIALS):
-        with stages("plan"):
-            plan = shared_plan(measured, types.mine, job.options)
+        try:
+            with stages("plan"):
+                plan = shared_plan(measured, types.mine, job.options)
+        except (ProblemError, NotReadyError):  # rank 0 found no plan, and the others hear of it
+            with stages("trial"):
+                excess_bytes = _memory_excess(job, measured, types) if job.options.trial and not attempt else {}
+            if not excess_bytes:
+                raise
+            measured = replace(measured, memory_excess_bytes=excess_bytes)
+            continue
         with stages("trial"):
             short = _short_of_memory(job, measured, types, plan) if job.options.trial and plan.worthwhile else []
         if not short:
@@ -250,6 +281,53 @@ def _plan_with_trials(job: Job, measured: JobModel, types: DeviceTypes, stages: 
     )
 
 
+def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes) -> dict[str, int]:
+    """By device type, how far the sum of memory over operators is above the peak of the most frugal uniform plan.
+
+    Empty where that plan does not fit either, all ranks having tried.
+    """
+
+    def frugal() -> tuple[Plan, dict[str, int]] | None:
+        if world()[0]:
+            return None
+        problem = measured.with_memory(dict.fromkeys(measured.workers, _ROOMY_BYTES)).problem()
+        devices: dict[str, Mapping[str, str]] = {}
+        sums_bytes: dict[str, int] = {}
+        for precision in problem.formats:
+            plan = uniform_plan(problem, precision)
+            for name, num_bytes in evaluate(problem, plan).memory_bytes.items():
+                if num_bytes < sums_bytes.get(name, _ROOMY_BYTES):
+                    devices[name], sums_bytes[name] = plan.devices[name], num_bytes
+        return Plan(problem=problem.name, devices=devices), sums_bytes
+
+    proposed = together(frugal)
+    sent = broadcast_json(None if proposed is None else [dict(proposed[0].devices[name]) for name in types.ranks])
+    mine = sent[[*types.ranks].index(types.mine)]
+    peaks_bytes = gather_json(together(lambda: try_plan(job.example, mine, measured.graph, job.options.kernels)))
+    excess_bytes: dict[str, int] = {}
+    if proposed is not None:
+        kept_bytes = _kept_bytes(job, measured)
+        for name, ranks in types.ranks.items():
+            own = [peaks_bytes[rank] for rank in ranks]
+            if None not in own:
+                excess_bytes[name] = max(0, proposed[1][name] - max(own) - kept_bytes[name])
+        fits = all(
+            name in excess_bytes and proposed[1][name] - excess_bytes[name] <= limit
+            for name, limit in measured.limits_bytes.items()
+        )
+        excess_bytes = excess_bytes if fits else {}
+    result: dict[str, int] = broadcast_json(excess_bytes)
+    return result
+
+
+def _kept_bytes(job: Job, measured: JobModel) -> dict[str, int]:
+    """What a trial leaves out by device type: the optimizer's state, and the buckets of DistributedDataParallel."""
+    _, size = world()
+    parameters = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad)
+    buckets = parameters if size > 1 else 0
+    return {name: profile.optimizer.state_bytes + buckets for name, profile in measured.profiles.items()}
+
+
 def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: JobPlan) -> list[str]:
     """Device types on which one iteration under the plan needs more than their limit, all ranks having tried."""
 
@@ -258,14 +336,10 @@ def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: Job
             return try_plan(job.example, plan, measured.graph, job.options.kernels)
 
     peaks_bytes = gather_json(together(attempt))
-    # The trial runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
-    _, size = world()
-    parameters = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad)
-    kept = {name: profile.optimizer.state_bytes for name, profile in measured.profiles.items()}
-    buckets = parameters if size > 1 else 0
+    kept_bytes = _kept_bytes(job, measured)
     short = []
     for name, ranks in types.ranks.items():
-        limit = types.memory_bytes[name] - kept[name] - buckets
+        limit = types.memory_bytes[name] - kept_bytes[name]
         if any(peaks_bytes[rank] is None or peaks_bytes[rank] > limit for rank in ranks):
             short.append(name)
     return short
@@ -385,6 +459,7 @@ def _job_plan(
         alternatives=others,
         digest=_digest(plan, autocast, captured, compiled),
         expected_ns=decision.expected_ns,
+        peak_bytes=_peaks_bytes(evaluation, modes),
         taken=labels(modes),
         autocast=autocast,
         captured=captured,
@@ -393,10 +468,17 @@ def _job_plan(
         measured={name: how_measured(profile) for name, profile in measured.profiles.items()},
         sensitivity_unit=next(iter(measured.sensitivities.values())).unit,
         lifted_kinds=measured.graph.lifted_kinds(),
+        opaque_modules=measured.graph.opaque_modules(),
         problem=problem,
         solution=solution,
         model=measured,
     )
+
+
+def _peaks_bytes(evaluation: Evaluation, modes: Candidate) -> dict[str, int]:
+    """Expected peak of a worker of every type: that of the measured mode, else the problem's bound."""
+    measured = {name: mode.needed_bytes for name, mode in modes.items() if mode.needed_bytes}
+    return {**evaluation.memory_bytes, **measured}
 
 
 class Stages:

@@ -10,10 +10,22 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.messages.exchange import EXACT, HaloExchange
     from qsync_opt.runtimes.torch.messages.graph import FullGraph, MessageOptions, full_graph
+    from qsync_opt.runtimes.torch.messages.graphs import block_graph, load_graph, save_graph
+    from qsync_opt.runtimes.torch.messages.launched import (
+        Run,
+        count_parts,
+        part_file,
+        part_workers,
+        train_own_part,
+        under_launcher,
+    )
     from qsync_opt.runtimes.torch.messages.partition import Part, load_part, partition_graph
+    from qsync_opt.runtimes.torch.messages.training import MODELS, Trained, TrainingOptions, train
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "EXACT", "FullGraph", "HaloExchange", "MessageOptions", "Part", "full_graph", "load_part", "partition_graph",
+    "EXACT", "MODELS", "FullGraph", "HaloExchange", "MessageOptions", "Part", "Run", "Trained", "TrainingOptions",
+    "block_graph", "count_parts", "full_graph", "load_graph", "load_part", "part_file", "part_workers",
+    "partition_graph", "save_graph", "train", "train_own_part", "under_launcher",
 ]  # fmt: skip

@@ -48,6 +48,7 @@ class Direction:
     seen: bool = False
     hidden_ns: float = 0.0
     wait_ns: float = 0.0
+    codec_ns: float = 0.0
     wire_bytes: int = 0
     _layouts: tuple[_Layout, _Layout] | None = None
 
@@ -124,6 +125,7 @@ class HaloExchange:
 
     def launch(self, rows: Tensor, index: Tensor, direction: Direction) -> _Flight:
         """Pack ``rows[index]`` and send them."""
+        began = time.perf_counter()
         sent, received = direction.layouts()
         bad = 0
         if index.numel():
@@ -153,6 +155,7 @@ class HaloExchange:
         buffer = torch.cat(pieces)
         wire = torch.empty(sum(received.sizes), dtype=torch.uint8, device=rows.device)
         direction.wire_bytes = buffer.numel()
+        direction.codec_ns = 1e9 * (time.perf_counter() - began)
         try:
             work = dist.all_to_all_single(wire, buffer, received.sizes, sent.sizes, group=self.group, async_op=True)
         except RuntimeError as failure:
@@ -168,7 +171,8 @@ class HaloExchange:
             flight.work.wait()
         except RuntimeError as failure:
             raise _lost(direction, failure) from failure
-        direction.wait_ns = 1e9 * (time.perf_counter() - arrived)
+        landed = time.perf_counter()
+        direction.wait_ns = 1e9 * (landed - arrived)
         _, received = direction.layouts()
         out = torch.empty((sum(direction.receive_counts), dim), device=flight.wire.device)
         start, faulty = 0, []
@@ -182,6 +186,7 @@ class HaloExchange:
                 unpack_rows(wire, positions.to(out.device), out, width, backend=self.backend)
                 at += length
             start += size
+        direction.codec_ns += 1e9 * (time.perf_counter() - landed)
         if faulty:
             ranks = ", ".join(map(str, faulty))
             raise ProblemError(

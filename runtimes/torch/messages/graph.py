@@ -17,7 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.messages import Exchange, Pair, Plan, Problem, evaluate, ring_rounds, uniform_plan, variance_factor
+from qsync_opt.messages import (
+    Exchange,
+    Pair,
+    Plan,
+    Problem,
+    all_to_all_round,
+    evaluate,
+    ring_rounds,
+    uniform_plan,
+    variance_factor,
+)
+from qsync_opt.runtimes.torch.ddp import together
 from qsync_opt.runtimes.torch.messages.exchange import EXACT, Direction, HaloExchange
 from qsync_opt.runtimes.torch.messages.links import probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
@@ -37,6 +48,8 @@ class MessageOptions:
         replan_steps: Training steps between plans; 0 keeps the initial width or the given plan.
         seed: Of the rounding; ranks draw different streams from it.
         backend: Of the kernels; see `qsync_opt.kernels.messages.pack_rows`.
+        links: ``"ring"``: each pair of workers has a link of its own, round by round; ``"all-to-all"``: all messages of
+            an exchange go at once, and those of one worker share its port.
     """
 
     menu: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -45,6 +58,14 @@ class MessageOptions:
     replan_steps: int = 50
     seed: int = 0
     backend: str = "auto"
+    links: str = "ring"
+
+    def __post_init__(self) -> None:
+        if self.links not in _ROUNDS:
+            raise UnsupportedError(f"links is {self.links!r}, but allowed are {', '.join(_ROUNDS)}")
+
+
+_ROUNDS = {"ring": ring_rounds, "all-to-all": all_to_all_round}
 
 
 @dataclass(slots=True)
@@ -86,6 +107,7 @@ class FullGraph:
     """A model on one part of a graph; made by `full_graph`.
 
     Calling it runs the model on the part's features and gives the output of its own nodes, shape (own, classes).
+    ``plan`` is the plan in use, None before the first; ``problem`` the one that the last plan was made for in training.
     """
 
     def __init__(self, model: nn.Module, part: Part, plan: Plan | None, options: MessageOptions) -> None:
@@ -94,11 +116,14 @@ class FullGraph:
         self.model, self.part, self.options = model, part, options
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.steps = 0
+        self.rounds = _ROUNDS[options.links](self.world)
+        self.sensitivities: dict[str, float] = {}
         self.layers = [
             _Layer(name, module, _kind(name, module))
             for name, module in model.named_modules()
             if isinstance(module, MessagePassing)
         ]
+        self._pending_plan = plan
         self._agree()
         self.group: Any = dist.new_group()
         self.ddp = DistributedDataParallel(model) if any(p.requires_grad for p in model.parameters()) else model
@@ -109,7 +134,7 @@ class FullGraph:
         self._solving: threading.Thread | None = None
         self._solved: list[Plan] = []
         self.plan = plan
-        self._pending_plan = plan
+        self.problem: Problem | None = None
         for layer in self.layers:
             layer.module.forward = self._forward_of(layer)
 
@@ -119,12 +144,13 @@ class FullGraph:
         facts = [self.part.digest, str(self.part.parts), str(self.options)]
         facts.append(str([(name, tuple(p.shape)) for name, p in self.model.named_parameters()]))
         facts.append(str([(layer.name, layer.kind) for layer in self.layers]))
+        facts.append(_text_of(self._pending_plan))
         values = [int.from_bytes(hashlib.sha256(fact.encode()).digest()[:7], "little") for fact in facts]
         own = torch.tensor([self.part.rank, self.part.parts, *values], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather(everyone, own)
         table = torch.stack(everyone).cpu()
-        names = ("partition", "number of parts", "options", "parameters", "layers")
+        names = ("partition", "number of parts", "options", "parameters", "layers", "plan")
         for column, name in enumerate(names, start=2):
             for rank in range(self.world):
                 if table[rank, column] != table[0, column]:
@@ -282,18 +308,25 @@ class FullGraph:
         factor = {str(width): variance_factor(width) for width in self.options.menu}
         exchanges = []
         for direction in self.directions():
-            betas = self._gather_betas(direction)
+            weight = self.sensitivities.get(direction.name, 1.0)
+            betas = [[weight * beta for beta in row] for row in self._gather_betas(direction)]
             hidden = torch.tensor([direction.hidden_ns], dtype=torch.float64, device=self.part.x.device)
             dist.all_reduce(hidden, dist.ReduceOp.MIN, group=self.group)
             rounds = []
-            for pairs in ring_rounds(self.world):
+            for pairs in self.rounds:
                 group = []
                 for i, j in pairs:
                     fixed, per_byte = self.links[i][j]
                     group.append(Pair(source=i, target=j, fixed_ns=fixed, ns_per_byte=per_byte, beta=betas[i][j]))
                 rounds.append(tuple(group))
             exchanges.append(
-                Exchange(name=direction.name, dim=direction.dim, rounds=tuple(rounds), hidden_ns=int(hidden[0]))
+                Exchange(
+                    name=direction.name,
+                    dim=direction.dim,
+                    rounds=tuple(rounds),
+                    hidden_ns=int(hidden[0]),
+                    ports=self.options.links == "all-to-all",
+                )
             )
         free = Problem(
             name="full graph", time_limit_ns=None, variance_weight=1.0, time_weight=1.0, bits=factor,
@@ -323,19 +356,82 @@ class FullGraph:
             for scores, row in zip(everyone, counts, strict=True)
         ]
 
+    def measure_sensitivities(self, *, bits: int = 2, draws: int = 2) -> dict[str, float]:
+        """Measure what the variance of each exchange does to the gradient, and weigh exchanges by it from now on.
+
+        Each exchange in turn is sent in few bits, the others exactly; the squared change of the loss's gradient over
+        the variance of the messages is its sensitivity. Plans made without it take all exchanges as equally harmful.
+        Gradients, widths and random numbers stay; all ranks must call it, after a training step.
+
+        Args:
+            bits: Width of the exchange that is measured.
+            draws: Roundings to average over.
+
+        Returns:
+            Exchange to the variance of the gradient per unit of the variance of its messages, the same on every rank.
+        """
+        kept = [(w, w.send_bits, w.receive_bits, w.spread.clone()) for w in self.directions()]
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        device = self.part.x.device
+        devices = [device] if device.type == "cuda" else []
+
+        def gradient(noisy: Direction | None, draw: int) -> Tensor:
+            for way, *_ in kept:
+                width = bits if way is noisy else EXACT
+                way.widths(torch.full_like(way.send_bits, width), torch.full_like(way.receive_bits, width))
+            for layer in self.layers:
+                if layer.exchange is not None:
+                    layer.exchange.step = -1 - draw
+            self.model.zero_grad(set_to_none=True)
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(self.options.seed)  # the same dropout in every pass
+                self.loss(self.ddp(self.part.x, self.part.edge_index)).backward()
+            parts = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+            return torch.cat(parts).double()
+
+        result = {}
+        try:
+            exact = gradient(None, 0)
+            for way, *_ in kept:
+                changes = [float((gradient(way, draw) - exact).square().sum()) for draw in range(draws)]
+                variance = variance_factor(bits) * sum(float(b.sum()) for row in self._gather_betas(way) for b in row)
+                result[way.name] = sum(changes) / draws / variance if variance else 0.0
+        finally:
+            for way, send, receive, spread in kept:
+                way.widths(send, receive)
+                way.spread = spread
+            for parameter, before in zip(self.model.parameters(), gradients, strict=True):
+                parameter.grad = before
+            for layer in self.layers:
+                if layer.exchange is not None:
+                    layer.exchange.step = self.steps
+        # Sums of the same numbers in another order may differ in the last bits between ranks.
+        shared = torch.tensor(list(result.values()), dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0, group=self.group)
+        self.sensitivities = dict(zip(result, shared.tolist(), strict=True))
+        return dict(self.sensitivities)
+
     def use(self, plan: Plan) -> None:
         """Send in the widths of a plan from now on; every rank must do so at the same step.
 
         Raises:
             ProblemError: It is not a plan of these exchanges.
+            NotReadyError: On the ranks that it fits, if it does not fit another.
         """
+        bits = together(lambda: self._widths(plan), self.group)
+        for direction in self.directions():
+            direction.widths(*(torch.cat(side) for side in bits[direction.name]))
+        self.plan = plan
+
+    def _widths(self, plan: Plan) -> dict[str, list[list[Tensor]]]:
+        """What this rank sends and receives under a plan: by exchange, the widths to each and from each rank."""
         bits: dict[str, list[list[Tensor]]] = {}
         for direction in self.directions():
             rounds = plan.bits.get(direction.name)
             if rounds is None:
                 raise ProblemError(f"the plan lacks the exchange {direction.name!r}; it may be of another model")
             mine: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.int64)] * self.world for _ in range(2)]
-            for pairs, group in zip(ring_rounds(self.world), rounds, strict=False):
+            for pairs, group in zip(self.rounds, rounds, strict=False):
                 for (i, j), widths in zip(pairs, group, strict=False):
                     chosen = torch.from_numpy(widths.astype(np.int64))
                     if i == self.rank:
@@ -349,9 +445,7 @@ class FullGraph:
                         f"worker, but this partition needs {counts}; it is the plan of another partition"
                     )
             bits[direction.name] = mine
-        for direction in self.directions():
-            direction.widths(*(torch.cat(side) for side in bits[direction.name]))
-        self.plan = plan
+        return bits
 
     def _between_steps(self) -> None:
         """Use a plan that is ready on rank 0, or begin one; then count the step."""
@@ -362,7 +456,7 @@ class FullGraph:
         if every and self.steps and self.steps % every == 0 and self._solving is None:
             problem = self.build_problem()
             self._solving = threading.Thread(target=self._solve, args=(problem,), name="message widths", daemon=True)
-            self._problem = problem
+            self.problem = problem
             if self.rank == 0:
                 self._solving.start()
         elif self._solving is not None:
@@ -399,7 +493,8 @@ class FullGraph:
         self._solving = None
         if int(state[0]) == 2:
             return
-        shapes = [pair.beta.size for e in self._problem.exchanges for pair in e.pairs]
+        assert self.problem is not None
+        shapes = [pair.beta.size for e in self.problem.exchanges for pair in e.pairs]
         widths = torch.zeros(sum(shapes), dtype=torch.uint8, device=device)
         if self.rank == 0:
             plan = self._solved.pop()
@@ -409,7 +504,7 @@ class FullGraph:
         each = iter(torch.split(widths.cpu(), shapes))
         bits = {
             e.name: tuple(tuple(next(each).numpy() for _ in group) for group in e.rounds)
-            for e in self._problem.exchanges
+            for e in self.problem.exchanges
         }
         self.use(Plan(bits=bits))
 
@@ -447,6 +542,14 @@ class FullGraph:
         if state["plan"] is not None:
             self._pending_plan = None
             self.use(Plan.from_json(state["plan"]))
+
+
+def _text_of(plan: Plan | None) -> str:
+    """Names and widths of a plan, for comparison."""
+    if plan is None:
+        return "none"
+    pairs = ((name, pair) for name, rounds in plan.bits.items() for group in rounds for pair in group)
+    return ";".join(f"{name} {hashlib.sha256(pair.tobytes()).hexdigest()}" for name, pair in pairs)
 
 
 def full_graph(

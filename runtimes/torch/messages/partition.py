@@ -207,5 +207,5 @@ def _metis(edges: Tensor, count: int, parts: int) -> Tensor:
     both = torch.unique(both[:, both[0] != both[1]], dim=1).numpy()  # sorted by source
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(both[0], minlength=count), out=starts[1:])
-    _, owner = pymetis.part_graph(parts, xadj=starts, adjncy=both[1])
+    _, owner = pymetis.part_graph(parts, pymetis.CSRAdjacency(starts, both[1]))
     return torch.as_tensor(np.asarray(owner), dtype=torch.int64)

@@ -11,6 +11,7 @@ and reused in backward, as in a training step, and page faults occur where a ste
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from qsync_opt.costs import MeasuredCost, OptimizerCost
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.model import Operator, Role, TensorSpec
-from qsync_opt.runtimes.timing import steady_medians
-from qsync_opt.runtimes.torch.capture import RecordedCall, TensorArgument
+from qsync_opt.runtimes.timing import Rounds, steady_medians
+from qsync_opt.runtimes.torch.capture import OpaqueModule, RecordedCall, TensorArgument
 from qsync_opt.runtimes.torch.support import (
     Elapsed,
     Stopwatch,
@@ -75,6 +76,10 @@ class OperatorBench:
         options: KernelOptions,
     ) -> None:
         self._operator = operator
+        self._inside: tuple[Tensor, ...] = ()
+        if isinstance(call.target, OpaqueModule):  # its passes may write into buffers
+            opaque = call.target.copied(device)
+            call, self._inside = replace(call, target=opaque), opaque.parameters()
         self._call = call
         self._precision = precision
         self._device = device
@@ -85,18 +90,23 @@ class OperatorBench:
         self._in_place = schema is not None and schema.is_mutable
         self._generator = torch.Generator(device).manual_seed(0)
 
-    def measure(self, stopwatch: Stopwatch, repeats: int) -> MeasuredCost:
-        """Time and memory, from rounds of ``repeats`` runs after one that does not count."""
+    def measure(self, stopwatch: Stopwatch, repeats: int, rounds: Rounds | None = None) -> MeasuredCost:
+        """Time and memory, from ``rounds`` of ``repeats`` runs after one that does not count."""
+        rounds = rounds or Rounds()
         if self._operator.op_type in _FREE_KINDS:
             return MeasuredCost(forward_ns=0, backward_ns=0, alias_input=0 if self._operator.inputs else None)
         memory = self._memory()
         per_run = max(1, sum(spec.num_bytes for spec in self._operator.output_specs) + memory.saved_bytes)
         count = max(2, min(repeats, ROUND_BYTES // per_run))
         rotated = [self._tensors() for _ in range(min(count, _ROTATED))]
+        began = time.monotonic()
+        self._round(stopwatch, rotated, 1)
+        count = rounds.runs(count, time.monotonic() - began)
         # The first round touches its memory for the first time; those page faults are no part of a step.
-        self._round(stopwatch, rotated, count)
+        if count > 1:
+            self._round(stopwatch, rotated, count)
         idle = _idle_backward(stopwatch, self._device)
-        times = steady_medians(lambda: self._round(stopwatch, rotated, count))
+        times = rounds.medians(lambda: self._round(stopwatch, rotated, count))
         forward, host_forward, backward, host_backward = times
         return replace(
             memory,
@@ -131,8 +141,8 @@ class OperatorBench:
         return _Run(
             work=work,
             activations=tuple(t for argument, t in pairs if argument.state is None and argument.spec.is_floating),
-            state=tuple(t for argument, t in pairs if argument.state is not None),
-            leaves=tuple(t for t in tensors if t.requires_grad),
+            state=(*(t for argument, t in pairs if argument.state is not None), *self._inside),
+            leaves=(*(t for t in tensors if t.requires_grad), *self._inside),
         )
 
     def _round(self, stopwatch: Stopwatch, rotated: Sequence[list[Tensor]], count: int) -> list[tuple[float, ...]]:
@@ -248,26 +258,34 @@ def time_cast(
     options: KernelOptions,
     stopwatch: Stopwatch,
     repeats: int,
+    rounds: Rounds,
 ) -> float:
     """Nanoseconds of one cast of the runtime on an edge."""
     inputs = [torch.randn(spec.shape, device=device).to(DTYPES[source]) for _ in range(_ROTATED)]
-    return _time(lambda x: ops.cast(x, target, options), inputs, spec, stopwatch, repeats)
+    return _time(lambda x: ops.cast(x, target, options), inputs, spec, stopwatch, repeats, rounds)
 
 
-def time_gradient_sum(name: str, spec: TensorSpec, device: torch.device, stopwatch: Stopwatch, repeats: int) -> float:
+def time_gradient_sum(
+    name: str, spec: TensorSpec, device: torch.device, stopwatch: Stopwatch, repeats: int, rounds: Rounds
+) -> float:
     """Nanoseconds to add two gradients of a result that two operators read."""
     inputs = [torch.randn(spec.shape, device=device).to(DTYPES[name]) for _ in range(_ROTATED)]
     other = torch.randn(spec.shape, device=device).to(DTYPES[name])
-    return _time(lambda x: x + other, inputs, spec, stopwatch, repeats)
+    return _time(lambda x: x + other, inputs, spec, stopwatch, repeats, rounds)
 
 
 def _time(
-    work: Callable[[Tensor], Any], inputs: Sequence[Tensor], spec: TensorSpec, stopwatch: Stopwatch, repeats: int
+    work: Callable[[Tensor], Any],
+    inputs: Sequence[Tensor],
+    spec: TensorSpec,
+    stopwatch: Stopwatch,
+    repeats: int,
+    rounds: Rounds,
 ) -> float:
     """Time of one run, from rounds that keep their results; the first, which touches fresh memory, does not count."""
     count = max(2, min(repeats, ROUND_BYTES // max(1, 4 * spec.elements)))
 
-    def run_round() -> list[tuple[float]]:
+    def run_round(count: int) -> list[tuple[float]]:
         kept, rows = [], []
         for i in range(count):
             x = inputs[i % len(inputs)]
@@ -278,8 +296,12 @@ def _time(
             rows.append((max(elapsed.device_ns, elapsed.host_ns),))
         return rows
 
-    run_round()
-    return max(1.0, steady_medians(run_round)[0])
+    began = time.monotonic()
+    run_round(1)
+    count = rounds.runs(count, time.monotonic() - began)
+    if count > 1:
+        run_round(count)
+    return max(1.0, rounds.medians(lambda: run_round(count))[0])
 
 
 def like(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
@@ -292,7 +314,7 @@ def like(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.
 
 
 def measure_optimizer(
-    optimizer: torch.optim.Optimizer, device: torch.device, stopwatch: Stopwatch, repeats: int
+    optimizer: torch.optim.Optimizer, device: torch.device, stopwatch: Stopwatch, repeats: int, rounds: Rounds
 ) -> OptimizerCost:
     """Time of a step and of clearing the gradients, state, and workspace of a copy of an optimizer.
 
@@ -307,9 +329,9 @@ def measure_optimizer(
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
 
-    def run_round() -> list[tuple[float, float]]:
+    def run_round(count: int) -> list[tuple[float, float]]:
         rows = []
-        for _ in range(repeats):
+        for _ in range(count):
             give_gradients()
             stopwatch.settle()
             _, step = stopwatch.time(copy.step)
@@ -317,8 +339,11 @@ def measure_optimizer(
             rows.append((max(step.device_ns, step.host_ns), max(clear.device_ns, clear.host_ns)))
         return rows
 
-    run_round()  # creates the state
-    step_ns, zero_grad_ns = steady_medians(run_round)
+    run_round(1)  # creates the state
+    began = time.monotonic()
+    run_round(1)
+    count = rounds.runs(repeats, time.monotonic() - began)
+    step_ns, zero_grad_ns = rounds.medians(lambda: run_round(count))
     give_gradients()
     _, allocation = allocation_of(copy.step, device)
     return OptimizerCost(

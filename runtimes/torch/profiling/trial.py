@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from qsync_opt.errors import UnsupportedError, first_line
@@ -12,7 +14,9 @@ from qsync_opt.runtimes.torch.execution import under_plan
 from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, model_unchanged, resident_bytes
 
 
-def try_plan(example: TrainingExample, plan: DevicePlans, graph: OpGraph | None, kernels: KernelOptions) -> int | None:
+def try_plan(
+    example: TrainingExample, plan: Mapping[str, str] | DevicePlans, graph: OpGraph | None, kernels: KernelOptions
+) -> int | None:
     """Run one forward and backward pass under a plan and leave the model unchanged.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Serving a plan with PyTorch: models loaded group by group into packed weights, stages as processes.
+"""Serving a plan with PyTorch: packed weights, paged caches, stages as processes, continuous batching, an endpoint.
 
 Llama, Mistral, Qwen 2 and 3, and Gemma 3 (text) run; tokens are those of transformers.
 """
@@ -8,11 +8,47 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.serving.cache import PagedCache
+    from qsync_opt.runtimes.torch.serving.choosing import choose
+    from qsync_opt.runtimes.torch.serving.clients import LoadResult, load_test, percentiles
     from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
-    from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp, Rows, scheme_bits
-    from qsync_opt.runtimes.torch.serving.packing import GROUP, PackedWeight, linear, pack, unpack
-    from qsync_opt.runtimes.torch.serving.pipeline import Generation, Pipeline, StageError, generate_here
-    from qsync_opt.runtimes.torch.serving.stage import Batch, StageModel, check_plan, group_names, microbatch_rows
+    from qsync_opt.runtimes.torch.serving.demo import ServingDemo, measure_plan, run_serving_demo
+    from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, FullError, Request, Update
+    from qsync_opt.runtimes.torch.serving.export import Exported, export_llama_cpp, export_vllm
+    from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
+    from qsync_opt.runtimes.torch.serving.launching import describe, start_engine, start_stages, uniform_plan
+    from qsync_opt.runtimes.torch.serving.measuring import MemorySamples, measure_batches
+    from qsync_opt.runtimes.torch.serving.packing import (
+        GROUP,
+        SCHEMES,
+        PackedWeight,
+        linear,
+        pack,
+        scheme_bits,
+        unpack,
+    )
+    from qsync_opt.runtimes.torch.serving.pipeline import (
+        Generation,
+        Pipeline,
+        generate,
+        generate_here,
+        microbatch_rows,
+    )
+    from qsync_opt.runtimes.torch.serving.profiling import (
+        MemoryWatch,
+        process_kib,
+        profile_serving,
+        random_state,
+        serve_model,
+        steady_allocator,
+    )
+    from qsync_opt.runtimes.torch.serving.protocol import read_ask
+    from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
+    from qsync_opt.runtimes.torch.serving.sensitivity import measure_harm, output_divergence
+    from qsync_opt.runtimes.torch.serving.server import bind, make_app, metrics_text, serve, serve_quietly
+    from qsync_opt.runtimes.torch.serving.stage import StageModel, check_plan, group_names
+    from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, Step, pages_of
+    from qsync_opt.runtimes.torch.serving.tokens import TextStream, Tokenizer, load_tokenizer
     from qsync_opt.runtimes.torch.serving.weights import (
         GgufSource,
         SafetensorsSource,
@@ -20,12 +56,26 @@ if TYPE_CHECKING:
         WeightSource,
         open_model,
     )
+    from qsync_opt.runtimes.torch.serving.workers import (
+        LocalWorkers,
+        StageError,
+        StageOptions,
+        StageProcesses,
+        Workers,
+    )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "GROUP", "Attention", "Batch", "DecoderConfig", "Generation", "GgufSource", "Mlp", "PackedWeight", "Pipeline",
-    "Rotary", "Rows", "SafetensorsSource", "StageError", "StageModel", "StateSource", "WeightSource", "check_plan",
-    "config_from_json", "generate_here", "group_names", "linear", "microbatch_rows", "open_model", "pack",
-    "read_config", "scheme_bits", "unpack",
+    "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "Exported",
+    "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemorySamples", "MemoryWatch",
+    "Mlp", "PackedWeight", "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource",
+    "ServingDemo", "StageError", "StageModel", "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream",
+    "Tokenizer", "Update", "WeightSource", "Workers", "bind", "check_plan", "choose", "config_from_json", "describe",
+    "export_llama_cpp", "export_vllm", "generate", "generate_here", "group_names", "linear", "load_test",
+    "load_tokenizer", "make_app", "measure_batches", "measure_harm", "measure_plan", "metrics_text", "microbatch_rows",
+    "open_model", "output_divergence", "pack", "pages_of", "percentiles", "process_kib", "profile_serving",
+    "random_state", "read_ask", "read_config", "run_serving_demo", "sample_config", "scheme_bits", "serve",
+    "serve_model", "serve_quietly", "start_engine", "start_stages", "steady_allocator", "uniform_plan", "unpack",
+    "write_sample",
 ]  # fmt: skip

@@ -3,99 +3,100 @@
 Fused as engines fuse them: {q, k, v} and {gate, up} share a scheme. A stage may begin or end between the two groups of
 a layer, because only the residual stream passes from group to group.
 
-Axes: B sequences, T tokens of this call, H hidden, L cached positions.
+Axes: N tokens of a pass, S sequences, T tokens of one sequence, H hidden, L cached positions, G query heads that share
+a head of keys.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.runtimes.torch.serving.cache import PagedCache
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary
 from qsync_opt.runtimes.torch.serving.packing import PackedWeight, linear, pack
+from qsync_opt.runtimes.torch.serving.steps import PAGE, Layout
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
 
 
-def scheme_bits(scheme: str) -> int:
-    """Weight bits of a scheme's name: W4, W8, W16 (the computing type, at most 16 bits), or W32.
-
-    Raises:
-        UnsupportedError: Any other name.
-    """
-    if scheme not in ("W4", "W8", "W16", "W32"):
-        raise UnsupportedError(f"scheme is {scheme!r}, but this runtime has W4, W8, W16 and W32")
-    return int(scheme[1:])
+def fused(function: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    """A function of elementwise operations as one kernel on a card, compiled at its first call; on a CPU as it is."""
+    return _compiled(function) if device.type == "cuda" else function
 
 
-def weight_type(scheme: str, dtype: torch.dtype) -> torch.dtype:
-    """The type in which unpacked weights are kept."""
-    return {"W16": torch.bfloat16, "W32": torch.float32}.get(scheme, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Which rows of the cache a call is about, the position that it begins at, and each row's left padding."""
-
-    rows: slice
-    start: int
-    padding_B: torch.Tensor
+@functools.cache
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 class Norm:
-    """Root mean square norm in FP32."""
+    """Root mean square norm, computed in FP32."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, gemma: bool) -> None:
-        self._weight = weight.float() + (1.0 if gemma else 0.0)
-        self._plain = weight
+        # Gemma multiplies by 1 + weight before it narrows, the others by weight after.
+        self.weight = weight.float() + 1.0 if gemma else weight
         self._epsilon, self._gemma = epsilon, gemma
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The normed vectors, in the type of ``x``."""
+        if x.device.type == "cuda":  # as one kernel, which rounds once
+            return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self._epsilon).to(x.dtype)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._epsilon)
-        # Gemma multiplies before it narrows, the others after.
-        return (normed * self._weight).to(x.dtype) if self._gemma else self._plain.to(x.dtype) * normed.to(x.dtype)
+        return (normed * self.weight).to(x.dtype) if self._gemma else self.weight.to(x.dtype) * normed.to(x.dtype)
 
     @property
     def bytes(self) -> int:
-        """Memory of the weights."""
-        return self._weight.numel() * 4 + self._plain.numel() * self._plain.element_size()
+        """Memory of the weight."""
+        return self.weight.nbytes
 
 
 class Group:
-    """What one entry of a plan runs."""
+    """What one entry of a plan runs; its weights are read, packed and moved one matrix at a time."""
 
-    def __init__(self, config: DecoderConfig, source: WeightSource, layer: int, dtype: torch.dtype) -> None:
-        self.config, self.layer, self.dtype = config, layer, dtype
+    def __init__(
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.layer, self.dtype, self.device = config, layer, dtype, torch.device(device)
         self._source, self._prefix = source, f"model.layers.{layer}."
 
     def _norm(self, name: str) -> Norm:
-        weight = self._source.read(f"{self._prefix}{name}.weight").to(self.dtype)
+        weight = self._source.read(f"{self._prefix}{name}.weight").to(self.device, self.dtype)
         return Norm(weight, self.config.epsilon, gemma=self.config.gemma)
 
     def _packed(self, names: tuple[str, ...], scheme: str) -> PackedWeight:
-        weights = [self._source.read(f"{self._prefix}{name}.weight") for name in names]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return pack(weight, scheme_bits(scheme), dtype=weight_type(scheme, self.dtype))
+        weights = [self._source.read(f"{self._prefix}{name}.weight").to(self.device) for name in names]
+        return pack(torch.cat(weights) if len(weights) > 1 else weights[0], scheme)
 
     def _bias(self, names: tuple[str, ...]) -> torch.Tensor | None:
         present = [f"{self._prefix}{name}.bias" for name in names]
         if any(name not in set(self._source.names()) for name in present):
             return None
-        return torch.cat([self._source.read(name) for name in present]).to(self.dtype)
+        return torch.cat([self._source.read(name) for name in present]).to(self.device, self.dtype)
 
 
 class Attention(Group):
     """Norm, attention with a cache of keys and values, and the residual connection."""
 
     def __init__(
-        self, config: DecoderConfig, source: WeightSource, layer: int, scheme: str, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        layer: int,
+        scheme: str,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(config, source, layer, dtype)
+        super().__init__(config, source, layer, dtype, device)
         inputs = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.qkv, self.qkv_bias = self._packed(inputs, scheme), self._bias(inputs)
         self.out, self.out_bias = self._packed(("self_attn.o_proj",), scheme), self._bias(("self_attn.o_proj",))
@@ -104,8 +105,8 @@ class Attention(Group):
         self.head_norms = (
             (self._norm("self_attn.q_norm"), self._norm("self_attn.k_norm")) if config.head_norms else None
         )
-        self._frequencies = _frequencies(config.rotary[layer], config.head_size)
-        self._cache: torch.Tensor | None = None
+        self._frequencies = _frequencies(config.rotary[layer], config.head_size).to(self.device)
+        self.cache: PagedCache | None = None
 
     @property
     def bytes(self) -> int:
@@ -113,55 +114,81 @@ class Attention(Group):
         norms: list[Norm] = [self.norm, *([self.after] if self.after else []), *(self.head_norms or ())]
         return self.qkv.bytes + self.out.bytes + sum(norm.bytes for norm in norms)
 
-    def reserve(self, sequences: int, positions: int) -> None:
-        """Make an empty cache."""
+    def reserve(self, pages: int, kv_bits: int | None = None) -> None:
+        """Make empty pages."""
         c = self.config
-        self._cache = torch.zeros(2, sequences, c.kv_heads, positions, c.head_size, dtype=self.dtype)
+        self.cache = PagedCache(pages, c.kv_heads, c.head_size, dtype=self.dtype, bits=kv_bits, device=self.device)
 
-    def __call__(self, x_BTH: torch.Tensor, at: Rows) -> torch.Tensor:
+    def __call__(self, x_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The hidden states after the attention; keys and values join the cache."""
-        c, (batch, tokens, _) = self.config, x_BTH.shape
-        heads = linear(self.norm(x_BTH), self.qkv, self.qkv_bias).view(batch, tokens, -1, c.head_size)
-        q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=2)
+        c, tokens = self.config, x_NH.shape[0]
+        heads = linear(self.norm(x_NH), self.qkv, self.qkv_bias).view(tokens, -1, c.head_size)
+        q_and_k, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], dim=1)
         if self.head_norms is not None:
-            q, k = self.head_norms[0](q), self.head_norms[1](k)
-        positions_BT = (at.start + torch.arange(tokens)[None] - at.padding_B[:, None]).clamp_min(0)
-        cos, sin = self._angles(positions_BT)
-        q, k = _rotate(q, cos, sin).transpose(1, 2), _rotate(k, cos, sin).transpose(1, 2)
-        assert self._cache is not None, "reserve() comes before the first call"
-        end = at.start + tokens
-        keys, values = self._cache[:, at.rows]
-        keys[:, :, at.start : end], values[:, :, at.start : end] = k, v.transpose(1, 2)
-        mask = self._mask(at, tokens)
+            q, k = torch.split(q_and_k, [c.heads, c.kv_heads], dim=1)
+            q_and_k = torch.cat([self.head_norms[0](q), self.head_norms[1](k)], dim=1)
+        cos, sin = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
+        rotated = fused(_rotate, x_NH.device)(q_and_k, cos, sin)
+        q, k = torch.split(rotated, [c.heads, c.kv_heads], dim=1)
+        assert self.cache is not None, "reserve() comes before the first call"
+        self.cache.write(layout.slots_N, k, v)
+        y = self._ragged(q, k, v, layout) if layout.counts else self._decode(q, layout)
+        y = linear(y, self.out, self.out_bias)
+        return x_NH + (y if self.after is None else self.after(y))
+
+    def _decode(self, q: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """One token per sequence: query heads that share keys stand as rows of one product."""
+        c, sequences = self.config, q.shape[0]
+        assert self.cache is not None
+        table, mask = layout.seen(c.windows[self.layer], self.dtype)
+        keys, values = self.cache.read(table)
+        rows = q.reshape(sequences, c.kv_heads, -1, c.head_size).transpose(0, 1)
+        mask = mask.expand(c.kv_heads, -1, rows.shape[2], -1)
+        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=c.query_scale)
+        return y.transpose(0, 1).reshape(sequences, -1)
+
+    def _ragged(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Any number of tokens per sequence, one sequence after another."""
+        results, begin = [], 0
+        for row, (count, start) in enumerate(zip(layout.counts, layout.starts, strict=True)):
+            part = slice(begin, begin + count)
+            keys, values = k[part].transpose(0, 1), v[part].transpose(0, 1)
+            if start:
+                assert self.cache is not None
+                pages = layout.table_SP[row : row + 1, : -(-(start + count) // PAGE)]
+                keys, values = (cached[:, 0, : start + count] for cached in self.cache.read(pages))
+            results.append(self._one(q[part].transpose(0, 1), keys, values, start))
+            begin += count
+        return torch.cat(results)
+
+    def _one(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
+        c, count, total = self.config, q.shape[1], keys.shape[1]
+        window, mask = c.windows[self.layer], None
+        if start or (window is not None and total > window):
+            distance = torch.arange(start, total, device=q.device)[:, None] - torch.arange(total, device=q.device)[None]
+            mask = distance >= 0
+            if window is not None:
+                mask &= distance < window
         y = F.scaled_dot_product_attention(
-            q, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=c.query_scale, enable_gqa=True
-        )
-        y = linear(y.transpose(1, 2).reshape(batch, tokens, -1), self.out, self.out_bias)
-        return x_BTH + (y if self.after is None else self.after(y))
-
-    def _angles(self, positions_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions_BT[..., None].float() * self._frequencies
-        angles = torch.cat([angles, angles], dim=-1)[:, :, None]
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-
-    def _mask(self, at: Rows, tokens: int) -> torch.Tensor:
-        query = at.start + torch.arange(tokens)[:, None]
-        key = torch.arange(at.start + tokens)[None]
-        seen = key <= query
-        window = self.config.windows[self.layer]
-        if window is not None:
-            seen = seen & (query - key < window)
-        mask = seen[None] & (key[None] >= at.padding_B[:, None, None])
-        return (mask | (key == query)[None])[:, None]  # padding sees itself, or its softmax would be undefined
+            q[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=c.query_scale,
+            enable_gqa=True,
+        )  # fmt: skip
+        return y[0].transpose(0, 1).reshape(count, -1)
 
 
 class Mlp(Group):
     """Norm, gated MLP and the residual connection."""
 
     def __init__(
-        self, config: DecoderConfig, source: WeightSource, layer: int, scheme: str, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        layer: int,
+        scheme: str,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(config, source, layer, dtype)
+        super().__init__(config, source, layer, dtype, device)
         self.gate_up = self._packed(("mlp.gate_proj", "mlp.up_proj"), scheme)
         self.down = self._packed(("mlp.down_proj",), scheme)
         self.norm = self._norm("pre_feedforward_layernorm" if config.gemma else "post_attention_layernorm")
@@ -172,27 +199,38 @@ class Mlp(Group):
         """Memory of the weights."""
         return self.gate_up.bytes + self.down.bytes + self.norm.bytes + (self.after.bytes if self.after else 0)
 
-    def reserve(self, sequences: int, positions: int) -> None:
+    def reserve(self, pages: int, kv_bits: int | None = None) -> None:
         """Nothing: an MLP keeps no state."""
 
-    def __call__(self, x_BTH: torch.Tensor, at: Rows) -> torch.Tensor:
+    def __call__(self, x_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The hidden states after the MLP."""
-        gate, up = linear(self.norm(x_BTH), self.gate_up).chunk(2, dim=-1)
-        gate = F.gelu(gate, approximate="tanh") if self.config.gemma else F.silu(gate)
-        y = linear(gate * up, self.down)
-        return x_BTH + (y if self.after is None else self.after(y))
+        gate = fused(_gelu_gate if self.config.gemma else _silu_gate, x_NH.device)
+        y = linear(gate(linear(self.norm(x_NH), self.gate_up)), self.down)
+        return x_NH + (y if self.after is None else self.after(y))
+
+
+def _silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _gelu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class Embedding:
     """Token numbers to vectors."""
 
-    def __init__(self, config: DecoderConfig, source: WeightSource, dtype: torch.dtype) -> None:
-        self.weight = source.read("model.embed_tokens.weight").to(dtype)
-        self._scale = torch.tensor(math.sqrt(config.hidden), dtype=dtype) if config.gemma else None
+    def __init__(
+        self, config: DecoderConfig, source: WeightSource, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.weight = source.read("model.embed_tokens.weight").to(device, dtype)
+        self._scale = torch.tensor(math.sqrt(config.hidden), dtype=dtype, device=device) if config.gemma else None
 
-    def __call__(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """The vectors of tokens."""
-        x = F.embedding(tokens_BT, self.weight)
+    def __call__(self, tokens_N: torch.Tensor) -> torch.Tensor:
+        """The vectors (N, H) of tokens."""
+        x = F.embedding(tokens_N, self.weight)
         return x if self._scale is None else x * self._scale
 
 
@@ -200,16 +238,24 @@ class Head:
     """The last norm and the scores of the next token."""
 
     def __init__(
-        self, config: DecoderConfig, source: WeightSource, dtype: torch.dtype, embedding: Embedding | None
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        embedding: Embedding | None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.norm = Norm(source.read("model.norm.weight").to(dtype), config.epsilon, gemma=config.gemma)
-        name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-        # A tied embedding is one copy where both ends are here.
-        self.weight = embedding.weight if config.tied and embedding is not None else source.read(name).to(dtype)
+        norm = source.read("model.norm.weight").to(device, dtype)
+        self.norm = Norm(norm, config.epsilon, gemma=config.gemma)
+        if config.tied and embedding is not None:
+            self.weight = embedding.weight  # one copy where both ends are here
+        else:
+            name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+            self.weight = source.read(name).to(device, dtype)
 
-    def __call__(self, x_BH: torch.Tensor) -> torch.Tensor:
-        """The scores of every token of the vocabulary."""
-        return F.linear(self.norm(x_BH), self.weight)
+    def __call__(self, x_SH: torch.Tensor) -> torch.Tensor:
+        """The scores (S, vocabulary) of every token."""
+        return F.linear(self.norm(x_SH), self.weight)
 
 
 def _frequencies(rotary: Rotary, size: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Weights in few bits: round to nearest in groups along the input, and a product that widens them again.
+"""Weights as a stage holds them: packed in 4 or 8 bits by `qsync_opt.kernels.weight_only`, or plain.
 
-Source: ours; symmetric codes -(2**(bits-1) - 1) ... 2**(bits-1) - 1, one scale per output row and group.
+A scheme's name is ``W`` and the bits of weights, and ``A`` and those of activations where they are rounded: W4 (or
+W4A16), W4A8, W8 (W8A16), W8A8, W16 (BF16), W32 (FP32).
 """
 
 from __future__ import annotations
@@ -11,79 +12,83 @@ import torch
 from torch.nn import functional as F
 
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels import weight_only
 
 GROUP = 128
 """Inputs that share a scale."""
 
+SCHEMES = {
+    "W4": (4, 16),
+    "W4A16": (4, 16),
+    "W4A8": (4, 8),
+    "W8": (8, 16),
+    "W8A16": (8, 16),
+    "W8A8": (8, 8),
+    "W16": (16, 16),
+    "W32": (32, 32),
+}
+"""Bits of weights and activations by scheme."""
 
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """Codes of 8 bits, or two of 4 bits in a byte (even inputs in the low half), with scales; or plain numbers.
 
-    ``codes`` is (out, in) for 8 bits and (out, in / 2) for 4; ``scales`` is (out, in / group).
+def scheme_bits(scheme: str) -> int:
+    """Weight bits of a scheme's name.
+
+    Raises:
+        UnsupportedError: Any other name.
     """
+    if scheme not in SCHEMES:
+        raise UnsupportedError(f"scheme is {scheme!r}, but this runtime has {', '.join(SCHEMES)}")
+    return SCHEMES[scheme][0]
 
-    bits: int
-    codes: torch.Tensor
-    scales: torch.Tensor | None
-    shape: tuple[int, int]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A matrix (out, in) in a scheme: ``packed`` for 4 and 8 bits, else ``plain``."""
+
+    scheme: str
+    packed: weight_only.PackedWeight | None = None
+    plain: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        if self.packed is not None:
+            return self.packed.shape
+        assert self.plain is not None
+        return self.plain.shape[0], self.plain.shape[1]
 
     @property
     def bytes(self) -> int:
-        """Memory of codes and scales."""
-        tensors = (self.codes,) if self.scales is None else (self.codes, self.scales)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        """Memory of codes and scales, or of the plain numbers."""
+        if self.packed is not None:
+            return self.packed.memory_bytes
+        assert self.plain is not None
+        return self.plain.nbytes
 
 
-def group_size(inputs: int) -> int:
-    """Inputs that share a scale: the largest even divisor of ``inputs`` that is at most `GROUP`."""
-    return next(
-        size for size in range(min(GROUP, inputs), 0, -1) if inputs % size == 0 and (size % 2 == 0 or size == 1)
-    )
-
-
-def pack(
-    weight: torch.Tensor, bits: int, group: int | None = None, *, dtype: torch.dtype | None = None
-) -> PackedWeight:
-    """Pack a matrix (out, in) into 4 or 8 bits, or keep it in ``dtype`` for 16 and 32.
+def pack(weight: torch.Tensor, scheme: str, group: int | None = GROUP) -> PackedWeight:
+    """Round a matrix (out, in) to nearest, or keep it in the type of its scheme.
 
     Raises:
-        UnsupportedError: Other widths, or a number of inputs that groups do not divide.
+        UnsupportedError: An unknown scheme, or a weight that cannot be packed.
     """
-    rows, inputs = weight.shape
-    if bits in (16, 32):
-        return PackedWeight(bits, weight.to(dtype or weight.dtype).contiguous(), None, (rows, inputs))
-    if bits not in (4, 8):
-        raise UnsupportedError(f"weights are asked for in {bits} bits, but allowed are 4, 8, 16 and 32")
-    group = group or group_size(inputs)
-    if inputs % group or (bits == 4 and inputs % 2):
-        raise UnsupportedError(
-            f"a weight has {inputs} inputs, which groups of {group} do not divide; give another group"
-        )
-    most = 2 ** (bits - 1) - 1
-    blocks = weight.float().view(rows, inputs // group, group)
-    scales = blocks.abs().amax(-1) / most
-    codes = torch.round(blocks / scales.clamp_min(1e-30)[..., None]).clamp_(-most, most).to(torch.int8)
-    codes = codes.view(rows, inputs)
-    if bits == 4:
-        codes = ((codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)).to(torch.int8)
-    return PackedWeight(bits, codes, scales.to(torch.float32), (rows, inputs))
+    bits = scheme_bits(scheme)
+    if bits <= 8:
+        return PackedWeight(scheme, packed=weight_only.pack(weight, bits, group))
+    kept = torch.bfloat16 if bits == 16 else torch.float32
+    return PackedWeight(scheme, plain=weight.to(kept).contiguous())
 
 
-def unpack(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that a packed weight stands for, (out, in)."""
-    if packed.scales is None:
-        return packed.codes.to(dtype)
-    codes = packed.codes
-    if packed.bits == 4:
-        low, high = (codes << 4) >> 4, codes >> 4  # arithmetic shifts keep the sign
-        codes = torch.stack([low, high], dim=-1).view(packed.shape)
-    rows, inputs = packed.shape
-    groups = packed.scales.shape[1]
-    wide = codes.view(rows, groups, inputs // groups).to(dtype) * packed.scales[..., None].to(dtype)
-    return wide.view(rows, inputs)
+def unpack(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers that a weight stands for, (out, in)."""
+    if weight.packed is not None:
+        return weight_only.unpack(weight.packed, dtype)
+    assert weight.plain is not None
+    return weight.plain.to(dtype)
 
 
-def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias`` with the weight widened to the type of ``x``."""
-    return F.linear(x, unpack(packed, x.dtype), bias)
+def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias`` in the type of ``x``, activations rounded as the scheme says."""
+    if weight.packed is not None:
+        return weight_only.linear(x, weight.packed, bias, activation_bits=SCHEMES[weight.scheme][1])
+    return F.linear(x, unpack(weight, x.dtype), bias)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from qsync_opt.errors import ModelError, ProblemError
+from qsync_opt.runtimes.torch.serving.choosing import choose
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
-from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp, Rows
+from qsync_opt.runtimes.torch.serving.graphs import DecodeGraphs
+from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp
+from qsync_opt.runtimes.torch.serving.steps import Layout, Step
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
 from qsync_opt.serving import Plan, Stage
 
 _LOGGER = logging.getLogger(__name__)
+Progress = Callable[[int, int, str], None]
+"""Called with the number of loaded groups, their total, and the name of the last one."""
 
 
 def group_names(layers: int) -> tuple[str, ...]:
@@ -39,37 +42,41 @@ def check_plan(plan: Plan, config: DecoderConfig) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Prompts, padded on the left to one length."""
+def check_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """Refuse prompts that a model cannot read.
 
-    tokens_BT: torch.Tensor
-    padding_B: torch.Tensor
-
-    @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], vocabulary: int) -> Batch:
-        """The batch of some prompts.
-
-        Raises:
-            ProblemError: There is none, one is empty, or a token is not in the vocabulary.
-        """
-        if not prompts or not all(len(prompt) for prompt in prompts):
-            raise ProblemError("prompts must be at least one, each with at least one token")
-        for k, prompt in enumerate(prompts):
-            for token in prompt:
-                if not 0 <= token < vocabulary:
-                    raise ProblemError(
-                        f"prompt {k} has the token {token}, but the model knows 0 to {vocabulary - 1}; "
-                        "use the tokenizer of this model"
-                    )
-        longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
-        tokens = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
-        return cls(torch.tensor(tokens), torch.tensor(padding))
+    Raises:
+        ProblemError: There is none, one is empty, or a token is not in the vocabulary.
+    """
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ProblemError("prompts must be at least one, each with at least one token")
+    for k, prompt in enumerate(prompts):
+        for token in prompt:
+            if not 0 <= token < vocabulary:
+                raise ProblemError(
+                    f"prompt {k} has the token {token}, but the model knows 0 to {vocabulary - 1}; "
+                    "use the tokenizer of this model"
+                )
 
 
 class StageModel:
-    """A stage that runs: hidden states or tokens in, hidden states or next tokens out."""
+    """A stage that runs: hidden states or tokens in, hidden states or next tokens out.
+
+    Args:
+        config: Of the model.
+        source: Where weights are read, one matrix at a time.
+        stage: The groups to hold.
+        schemes: Weight scheme by group.
+        dtype: Type of hidden states, norms and ends.
+        device: Where it runs.
+        kv_bits: 8 for caches of 8 bits; None: as ``dtype``.
+        capture: Replay decoding from CUDA graphs; on a card only.
+        progress: Told of every loaded group.
+
+    Raises:
+        ModelError: The weights lack a tensor, or the model has no such group.
+        UnsupportedError: A scheme is unknown.
+    """
 
     def __init__(
         self,
@@ -79,55 +86,83 @@ class StageModel:
         schemes: Mapping[str, str],
         *,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        kv_bits: int | None = None,
+        capture: bool = True,
+        progress: Progress | None = None,
     ) -> None:
         names = group_names(config.layers)
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.device, self._kv_bits = config, dtype, torch.device(device), kv_bits
         self.first, self.last = stage.groups[0] == names[0], stage.groups[-1] == names[-1]
         self.groups: list[Attention | Mlp] = []
-        for name in stage.groups:
+        for done, name in enumerate(stage.groups, 1):
             layer, _, kind = name.partition(".")
             if name not in names:
                 raise ModelError(f"the model has no group {name!r}; it has {names[0]} to {names[-1]}")
             build = Attention if kind == "attn" else Mlp
-            self.groups.append(build(config, source, int(layer), schemes[name], dtype))
+            self.groups.append(build(config, source, int(layer), schemes[name], dtype, self.device))
             _LOGGER.info("loaded %s in %s", name, schemes[name])
-        self._embedding = Embedding(config, source, dtype) if self.first else None
-        self._head = Head(config, source, dtype, self._embedding) if self.last else None
+            if progress is not None:
+                progress(done, len(stage.groups), name)
+        self._embedding = Embedding(config, source, dtype, self.device) if self.first else None
+        self._head = Head(config, source, dtype, self._embedding, self.device) if self.last else None
+        self._graphs = DecodeGraphs(self._decode) if capture and self.device.type == "cuda" else None
 
     @property
     def bytes(self) -> int:
         """Memory of the weights, ends included."""
         total = sum(group.bytes for group in self.groups)
         weights = [end.weight for end in (self._embedding, self._head) if end is not None]
-        return total + sum({w.data_ptr(): w.numel() * w.element_size() for w in weights}.values())
+        return total + sum({w.data_ptr(): w.nbytes for w in weights}.values())
 
-    def reserve(self, sequences: int, positions: int) -> None:
-        """Make empty caches for so many sequences and positions."""
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of all pages."""
+        caches = (group.cache for group in self.groups if isinstance(group, Attention))
+        return sum(cache.bytes for cache in caches if cache is not None)
+
+    def reserve(self, pages: int) -> None:
+        """Make so many empty pages, page 0 included; earlier ones are forgotten."""
         for group in self.groups:
-            group.reserve(sequences, positions)
+            group.reserve(pages, self._kv_bits)
+        if self._graphs is not None:
+            self._graphs.clear()
 
     @torch.inference_mode()
-    def hidden(self, x: torch.Tensor, at: Rows) -> torch.Tensor:
-        """The hidden states after this stage; the first stage takes tokens (B, T)."""
+    def hidden(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The hidden states (N, H) after this stage; the first stage takes tokens (N,)."""
         if self._embedding is not None:
             x = self._embedding(x)
         for group in self.groups:
-            x = group(x, at)
+            x = group(x, layout)
         return x
 
     @torch.inference_mode()
-    def scores(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        """The scores of the next token (B, vocabulary), on the last stage."""
+    def scores(self, x_SH: torch.Tensor) -> torch.Tensor:
+        """The scores (S, vocabulary) from the last hidden state of each sequence; on the last stage."""
         assert self._head is not None, "only the last stage has a head"
-        return self._head(x_BTH[:, -1])
+        return self._head(x_SH)
 
-    def next_tokens(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        """The most likely next token of each row."""
-        return self.scores(x_BTH).argmax(-1)
+    def _decode(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        x = self.hidden(layout.tokens_N if self.first else x, layout)
+        return self.scores(x) if self.last else x
 
+    @torch.inference_mode()
+    def run(self, step: Step, x: torch.Tensor | None = None) -> torch.Tensor:
+        """One pass: hidden states (N, H), or the chosen next tokens (S,), or (N,) for `Step.every`, on the last stage.
 
-def microbatch_rows(sequences: int, parts: int) -> list[slice]:
-    """The rows of each of ``parts`` micro-batches, as equal as they can be; fewer where there are fewer rows."""
-    parts = min(parts, sequences)
-    borders = [sequences * k // parts for k in range(parts + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(borders)]
+        ``x`` holds the hidden states of the stage before; none on the first.
+        """
+        if step.decodes and self._graphs is not None:
+            result = self._graphs.run(step, x, self.device)
+        else:
+            layout = Layout.of(step, self.device)
+            result = self.hidden(layout.tokens_N if x is None else x, layout)
+            if self.last:
+                result = self.scores(result if step.every else result[layout.last_S])
+        if not self.last:
+            return result
+        choices = step.choices
+        if step.every:
+            choices = tuple(c for c, count in zip(choices, step.counts, strict=True) for _ in range(count))
+        return choose(result, choices)

@@ -6,6 +6,7 @@ Tensors have the names of transformers, such as ``model.layers.0.self_attn.q_pro
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +64,16 @@ class SafetensorsSource:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read.
+
+        Raises:
+            ModelError: It is missing.
+        """
+        if name not in self._files:
+            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._files)}")
+        return tuple(self._files[name].get_slice(name).get_shape())
+
 
 _GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -85,6 +96,32 @@ _GGUF_NAMES = {
 _GGUF_KINDS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
 
+_LONG_ARRAY = 1000
+
+
+def _reader_class(gguf: Any) -> type[Any]:
+    """A reader that passes over long arrays, such as a tokenizer's words, which take it most of a minute."""
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            types = gguf.GGUFValueType
+            if raw_type != types.ARRAY or self.byte_order == "S":
+                return super()._get_field_parts(orig_offs, raw_type)
+            view = memoryview(self.data)
+            kind, length = struct.unpack_from("<IQ", view, orig_offs)
+            if length < _LONG_ARRAY or kind == types.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            at = orig_offs + 12
+            if kind == types.STRING:
+                for _ in range(length):
+                    at += 8 + struct.unpack_from("<Q", view, at)[0]
+            else:
+                at += length * self.gguf_scalar_to_np[types(kind)]().itemsize
+            return at - orig_offs, [], [], [types.ARRAY, types(kind)]
+
+    return Reader
+
+
 class GgufSource:
     """A GGUF file; its tensors are widened to FP32 as they are read."""
 
@@ -96,7 +133,7 @@ class GgufSource:
                 "reading GGUF needs the package 'gguf': pip install 'qsync-opt[serving]'"
             ) from missing
         try:
-            self._reader: Any = gguf.GGUFReader(path)
+            self._reader: Any = _reader_class(gguf)(path)
         except Exception as failure:  # the reader raises whatever a damaged file makes it stumble over
             raise ModelError(f"{path} cannot be read, it may be truncated ({failure}); fetch it again") from failure
         self._dequantize: Callable[..., Any] = gguf.quants.dequantize

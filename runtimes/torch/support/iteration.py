@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError
 from qsync_opt.io import check_integer
-from qsync_opt.runtimes.timing import steady_medians
+from qsync_opt.runtimes.timing import Rounds
 from qsync_opt.runtimes.torch.support.memory import allocation_of
 from qsync_opt.runtimes.torch.support.models import bare_model
 from qsync_opt.runtimes.torch.support.optimizers import state_bytes
@@ -157,14 +157,19 @@ def measure_iteration(
     )
 
 
-def time_passes(example: TrainingExample, repeats: int) -> dict[str, int]:
+def time_passes(example: TrainingExample, repeats: int, rounds: Rounds | None = None) -> dict[str, int]:
     """Forward and backward time of iterations without an optimizer, as ``forward_ns`` and ``backward_ns``."""
+    rounds = rounds or Rounds()
+    began = time.monotonic()
+    _run(example, None)
+    count = rounds.runs(repeats, time.monotonic() - began)
 
     def run_round() -> list[tuple[float, ...]]:
-        return [_run(example, None)[:2] for _ in range(repeats)]
+        return [_run(example, None)[:2] for _ in range(count)]
 
-    run_round()
-    forward_ns, backward_ns = steady_medians(run_round)
+    for _ in range(count - 1):  # with the run above, a round that does not count
+        _run(example, None)
+    forward_ns, backward_ns = rounds.medians(run_round)
     return {"forward_ns": round(forward_ns), "backward_ns": round(backward_ns)}
 
 

@@ -44,10 +44,12 @@ def test_blending_keeps_the_limits_and_never_loses(seed, random_model, every_lab
     assert np.isfinite(model.objective(mixed))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_core_search_and_solver_agree(seed, random_model, every_labelling):
+@pytest.mark.parametrize(("seed", "missing"), [*((seed, 0) for seed in range(8)), (0, 1000), (1, 1000)])
+def test_core_search_and_solver_agree(seed, missing, random_model, every_labelling):
     model = random_model(seed, rows=2)
+    model.limits_R[:] -= missing
     truth = best_of(model, every_labelling(model))
+    assert (truth == np.inf) == (missing > 0)
     relaxation = relax(model)
     prices = np.full(2, 0.1)
     base = relaxation.elimination.minimise(model.priced(prices, model.allowed_Z))[1]

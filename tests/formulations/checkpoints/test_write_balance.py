@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from qsync_opt.checkpoints import Piece, Problem, Writer
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, required_solver
 from qsync_opt.solving import TerminationStatus
 from qsync_opt.systems import load_problem, solve
 
@@ -54,6 +55,33 @@ def test_methods_agree_with_exhaustive_search(problem):
     assert best.objective <= default.objective * (1 + 1e-9)
     assert exact.termination is TerminationStatus.OPTIMAL
     assert exact.objective == pytest.approx(best.objective, rel=1e-6)
+
+
+@pytest.mark.slow
+@given(problems())
+@settings(max_examples=1000, deadline=None)
+def test_the_bound_lies_between_the_relaxation_and_the_optimum(problem):
+    default, best = solve(problem), solve(problem, "exhaustive")
+    assert _relaxed_seconds(problem) * (1 - 1e-6) <= default.bound <= best.objective * (1 + 1e-9)
+    assert best.objective <= default.objective * (1 + 1e-9)
+
+
+def _relaxed_seconds(problem):
+    """Least time if rows could be divided, by a solver of linear programs."""
+    model = LinearModel(name="relaxed")
+    loads = {name: {} for name in problem.writers}
+    for piece in problem.pieces:
+        columns = {name: model.add_column(f"{piece.name} {name}", upper=piece.num_bytes) for name in piece.writers}
+        model.add_row(piece.name, dict.fromkeys(columns.values(), 1.0), lower=piece.num_bytes, upper=piece.num_bytes)
+        for name, column in columns.items():
+            loads[name][column] = 1.0
+    seconds = model.add_column("time", upper=float("inf"), cost=1.0)
+    for name, writer in problem.writers.items():
+        model.add_row(name, {**loads[name], seconds: -writer.bytes_per_s}, upper=0.0)
+    for host, rate in problem.hosts.items():
+        terms = {k: v for n, w in problem.writers.items() if w.host == host for k, v in loads[n].items()}
+        model.add_row(host, {**terms, seconds: -rate}, upper=0.0)
+    return required_solver(None, "the relaxation", continuous=True).solve(model, LinearOptions()).values[seconds]
 
 
 @given(problems(rows=10**6))
@@ -120,6 +148,22 @@ def test_a_writer_that_all_others_wait_for_is_the_bound():
     solution = solve(problem)
     assert (solution.termination, solution.objective) == (TerminationStatus.OPTIMAL, 50.0)
     assert [part.writer for part in solution.plan.writes["both"]] == ["fast"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7, 8, 16, 100, 1000])
+def test_any_number_of_ranks_writes_equally_much(ranks):
+    names = tuple(f"r{k}" for k in range(ranks))
+    lengths = [50257 * 1024, 1024 * 1024, *[1024 * 3072, 3072, 1024 * 1024, 1024] * 12]
+    problem = Problem(
+        name="replicated",
+        hosts={f"h{k}": 1e12 for k in range(-(-ranks // 8))},
+        writers={name: Writer(host=f"h{k // 8}", bytes_per_s=1e9) for k, name in enumerate(names)},
+        pieces=tuple(Piece(name=f"p{k}", row_bytes=4, rows=rows, writers=names) for k, rows in enumerate(lengths)),
+    )
+    solution = solve(problem)
+    mean = problem.num_bytes / ranks / 1e9
+    assert solution.objective <= 1.01 * mean
+    assert solution.objective <= _whole_pieces(problem) * (1 + 1e-6)
 
 
 def test_nothing_to_write_takes_no_time():

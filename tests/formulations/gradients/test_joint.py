@@ -2,13 +2,18 @@
 
 import itertools
 import random
+import sys
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qsync_opt
 from qsync_opt.errors import ProblemError
+from qsync_opt.formulations.gradients.joint import build_joint
 from qsync_opt.gradients import (
     BucketStatistics,
     Choice,
@@ -24,6 +29,13 @@ from qsync_opt.gradients import (
     under_schemes,
 )
 from qsync_opt.testing import random_problem
+
+BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+try:
+    from families import Recipe, generate
+finally:
+    sys.path.remove(BENCHMARKS)
 
 
 def random_joint(seed):
@@ -70,6 +82,45 @@ def test_every_method_against_all_combinations(seed):
         else:
             assert solution.termination == "optimal"
             assert solution.objective == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_joint_model_says_of_every_labelling_what_evaluating_its_plan_says(seed):
+    problem = random_joint(seed)
+    joint, rng = build_joint(problem), np.random.default_rng(seed)
+    for _ in range(10):
+        labels = joint.model.complete(rng.integers(0, joint.model.sizes_N))
+        evaluation = evaluate_joint(problem, joint.plan(labels))
+        assert joint.model.objective(labels) + joint.constant == pytest.approx(
+            evaluation.objective, rel=1e-9, abs=1e-12
+        )
+        assert bool((joint.model.excess(labels) <= 0).all()) == evaluation.feasible
+
+
+def test_joint_plans_of_dense_blocks_on_two_device_types_are_those_of_exhaustive_search():
+    problem = generate(Recipe(family="dense", operators=7, formats=2, seed=3))
+    device = problem.devices[0]
+    problem = replace(problem, devices=(device, replace(device, name="other", memory_limit_kib=10**9)))
+    (full_ns,) = problem.communication.allreduce_ns
+    worth = qsync_opt.solve(problem, "exhaustive").objective
+    own = {"FP32": Choice(time_ns=full_ns, variance=0.0), "INT8": Choice(time_ns=full_ns // 4, variance=worth / 50)}
+    known = min(
+        qsync_opt.solve(under_schemes(problem, [choice.time_ns]), "exhaustive").objective + choice.variance
+        for choice in own.values()
+    )
+    joint = JointProblem(training=problem, buckets=(own,))
+    assert len(build_joint(joint).model.derived) > 2
+    built, rng = build_joint(joint), np.random.default_rng(0)
+    for _ in range(10):
+        labels = built.model.complete(rng.integers(0, built.model.sizes_N))
+        evaluation = evaluate_joint(joint, built.plan(labels))
+        assert built.model.objective(labels) + built.constant == pytest.approx(evaluation.objective)
+        assert bool((built.model.excess(labels) <= 0).all()) == evaluation.feasible
+    for method in ("exact", "ilp"):
+        found = qsync_opt.solve(joint, method)
+        assert found.objective == pytest.approx(known, rel=1e-6)
+        assert found.bound <= known * (1 + 1e-6)
+    assert qsync_opt.solve(joint).objective >= known * (1 - 1e-9)
 
 
 def feasible():

@@ -14,7 +14,7 @@ MENUS = ((2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (2, 32), (3, 4, 5), (4,)
 GOALS = ("limit", "weights", "variance")
 
 
-def make_problem(seed, sizes, menu, goal, share, hidden):
+def make_problem(seed, sizes, menu, goal, share, hidden, ports=False):
     """A problem whose goal lies at ``share`` between the extreme plans."""
     rng = np.random.default_rng(seed)
     exchanges = []
@@ -22,8 +22,8 @@ def make_problem(seed, sizes, menu, goal, share, hidden):
         groups = [
             tuple(
                 Pair(
-                    source=i,
-                    target=i + 1,
+                    source=i // 2 if ports else i,
+                    target=3 + i % 2 if ports else i + 1,
                     fixed_ns=int(rng.integers(0, 60)),
                     ns_per_byte=float(rng.choice([0.0, *rng.uniform(0.1, 3, 8)])),
                     beta=np.round(rng.lognormal(0, 2, count), 1),
@@ -34,7 +34,7 @@ def make_problem(seed, sizes, menu, goal, share, hidden):
         ]
         hidden_ns = int(rng.integers(0, 400)) if hidden else 0
         exchanges.append(
-            Exchange(name=f"e{e}", dim=int(rng.integers(1, 65)), rounds=tuple(groups), hidden_ns=hidden_ns)
+            Exchange(name=f"e{e}", dim=int(rng.integers(1, 65)), rounds=tuple(groups), hidden_ns=hidden_ns, ports=ports)
         )
     bits = {str(width): variance_factor(width) for width in menu}
     common = {"name": "p", "bits": bits, "exchanges": tuple(exchanges)}
@@ -73,6 +73,21 @@ def test_every_method_agrees_with_exhaustive_search(problem):
         # A solver's tolerance is absolute: next to a variance of 0 it proves no relative gap.
         assert method == "ilp" or solution.termination is TerminationStatus.OPTIMAL, method
         assert close(solution.objective, oracle.objective), method
+
+
+@pytest.mark.parametrize("method", ["threshold", "exact", "ilp", "exhaustive"])
+def test_messages_that_matter_to_nobody_keep_the_limit_too(method):
+    """Their scores are 0: no price of time makes them wide."""
+    pair = Pair(source=1, target=2, fixed_ns=37, ns_per_byte=2.5, beta=np.zeros(2))
+    bits = {str(width): variance_factor(width) for width in (2, 4, 8)}
+    for spare_ns, most_bits in ((0, 4), (41, 6), (500, 16)):
+        problem = Problem(
+            name="zeros", time_limit_ns=37 + 80 + spare_ns, variance_weight=1.0, time_weight=None, bits=bits,
+            exchanges=(Exchange(name="e", dim=64, rounds=((pair,),)),),
+        )  # fmt: skip
+        solution = qsync_opt.solve(problem, method)
+        assert solution.objective == 0.0 and solution.termination is TerminationStatus.OPTIMAL
+        assert sum(solution.plan.bits["e"][0][0].tolist()) <= most_bits
 
 
 @settings(max_examples=40, deadline=None)
@@ -161,3 +176,48 @@ def test_scaling_scores_scales_the_variance():
     first, second = qsync_opt.solve(problem), qsync_opt.solve(small)
     assert second.objective == pytest.approx(first.objective * 1e-9, rel=1e-5)
     assert first.gap <= PROOF_GAP
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6), st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=2),
+    st.sampled_from(((2, 4, 8), (2, 32))), st.sampled_from(GOALS), st.floats(0.0, 1.0), st.booleans(),
+)  # fmt: skip
+def test_shared_ports_have_a_valid_bound_and_the_program_finds_the_optimum(seed, counts, menu, goal, share, hidden):
+    problem = make_problem(seed, [[group[:2]] if k else [group] for k, group in enumerate(counts)], menu, goal, share,
+                           hidden, ports=True)  # fmt: skip
+    oracle = qsync_opt.solve(problem, "exhaustive" if problem.num_messages <= 7 else "ilp")
+    assert close(qsync_opt.solve(problem, "ilp").objective, oracle.objective)
+    solution = qsync_opt.solve(problem)  # checked: feasible, and its bound is not above it
+    assert solution.bound <= oracle.objective * (1 + 1e-6) + 1e-9
+    assert solution.objective >= oracle.objective * (1 - 1e-6) - 1e-9
+
+
+def test_ports_of_many_messages_are_planned_close_to_the_bound_and_the_time_of_a_port_is_the_sum_of_its_pairs():
+    sizes = [[[900, 1200, 800, 1500]], [[1000, 900, 600, 1300]]]
+    problem = make_problem(3, sizes, (2, 4, 8), "limit", 0.4, False, ports=True)
+    solution = qsync_opt.solve(problem)
+    assert solution.gap < 5e-3
+    exchange = problem.exchanges[0]
+    bits = [int(pair.sum(dtype=np.int64)) for pair in solution.plan.bits[exchange.name][0]]
+    first, second, third, fourth = exchange.rounds[0]  # 0>3, 0>4, 1>3, 1>4
+
+    def port(*members):
+        return max(p.fixed_ns for p, _ in members) + sum(p.ns_per_byte * exchange.dim * b / 8 for p, b in members)
+
+    pairs = list(zip((first, second, third, fourth), bits, strict=True))
+    expected = max(port(*pairs[:2]), port(*pairs[2:]), port(pairs[0], pairs[2]), port(pairs[1], pairs[3]))
+    assert solution.evaluation.exchange_ns[exchange.name] == pytest.approx(expected)
+    with pytest.raises(UnsupportedError, match="share ports"):
+        qsync_opt.solve(problem, "exact")
+
+
+def test_times_of_rounds_are_shifted_to_where_whole_messages_fit(monkeypatch):
+    """Whole messages of eight pairs seldom fill the time of one round all at once."""
+    rounds = [[2000] * 8] * 7
+    problem = make_problem(7, [rounds, rounds], (2, 4, 8), "limit", 0.4, False)
+    shifted = qsync_opt.solve(problem)
+    module = "qsync_opt.formulations.messages.threshold"
+    monkeypatch.setattr(f"{module}._aligned", lambda problem, tables, relaxed: relaxed.round_ns)
+    plain = qsync_opt.solve(problem)
+    assert plain.bound == shifted.bound and shifted.gap < 0.8 * plain.gap

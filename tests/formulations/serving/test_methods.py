@@ -148,3 +148,64 @@ def test_too_large_for_the_oracle(pytestconfig):
     data["harm"] = {f"g{i}": dict.fromkeys(data["schemes"], 0.0) for i in range(20)}
     with pytest.raises(UnsupportedError, match="use 'exact' or 'ilp'"):
         qsync_opt.solve(Problem.from_json(data), "exhaustive")
+
+
+def large_problem(layers=24):
+    """A model in which sensitive layers come first, over four unequal devices whose memory is too little for 8 bits."""
+    speeds = {"fast": 1, "near": 2, "slow": 5, "wide": 3}
+    names = [f"{layer}.{kind}" for layer in range(layers) for kind in KINDS]
+    times = {"W4": (100, 20), "W8": (110, 35), "W16": (100, 60)}
+    return Problem.from_json(
+        {
+            "format": "qsync-serving/1",
+            "name": "large",
+            "new_tokens": 50,
+            "schemes": list(times),
+            "harm_limit": 2.0 * layers,
+            "microbatches": [{"prefill": m, "decode": m} for m in (1, 4, 8)],
+            "devices": [{"name": name, "memory_kib": 40 * layers // speed + 200} for name, speed in speeds.items()],
+            "groups": [{"name": name, "kind": name.partition(".")[2]} for name in names],
+            "weights_kib": {"attn": {"W4": 10, "W8": 20, "W16": 40}, "mlp": {"W4": 30, "W8": 60, "W16": 120}},
+            "state_kib": {"attn": [4, 4, 4], "mlp": [0, 0, 0]},
+            "costs": {
+                device: {
+                    kind: {
+                        s: [[p * size * speed * 8 // m, d * size * speed + 5] for m in (1, 4, 8)]
+                        for s, (p, d) in times.items()
+                    }
+                    for kind, size in (("attn", 1), ("mlp", 3))
+                }
+                for device, speed in speeds.items()
+            },
+            "ends": {
+                device: {
+                    "first_kib": 30,
+                    "last_kib": 30,
+                    "first": [[5, 5]] * 3,
+                    "last": [[50 * speed, 50 * speed]] * 3,
+                }
+                for device, speed in speeds.items()
+            },
+            "links": {f"{a}>{b}": [[40, 20]] * 3 for a in speeds for b in speeds if a != b},
+            "harm": {
+                name: {"W4": 6.0 - 5.0 * i / len(names), "W8": 0.5 - 0.4 * i / len(names), "W16": 0.0}
+                for i, name in enumerate(names)
+            },
+        }
+    )
+
+
+def test_the_default_is_near_its_bound_where_nothing_can_be_enumerated():
+    solution = qsync_opt.solve(large_problem())
+    assert solution.bound <= solution.objective <= 1.1 * solution.bound
+    assert solution.objective < qsync_opt.solve(large_problem(), "llm-pq").objective
+
+
+def test_more_memory_never_hurts_the_default_by_more_than_its_gap():
+    problem = large_problem()
+    data = problem.to_json()
+    for device in data["devices"]:
+        device["memory_kib"] *= 2
+    before, after = qsync_opt.solve(problem), qsync_opt.solve(Problem.from_json(data))
+    assert after.bound <= before.objective
+    assert after.objective <= before.objective * (1 + after.gap)

@@ -18,7 +18,6 @@ from qsync_opt.formulations.training import (
     recover,
 )
 from qsync_opt.formulations.training.ilp import solve as whole_program
-from qsync_opt.registry import Kind, find
 from qsync_opt.testing import cast_coupling, chain, diamond, no_memory, random_plan, random_problem, skipped_level
 from qsync_opt.training import (
     Plan,
@@ -39,13 +38,11 @@ def _agrees(state):
     assert [time.precision for time in found.operators] == state.precisions
     assert (state.memory_kib, state.compute_ns) == (found.memory_kib, found.backward_end_ns)
     assert state.sensitivity == pytest.approx(found.sensitivity, abs=1e-300)
-    quiet = replace(
-        problem, communication=replace(problem.communication, peer_ready_ns=(0,) * len(found.bucket_ready_ns))
-    )
-    _, without_peers_ns = iteration_time(quiet, (found,))
-    assert max(state.iteration_ns, without_peers_ns) == without_peers_ns
-    _, with_peers_ns = iteration_time(problem, (found,))
-    assert with_peers_ns >= state.iteration_ns
+    # Together with what the peers and the all-reduces take alone it is the whole iteration.
+    communication = problem.communication
+    alone_ns = [ready + sum(communication.allreduce_ns[k:]) for k, ready in enumerate(communication.peer_ready_ns)]
+    _, iteration_ns = iteration_time(problem, (found,))
+    assert iteration_ns == max(state.iteration_ns, max(alone_ns, default=0) + problem.optimizer_ns)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -147,11 +144,12 @@ def test_exact_without_a_solver_says_how_to_get_one(monkeypatch):
         solve(chain().problem, "ilp")
 
 
-class _Lying(find(Kind.SOLVER, "ortools").load()):
+class _Lying:
     """Says what it is told about every program."""
 
+    name, version, continuous = "lying", "1", True
+
     def __init__(self, **result):
-        super().__init__()
         self.result = result
 
     def solve(self, model, options):
@@ -170,8 +168,10 @@ def test_a_failing_solver_is_an_error(status):
         solve(chain().problem, "ilp", solver=_Lying(status=status))
 
 
-class _Sloppy(find(Kind.SOLVER, "ortools").load()):
+class _Sloppy:
     """Returns the plan that is best without limits, as if its tolerances were huge."""
+
+    name, version, continuous = "sloppy", "1", True
 
     def solve(self, model, options):
         values = [0.0] * len(model.columns)

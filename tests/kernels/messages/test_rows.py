@@ -83,6 +83,20 @@ def test_rows_that_are_not_finite_arrive_as_nan():
         assert out[:3].isnan().all() and not out[3].any()
 
 
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+@pytest.mark.parametrize("payload", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, -0x400000], ids=hex)
+def test_nan_on_the_wire_has_one_form(payload, backend):
+    if backend == "compiled":
+        pytest.importorskip("numba")
+    x = torch.tensor([[1.0, 0.0, -2.0, 3.0]])
+    x.view(torch.int32)[0, 1] = payload
+    for bits in PACKED:
+        assert pack_rows(x, torch.arange(1), bits, 0, backend=backend)[0, :4].tolist() == [0xC0, 0x7F, 0xC0, 0x7F]
+    for value in (x, x.nan_to_num(torch.inf), x.nan_to_num(-torch.inf)):
+        wire = pack_rows(value, torch.arange(1), 16, 0)[0]
+        assert wire.tolist() == [0x80, 0x3F, 0xC0, 0x7F, 0x00, 0xC0, 0x40, 0x40]
+
+
 def test_keys_differ_by_every_part_and_give_the_same_bytes_again():
     keys = {row_key(seed, rank, step) for seed in range(3) for rank in range(3) for step in range(3)}
     assert len(keys) == 27 and all(-(2**63) <= key < 2**63 for key in keys)

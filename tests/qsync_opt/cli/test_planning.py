@@ -27,8 +27,10 @@ from qsync_opt import (
 )
 from qsync_opt.cluster import DeviceType
 from qsync_opt.costs import ESTIMATES_KEY, estimate_lines
+from qsync_opt.gradients import BucketStatistics, GradientCosts, Moments, SchemeTimes, training_part
 from qsync_opt.sensitivity import FROM_FORMATS, FROM_WEIGHTS
 from qsync_opt.testing import make_profile
+from qsync_opt.training import replay
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = """\
@@ -60,6 +62,63 @@ def files(tmp_path):
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "mlp.onnx")
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     return tmp_path
+
+
+def gradient_costs(buckets, path):
+    """A file in which BF16 halves the time of FP32 and 8 bits quarter it, at rising variance."""
+    moments = Moments(square=1.0, block_square=20.0, block_absolute=3.0, bucket_square=90.0, bucket_absolute=8.0)
+    bucket = BucketStatistics(elements=400_000, local=moments, mean=moments.scaled(0.3), noise=2.0)
+    times = {"FP32": (10_000, 2_000_000), "BF16": (10_000, 1_000_000), "sum8": (10_000, 500_000)}
+    costs = GradientCosts(
+        statistics=(bucket,) * buckets, times=SchemeTimes(workers=4, elements=(1000, 400_000), times_ns=times)
+    )
+    costs.save(path)
+    return costs
+
+
+def test_precisions_and_schemes_in_one_plan(run, files):
+    model, cluster = files / "mlp.onnx", files / "cluster.yaml"
+    base = ("plan", model, cluster, "--save-problem", files / "training.json", "--json")
+    assert run(*base)[0] == 0
+    training = load_problem(files / "training.json")
+    buckets = len(training.communication.allreduce_ns)
+    costs = gradient_costs(buckets, files / "costs.json")
+    joint, chosen = files / "joint.json", files / "both.json"
+    outputs = ("--save-problem", joint, "--output", chosen, "--latency-limit", "8 ms")
+    status, out, err = run("plan", model, cluster, "--compress", files / "costs.json", *outputs, "--json")
+    assert (status, err) == (0, "")
+    printed = json.loads(out)
+    assert set(printed["schemes"]) == {f"b{k}" for k in range(buckets)}
+    loaded = load_problem(joint)
+    limited = dataclasses.replace(training, latency_limit_ns=8_000_000)
+    assert loaded == costs.joint(limited)
+    assert evaluate(loaded, load_plan(chosen)).objective == pytest.approx(printed["objective"])
+    status, out, _ = run("plan", model, cluster, "--compress", files / "costs.json", *outputs)
+    assert status == 0 and f"{buckets} buckets" in out
+    # The other commands show both parts.
+    status, out, _ = run("explain", joint, chosen, "--json")
+    shown = json.loads(out)["buckets"]
+    assert [each["scheme"] for each in shown] == list(printed["schemes"].values())
+    assert all(each["start_ns"] >= each["ready_ns"] for each in shown)
+    status, out, _ = run("explain", joint, chosen)
+    assert status == 0 and "gradient buckets, in the order of reduction" in out
+    status, out, _ = run("compare", joint, "--methods", "greedy,exact", "--json")
+    greedy, exact = json.loads(out)
+    assert status == 0 and exact["termination"] == "optimal" and greedy["objective"] >= exact["objective"] * (1 - 1e-6)
+    page = files / "page.html"
+    assert run("report", joint, chosen, "--output", page, "--front", "none")[0] == 0
+    assert "Schemes of the gradient buckets" in page.read_text()
+    events = replay(training_part(loaded, load_plan(chosen)), load_plan(chosen).precisions).events
+    names = [event.name for event in events if event.kind == "all-reduce"]
+    assert f"all-reduce 0 ({printed['schemes']['b0']})" in names
+
+
+def test_costs_of_other_buckets_are_refused(run, files):
+    gradient_costs(9, files / "costs.json")
+    status, out, err = run("plan", files / "mlp.onnx", files / "cluster.yaml", "--compress", files / "costs.json")
+    assert (status, out) == (2, "") and "9 buckets have statistics, but problem 'mlp' reduces" in err
+    status, out, err = run("explain", files / "costs.json", files / "costs.json")
+    assert (status, out) == (2, "") and err.count("\n") == 1
 
 
 def test_a_plan_its_problem_and_their_labels(run, files):

@@ -112,6 +112,24 @@ def test_bytes_on_the_wire():
     assert scheme("sum8").wire_bytes(1000, 1) == 0
 
 
+def test_bits_of_an_element_are_those_of_its_lane():
+    assert {name: scheme(name).bits for name in ("FP32", "BF16", "sum8", "two8", "sum4")} == {
+        "FP32": 32,
+        "BF16": 16,
+        "sum8": 8,
+        "two8": 8,
+        "sum4": 4,
+    }
+    assert scheme("sum10").bits == 11  # three lanes of 32 bits
+
+
+def test_a_single_worker_reduces_nothing_and_errs_by_nothing():
+    moments = Moments(square=1e3, block_square=1e4, block_absolute=2e3, bucket_square=1e6, bucket_absolute=2e4)
+    statistics = BucketStatistics(elements=1000, local=moments, mean=moments)
+    values = {name: each.mean_variance(statistics, 1) for name, each in schemes().items()}
+    assert set(values.values()) == {0.0}
+
+
 def test_variances_fall_with_levels_and_are_none_for_fp32():
     moments = Moments(square=1e3, block_square=1e4, block_absolute=2e3, bucket_square=1e6, bucket_absolute=2e4)
     statistics = BucketStatistics(elements=1000, local=moments, mean=moments.scaled(0.25))

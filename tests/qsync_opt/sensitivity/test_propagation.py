@@ -163,3 +163,77 @@ def test_a_signal_of_another_size_is_not_believed() -> None:
     assert (
         Propagation(chain, model(linear("a", output=1.0, gradient=1.0), signals=signals)).output_effect("a") == Effect()
     )
+
+
+def test_each_kind_of_noise_has_its_own_effect() -> None:
+    effect = Effect(independent=2.0, shared=3.0, kink=5.0)
+    assert effect.variance(Noise(independent=0.75), 3.0) == pytest.approx(2.0 * 0.25 + 5.0 * 0.5)
+    assert effect.variance(Noise(shared=0.75), 3.0) == pytest.approx(3.0 * 0.25 + 5.0 * 0.5)
+    assert effect.variance(Noise(independent=0.25, shared=0.5), 3.0) == pytest.approx(
+        2.0 * 0.25 / 3 + 3.0 * 0.5 / 3 + 5.0 * 0.5
+    )
+    assert effect.variance(Noise(independent=1.0, shared=1.0), 0.0) == 0.0
+    assert effect.weighted(0.25) == Effect(independent=0.5, shared=0.75, kink=2.5)
+    assert effect + Effect(independent=1.0, shared=10.0, kink=100.0) == Effect(independent=3.0, shared=13.0, kink=105.0)
+
+
+def with_shortcut(op_type: str, *inputs: str) -> OpGraph:
+    """Linear layers a and b, an operator of a kind on them, whose result is added to that of a; then a last layer."""
+    return graph(
+        node("a", "linear"),
+        node("b", "linear"),
+        node("f", op_type, *inputs),
+        node("sum", "add", "f", "a"),
+        node("head", "linear", "sum"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("op_type", "inputs", "energy"),
+    [
+        ("gelu", ("a",), 256.0),  # as large as what it reads
+        ("tanh", ("b",), 384.0),
+        ("max", ("a", "b"), 384.0),  # as the larger of two
+        ("mul", ("a", "b"), 128 * 2.0 * 3.0),  # independent factors
+        ("cat", ("a", "b"), 256.0 + 384.0),
+        ("layer_norm", ("a",), 128.0),  # a mean square of 1
+    ],
+)
+def test_energies_that_nobody_measured_follow_from_the_inputs(
+    op_type: str, inputs: tuple[str, ...], energy: float
+) -> None:
+    a, b = linear("a", output=256.0, gradient=2.0), linear("b", output=384.0, gradient=2.0)
+    head = linear("head", output=100.0, gradient=1.0)
+    found = Propagation(with_shortcut(op_type, *inputs), model(a, b, head))
+    # The sum holds at least what its branches do.
+    assert found.output_effect("f").independent == pytest.approx(own(head) * energy / (energy + 256.0))
+
+
+def test_the_energy_that_a_reader_saw_counts_before_any_rule() -> None:
+    net = graph(
+        node("a", "linear"), node("act", "gelu", "a"), node("b", "linear", "act"), node("sum", "add", "act", "a"),
+        node("head", "linear", "sum"),
+    )  # fmt: skip
+    a, b = linear("a", output=256.0, gradient=2.0), linear("b", output=64.0, gradient=1.0)
+    head = linear("head", output=100.0, gradient=1.0)
+    effect = Propagation(net, model(a, b, head)).output_effect("act")
+    assert effect.independent == pytest.approx(own(b) + own(head) * 64.0 / (64.0 + 256.0))
+
+
+@pytest.mark.parametrize(
+    ("op_type", "inputs", "share"),
+    [
+        ("gelu", ("a",), 1.0),  # hands its gradient on as it is
+        ("mul", ("a", "b"), 3.0),  # times the other factor
+        ("layer_norm", ("a",), 128.0 / 256.0),  # over the size of its input
+    ],
+)
+def test_gradients_that_nobody_measured_follow_from_the_readers(
+    op_type: str, inputs: tuple[str, ...], share: float
+) -> None:
+    # The gradient of a is 8 times that of the sum, which the last layer delivered.
+    a, b = linear("a", output=256.0, gradient=8.0), linear("b", output=384.0, gradient=2.0)
+    head = linear("head", output=100.0, gradient=1.0)
+    effect = Propagation(with_shortcut(op_type, *inputs), model(a, b, head)).input_gradient_effect("f", 0)
+    assert effect.independent == pytest.approx(own(a) * share / 8.0)
+    assert effect.shared == pytest.approx(3.0 * share / 8.0)

@@ -154,6 +154,20 @@ def test_batched_second_operand_is_scaled_as_an_activation() -> None:
     assert variances(operator, "INT8", FULL, rows).output.total < tensorwise.output.total / 2
 
 
+def test_groups_of_a_convolution_are_no_batch_of_products() -> None:
+    """Its weight has scales per output channel, whatever the number of groups; a batch's second operand has one."""
+    sizes = (ProductSizes(products=4, rows=N, contraction=K, columns=M // 4),)
+    convolution, batch = (replace(linear(), op_type=kind, products=sizes) for kind in ("conv2d", "bmm"))
+    fine, coarse = NoiseOptions(weight_granularity=Granularity.CHANNEL), PER_TENSOR
+    shared = {
+        (kind.op_type, options.weight_granularity): variances(kind, "INT8", FULL, options).output.shared
+        for kind in (convolution, batch)
+        for options in (fine, coarse)
+    }
+    assert shared["conv2d", "channel"] == pytest.approx(shared["conv2d", "tensor"] / 4)
+    assert shared["bmm", "channel"] == shared["bmm", "tensor"] == pytest.approx(shared["conv2d", "tensor"])
+
+
 def test_tf32_rounds_what_is_multiplied_and_nothing_else() -> None:
     found = variances(linear(), "TF32", FULL)
     v = 4.0**-10 / 28
@@ -234,3 +248,22 @@ def test_measured_errors_of_rounding_to_nearest_can_be_left_out() -> None:
     plain = variances(linear(), "BF16", BF16)
     assert variances(measured, "BF16", BF16, nearest=False) == plain
     assert variances(measured, "BF16", BF16) != plain
+
+
+def test_measured_errors_stand_beside_the_noise_of_scaled_operands() -> None:
+    """Of an INT8 layer whose gradient is rounded to BF16: what repeats was measured, INT8 noise is by the formula."""
+    v = 4.0**-7 / 28
+    s_x2 = (4.0 / 127) ** 2
+    volume, g2 = N * K * M, 1e-4
+    found = variances(replace(linear(), nearest={"BF16": 0.5}), "INT8", BF16, PER_TENSOR).second_gradient
+    assert found is not None
+    int8 = volume * s_x2 / 6 * g2
+    assert found.total == pytest.approx(0.5 + int8 + volume * s_x2 / 6 * v * g2, rel=1e-9)
+    assert volume * s_x2 / 6 * v * g2 > 1e-7 * found.total
+
+
+def test_measured_errors_of_several_calls_add_up() -> None:
+    once, twice = (variances(replace(linear(), calls=calls, nearest={"BF16": 1e3}), "BF16", BF16) for calls in (1, 2))
+    assert once.second_gradient is not None and twice.second_gradient is not None
+    assert twice.second_gradient.total == pytest.approx(2 * once.second_gradient.total)
+    assert once.second_gradient.total >= 1e3

@@ -117,6 +117,22 @@ def test_parts_add_up() -> None:
     assert first.backward == 0  # nothing stands between it and the input
 
 
+def test_independent_noise_adds_up_by_rows_and_shared_noise_as_the_signal_does() -> None:
+    """What the propagated form is made of: energies of gradients, by hand, and variances of the rounding."""
+    chain = graph(node("a/linear", "linear"), node("b/linear", "linear", "a/linear"))
+    table = sensitivities(chain, statistics(measured("a/linear"), measured("b/linear")), CPU, kind="propagated")
+    # Of one weight gradient: sum over rows of |x|^2 |g|^2, and its own squared norm. Signals have the energy 128.
+    incoherent, norm, energy = 8 * 16 * 16, 256, 128
+    noise = table.details["a/linear"]["INT8"].variances.output
+    assert noise.shared > 0 and noise.independent > 0 and noise.shared != pytest.approx(noise.independent)
+    forward = (incoherent * noise.independent + norm * noise.shared) / energy
+    assert table.details["a/linear"]["INT8"].forward == pytest.approx(forward)
+    noise = table.details["b/linear"]["INT8"].variances.first_gradient
+    assert noise is not None and noise.shared > 0 and noise.independent > 0
+    backward = (incoherent * noise.independent + norm * noise.shared) / energy
+    assert table.details["b/linear"]["INT8"].backward == pytest.approx(backward)
+
+
 def test_order_of_the_statistics_does_not_matter() -> None:
     shuffled = statistics(*reversed(MEASURED.operators))
     for kind in (IndicatorKind.PROPAGATED, IndicatorKind.DEPTH):
@@ -222,6 +238,27 @@ def test_probed_gains_multiply_the_variance_per_element() -> None:
     assert table["fc/linear"]["FP32"] == 0
 
 
+def test_a_probed_total_is_split_by_where_its_noise_arises() -> None:
+    gains = {
+        "first": Gain(uniform=5.0, floating=7.0),
+        "output": Gain(uniform=100.0, floating=11.0),
+        "first_gradient": Gain(uniform=13.0, floating=17.0),
+        "output_gradient": Gain(uniform=19.0, floating=23.0),
+        "second_gradient": Gain(uniform=1.5, floating=31.0),
+    }
+    part = probed(gains).details["fc/linear"]["BF16"]
+    v16 = 4.0**-7 / 28
+    noise = part.variances.second_gradient
+    assert noise is not None and part.flips == 0
+    # The weight gradient's own noise counts by the gain of its elements, of which there are 256.
+    assert part.own == pytest.approx(1.5 / 256 * noise.total)
+    forward, total = (7.0 + 11.0) * v16, part.value
+    assert total > forward + part.own and total == pytest.approx(part.own + part.backward + part.forward)
+    rest = total - part.own
+    assert part.forward == pytest.approx(rest * forward / total)
+    assert part.backward == pytest.approx(rest * (1 - forward / total))
+
+
 def test_expected_loss_is_fisher_and_the_variance_weighed_by_the_horizon() -> None:
     operator = replace(measured("fc/linear"), gains={"first": Gain(uniform=5.0, floating=7.0)})
     net, found = graph(node("fc/linear", "linear")), statistics(operator)
@@ -283,6 +320,71 @@ def test_what_arrives_at_a_rectifier_is_what_was_measured_there() -> None:
         alone = plan_variance(net, found(ratio, 7.0), table, {"b/linear": "INT8", "a/linear": "FP32"})
         assert alone == pytest.approx(parts[1] + 7.0 / 17**2)
         assert table["b/linear"]["INT8"] == pytest.approx(parts[1])
+
+
+def test_a_rectifier_whose_ratio_was_not_measured_keeps_the_shares_of_the_sweep() -> None:
+    flips = tuple(100.0 * ratio**0.5 for ratio in SIGN_CHANGE_RATIOS)
+    net = graph(
+        node("a/linear", "linear"), node("first/relu", "relu", "a/linear"), node("second/relu", "relu", "first/relu")
+    )
+    gained = replace(measured("a/linear"), gains={"output": Gain(uniform=0.0, floating=0.0)})
+
+    def value(*ratios: float) -> float:
+        signals = {
+            f"{name}/relu": Signal(
+                elements=128, input_square_sum=128.0, output_square_sum=64.0, flips=flips, noise_ratio=ratio
+            )
+            for name, ratio in zip(("first", "second"), ratios, strict=True)
+        }
+        found = replace(statistics(gained), signals=signals)
+        return plan_variance(net, found, sensitivities(net, found, CPU), {"a/linear": "INT8"})
+
+    unmeasured, both = value(0.0, 0.0), value(1e-4, 1e-4)
+    assert value(1e-4, 0.0) == pytest.approx((both + unmeasured) / 2)
+    assert unmeasured != pytest.approx(both)
+
+
+def test_operators_without_statistics_add_no_noise() -> None:
+    flips = tuple(100.0 * ratio**0.5 for ratio in SIGN_CHANGE_RATIOS)
+    net = graph(node("a/linear", "linear"), node("b/linear", "linear", "a/linear"), node("relu", "relu", "b/linear"))
+    gained = [replace(measured(f"{n}/linear"), gains={"output": Gain(uniform=0.0, floating=0.0)}) for n in "ab"]
+    signal = Signal(elements=128, input_square_sum=128.0, output_square_sum=64.0, flips=flips, noise_ratio=1e-4)
+    found = replace(statistics(*gained), signals={"relu": signal})
+    table = sensitivities(net, found, CPU)
+    alone = plan_variance(net, replace(found, operators=tuple(gained[1:])), table, {"b/linear": "INT8"})
+    # All the noise that was measured there must then come from b.
+    assert alone > plan_variance(net, found, table, {"b/linear": "INT8"}) > 0
+
+
+def test_an_operator_that_could_not_be_probed_gets_the_propagated_score() -> None:
+    """In the unit of progress it is scaled by what the others have in both."""
+    chain = graph(
+        node("a/linear", "linear"), node("b/linear", "linear", "a/linear"), node("c/linear", "linear", "b/linear")
+    )
+    gains = {
+        "first": Gain(uniform=5.0, floating=7.0),
+        "output": Gain(uniform=3.0, floating=2.0),
+        "first_gradient": Gain(uniform=1.0, floating=4.0),
+    }
+
+    def table(kind: str, **found: dict[str, Gain]) -> SensitivityTable:
+        operators = [measured("a/linear"), *(replace(measured(f"{name}/linear"), **found) for name in "bc")]
+        return sensitivities(chain, statistics(*operators), CPU, kind=IndicatorKind(kind))
+
+    plain, probed, progress = table("propagated"), table("probed", gains=gains), table("progress", adaptive_gains=gains)
+    for precision in ("INT8", "BF16"):
+        alone = plain.details["a/linear"][precision]
+        assert alone.value > 0
+        part = probed.details["a/linear"][precision]
+        assert (part.own, part.backward, part.forward) == (alone.own, alone.backward, alone.forward)
+        ratio = sum(progress[f"{name}/linear"][precision] for name in "bc")
+        ratio /= sum(plain[f"{name}/linear"][precision] for name in "bc")
+        assert ratio > 0 and ratio != pytest.approx(1.0)
+        part = progress.details["a/linear"][precision]
+        assert (part.own, part.backward, part.forward) == pytest.approx(
+            (ratio * alone.own, ratio * alone.backward, ratio * alone.forward)
+        )
+    assert progress["a/linear"]["FP32"] == 0
 
 
 def test_progress_needs_adaptive_gains() -> None:

@@ -8,7 +8,9 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import encode
 from qsync_opt.numerics import Rounding
 from qsync_opt.sensitivity import (
+    SIGN_CHANGE_RATIOS,
     Gain,
+    GradientNoise,
     ModelStatistics,
     OperatorKind,
     OperatorStatistics,
@@ -141,6 +143,59 @@ def test_merge_averages_what_the_parts_predict() -> None:
 
     assert path(merged) == pytest.approx((path(parts[0]) + 3 * path(parts[1])) / 4)
     assert merged["fc/linear"].gains["first"].uniform == pytest.approx((1 + 3 * 2) / 4)
+
+
+def test_merged_gradient_noise_pools_the_scatter_within_the_parts() -> None:
+    """A variance estimated from n batches has n - 1 degrees of freedom; parts without it have no say."""
+    parts = [
+        model(batches=3, gradient_noise=GradientNoise(mean_square_norm=10.0, variance=6.0)),
+        model(batches=2, gradient_noise=GradientNoise(mean_square_norm=20.0, variance=9.0)),
+        model(batches=1),
+    ]
+    noise = merge_statistics(parts).gradient_noise
+    assert noise is not None
+    assert noise.mean_square_norm == pytest.approx((3 * 10.0 + 2 * 20.0) / 5)
+    assert noise.variance == pytest.approx((2 * 6.0 + 1 * 9.0) / 3)
+    assert merge_statistics([model(), model()]).gradient_noise is None
+
+
+@pytest.mark.parametrize("shape", ["floating", "tensor", "channel"])
+def test_merged_alignments_predict_the_mean_of_their_products(shape: str) -> None:
+    """Noise of a tensor times the signal that multiplies it, times their alignment, averages over batches."""
+    key = f"first>output/{shape}"
+    parts = [
+        model(batches=batches, operators=(replace(operator(scale=scale), alignment={key: alignment}),))
+        for batches, scale, alignment in ((1, 1.0, 1.5), (3, 4.0, 0.5))
+    ]
+    merged = merge_statistics(parts)
+
+    def product(statistics: ModelStatistics) -> float:
+        found = statistics["fc/linear"]
+        noise = (
+            found.first.mean_square
+            if shape == "floating"
+            else found.first.variance(f"INT8/{shape}", Rounding.STOCHASTIC)
+        )
+        return found.alignment[key] * noise * found.second.mean_square
+
+    assert product(merged) == pytest.approx((product(parts[0]) + 3 * product(parts[1])) / 4)
+
+
+def test_merged_signals_are_means_by_batches() -> None:
+    def part(batches: int, scale: float, flips: tuple[float, ...]) -> ModelStatistics:
+        signal = Signal(
+            elements=4, input_square_sum=2.0 * scale, output_square_sum=3.0 * scale, curvature=0.5 * scale,
+            noise_weight=scale, noise_ratio=0.1 * scale, flips=flips,
+        )  # fmt: skip
+        return model(batches=batches, signals={"r": signal}, shift=7.0 * scale)
+
+    flips = tuple(float(k + 1) for k in range(len(SIGN_CHANGE_RATIOS)))
+    merged = merge_statistics([part(1, 1.0, flips), part(3, 3.0, ())])
+    signal = merged.signals["r"]
+    assert (signal.input_square_sum, signal.output_square_sum) == pytest.approx((5.0, 7.5))
+    assert (signal.curvature, signal.noise_weight, signal.noise_ratio) == pytest.approx((1.25, 2.5, 0.25))
+    assert signal.flips == pytest.approx([flip / 4 for flip in flips])
+    assert (signal.adaptive_flips, merged.shift) == ((), pytest.approx(17.5))
 
 
 def test_merge_of_equal_parts_is_the_part() -> None:

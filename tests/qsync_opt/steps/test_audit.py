@@ -16,6 +16,7 @@ from qsync_opt.steps import (
     operator_label,
     overlay_json,
     phase_label,
+    predicted_timeline,
     read_chrome_trace,
 )
 from qsync_opt.testing import random_step_costs, residual_graph
@@ -110,6 +111,33 @@ def test_kernels_belong_to_the_step_that_launched_them(tmp_path):
     shown = [row for row in rows if row.get("tid") == 1 and row["ph"] == "X"]
     assert len(shown) == 2 * len(GRAPH)  # though the host had finished the step before the first of them ran
     assert shown[0]["ts"] == 5000
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_that_is_too_large_says_so(tmp_path, monkeypatch, packed):
+    data = json.dumps(trace()).encode()
+    path = tmp_path / "trace.json"
+    path.write_bytes(gzip.compress(data) if packed else data)
+    monkeypatch.setattr("qsync_opt.steps.trace._LARGEST_BYTES", len(data))
+    assert read_chrome_trace(path).ranges
+    monkeypatch.setattr("qsync_opt.steps.trace._LARGEST_BYTES", len(data) - 1)
+    with pytest.raises(ProblemError, match=f"it has more than {len(data) - 1} bytes; trace fewer steps"):
+        read_chrome_trace(path)
+
+
+def test_every_worker_of_an_overlay_has_its_own_lanes(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace()))
+    predictor = StepPredictor(GRAPH, random_step_costs(GRAPH, ("BF16", "FP32")))
+    step = predictor.plan(PLAN)
+    predicted = [predicted_timeline(name, predictor, step) for name in ("v", "w", "x")]
+    measured = {name: read_chrome_trace(path) for name in ("v", "w")}
+    rows = overlay_json(predicted, measured)["traceEvents"]
+    names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert names == {0: "v", 1: "w", 2: "x", 3: "v (measured)", 4: "w (measured)"}
+    assert {row["pid"] for row in rows} == set(names)
+    for pid in (0, 1, 2):
+        assert len([row for row in rows if row["pid"] == pid and row["ph"] == "X"]) == len(predicted[0].events)
 
 
 def test_a_trace_of_another_plan_is_refused(files, capsys):

@@ -102,6 +102,19 @@ def test_the_gap_between_kernels_is_that_of_untraced_steps_which_the_device_pace
     assert device_ns(with_kernels("a", 90_000.0)) == 10 * 10_000
 
 
+def test_the_latency_of_a_launch_is_scaled_as_the_host_is():
+    """A launch is work of the host: a profiler lengthens it as it lengthens the rest of the phase."""
+    graph = stacked_graph(1)
+    plain = sample("a", graph, "FP32", traced=30_000, blocked=0, measured=10_000.0)
+    span = Span(host_ns=30_000, kernels=[(6_000, 500, "first"), (9_000, 700, "second")])
+    spans = replace(plain.spans, spans={**plain.spans.spans, (FORWARD, BEGIN): span}, latency_ns=3_000.0)
+    work = fit_step_costs(graph, [replace(plain, spans=spans)], DEVICE, half_format="BF16").phases["forward"]
+    # The second kernel begins at (9000 + 3000) / 3 on an idle device.
+    assert work.host == 10_000
+    assert work.device == 1_200
+    assert work.lag == 4_000 + 700
+
+
 def test_kernels_are_scaled_to_steps_that_the_device_paced():
     graph = stacked_graph(1)
     plain = sample("a", graph, "FP32", traced=10_000, blocked=0, measured=10_000.0)

@@ -17,7 +17,7 @@ from qsync_opt.steps import (
     slowed_segments,
     worker_step,
 )
-from qsync_opt.testing import random_graph, random_step_costs, residual_graph, stacked_graph
+from qsync_opt.testing import make_graph, make_operator, random_graph, random_step_costs, residual_graph, stacked_graph
 
 PRECISIONS = ("INT8", "BF16", "TF32", "FP32")
 
@@ -70,6 +70,18 @@ def test_the_closed_form_is_the_limit_of_steps_played_one_by_one(seed):
     played = cluster_step(workers, allreduce, segments, steps=60)
     assert played.iteration_ns == max(steady)
     assert played.latency_ns >= max(steady) - max(worker.finish.host + worker.optimizer.host for worker in workers)
+
+
+def test_a_change_of_what_is_not_there_is_refused_and_changes_nothing():
+    for names in (["a"], ["a", "b"]):
+        graph = make_graph([make_operator(name, inputs=names[:i]) for i, name in enumerate(names)])
+        predictor = StepPredictor(graph, random_step_costs(graph, ("BF16", "FP32")))
+        step = predictor.plan(dict.fromkeys(names, "FP32"))
+        with pytest.raises(ProblemError, match="'nowhere' is not in model"):
+            predictor.change(step, "nowhere", "BF16")
+        with pytest.raises(ProblemError):
+            predictor.change(step, "a", "INT8")
+        assert step == predictor.plan(dict.fromkeys(names, "FP32"))
 
 
 def test_all_reduces_slow_down_what_is_computed_beside_them():
@@ -127,6 +139,67 @@ def test_memory_is_what_counting_every_moment_gives(seed):
     predictor = StepPredictor(graph, random_step_costs(graph, PRECISIONS, seed=seed))
     step = predictor.plan(random_choices(source, graph))
     assert predictor.memory(step).peak_bytes == brute_force_peak(predictor, step)
+
+
+def phases_alone(**peaks):
+    """Predicted memory of a step whose operators take none."""
+    graph = residual_graph()
+    costs = random_step_costs(graph, PRECISIONS)
+    nothing = {
+        case: replace(cost, result_bytes=0, forward_net_bytes=0, forward_peak_bytes=0, backward_net_bytes=0,
+                      backward_peak_bytes=0)
+        for case, cost in costs.cases.items()
+    }  # fmt: skip
+    peaks = {**costs.phase_peaks, **{label.replace("_end", "|end"): size for label, size in peaks.items()}}
+    predictor = StepPredictor(graph, replace(costs, cases=nothing, phase_peaks=peaks, resident_bytes=1000))
+    found = predictor.memory(predictor.plan({operator.name: "FP32" for operator in graph.by_role(Role.ADJUSTABLE)}))
+    return found.peak_bytes, found.phase, found.operator
+
+
+@pytest.mark.parametrize(
+    ("peaks", "peak_bytes", "phase"),
+    [
+        ({}, 1000, "forward"),
+        ({"copies": 10}, 1010, "copies"),
+        ({"copies": 10, "forward_end": 20}, 1030, "forward"),
+        ({"forward_end": 20, "backward": 30}, 1030, "forward"),
+        ({"forward_end": 20, "backward_end": 30}, 1030, "backward"),
+        ({"backward_end": 30, "clip": 40}, 1040, "clip"),
+        ({"clip": 40, "optimizer": 50}, 1050, "optimizer"),
+        ({"clip": 50, "optimizer": 40}, 1050, "clip"),
+        ({"copies": 10, "optimizer": 40}, 1050, "optimizer"),
+    ],
+)
+def test_memory_of_phases_outside_of_operators_counts(peaks, peak_bytes, phase):
+    assert phases_alone(**peaks) == (peak_bytes, phase, "")
+
+
+@pytest.mark.parametrize(
+    ("peaks", "micro_batches", "peak_bytes", "phase"),
+    [
+        ({}, 1, 1000 + 70, "backward"),
+        ({"forward": 1, "forward_end": 2, "backward": 4, "backward_end": 8}, 1, 1000 + 70 + 15, "backward"),
+        ({"optimizer": 70}, 1, 1000 + 70, "backward"),
+        ({"optimizer": 71}, 1, 1000 + 71, "optimizer"),
+        ({"optimizer": 71, "clip": 75}, 1, 1000 + 75, "optimizer"),
+        ({"optimizer": 71}, 2, 1000 + 70 + 400, "backward"),
+        ({"optimizer": 471}, 2, 1000 + 471, "optimizer"),
+    ],
+)
+def test_memory_of_a_compiled_step_is_that_of_its_passes_or_of_the_optimizer(peaks, micro_batches, peak_bytes, phase):
+    """Operators take 10 and 60 bytes at the peak of the passes; the only weight has 100 elements of FP32."""
+    graph = make_graph([make_operator("a"), make_operator("b", inputs=["a"], parameters=["w"])], {"w": 100})
+    costs = random_step_costs(graph, ("FP32",))
+    cases = {}
+    for case, cost in costs.cases.items():
+        forward, backward = (50, 10) if case.inputs else (4, 6)
+        cases[case] = replace(cost, forward_net_bytes=forward, backward_net_bytes=backward)
+    peaks = {**costs.phase_peaks, **{label.replace("_end", "|end"): size for label, size in peaks.items()}}
+    costs = replace(costs, cases=cases, phase_peaks=peaks, resident_bytes=1000, graphs=1)
+    predictor = StepPredictor(graph, costs, micro_batches=micro_batches)
+    found = predictor.memory(predictor.plan({"a": "FP32", "b": "FP32"}))
+    assert (found.peak_bytes, found.phase) == (peak_bytes, phase)
+    assert found.operator == ("b" if phase == "backward" else "")
 
 
 def test_views_live_in_the_result_that_they_show():

@@ -52,6 +52,19 @@ def test_neighbours_alike_go_before_the_same_place():
     assert _found(recorded, "aab")[1] == _timelines(2)[0]
 
 
+def test_a_difference_nearby_weighs_more_than_one_far_away():
+    recorded = []
+    for size, place in ((1, 9), (2, 5), (3, 11)):
+        precisions = ["a"] * 20
+        precisions[10], precisions[place] = "c", "b"
+        recorded.append(RecordedTimelines(_cases(precisions), _timelines(*[size] * 20)))
+    asked = ["a"] * 20
+    asked[10] = "c"
+    assert _found(recorded, asked)[10] == _timelines(2)[0]
+    far = [RecordedTimelines(_cases("b" + "a" * 9 + "c" + "a" * 9), _timelines(*[4] * 20)), *recorded]
+    assert _found(far, asked)[10] == _timelines(3)[0]  # equally alike: the mean of 2 and 4
+
+
 def test_the_same_place_goes_before_another_with_the_same_neighbours():
     long = RecordedTimelines(_cases("a" * 40), _timelines(*range(1, 41)))
     assert _found([long], "a" * 40)[20] == _timelines(21)[0]

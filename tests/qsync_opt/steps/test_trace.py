@@ -45,6 +45,19 @@ def test_every_moment_of_the_host_is_charged_once():
     assert hosts["backward", "|end"] == 20 + 5
 
 
+def test_what_begins_in_a_pass_belongs_to_it_whenever_it_ends():
+    """The end of an operator's range may lie behind that of the pass, and a node may begin before the next one does."""
+    events = step()
+    late = [Range(40, 105, operator_label("b", 2)) if r.start == 40 else r for r in events.ranges]
+    early = [Node(101, 115, 0), *events.nodes]
+    (spans,) = charge_step(replace(events, ranges=late, nodes=early))
+    (plain,) = charge_step(events)
+    assert spans.order == ("a", "b")
+    assert {key: span.host_ns for key, span in spans.spans.items()} == {
+        key: span.host_ns for key, span in plain.spans.items()
+    }
+
+
 def test_kernels_follow_their_launch_and_other_streams_are_apart():
     (spans,) = charge_step(step())
     assert spans.spans["forward", "a"].kernels == [(5, 8, "forward of a")]

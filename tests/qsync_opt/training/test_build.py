@@ -9,6 +9,7 @@ import pytest
 from qsync_opt.cluster import load_cluster
 from qsync_opt.costs import DeviceProfile
 from qsync_opt.errors import ModelError, ProblemError
+from qsync_opt.gradients import BucketStatistics, GradientCosts, Moments, SchemeTimes
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.sensitivity import SensitivityValues
 from qsync_opt.testing import (
@@ -216,3 +217,14 @@ def test_operators_of_integers_have_no_edges() -> None:
     problem = _build(graph, latency_limit_ns=5)
     assert (problem.operators[1].inputs, problem.operators[1].role) == ((), Role.FIXED)
     assert problem.operators[1].output_elements == 0
+
+
+def test_communication_costs_make_a_joint_problem(graph):
+    problem = _build(graph, buckets=SMALL_BUCKETS)
+    moments = Moments(square=1.0, block_square=20.0, block_absolute=3.0, bucket_square=90.0, bucket_absolute=8.0)
+    bucket = BucketStatistics(elements=1000, local=moments, mean=moments, noise=2.0)
+    times = SchemeTimes(workers=2, elements=(10, 1000), times_ns={"FP32": (10, 900), "two8": (10, 300)})
+    costs = GradientCosts(statistics=(bucket,) * len(problem.communication.allreduce_ns), times=times, weight=0.5)
+    joint = _build(graph, buckets=SMALL_BUCKETS, communication=costs)
+    assert joint == costs.joint(problem)
+    assert joint.training == problem and joint.buckets[0]["two8"].time_ns == 300

@@ -57,11 +57,23 @@ def test_a_result_with_one_adjustable_keeper_is_charged_there_unless_it_is_cast(
 
 def test_a_result_that_others_keep_is_charged_to_its_producer() -> None:
     charged = _model(residual_graph()).activation_bytes
-    # The embedding's result is kept by the norm; the up-projection's by gelu, which follows it.
-    assert charged["embed"] == {"INT8": SMALL + 2 * SMALL, "BF16": 2 * SMALL, "FP32": 4 * SMALL}
+    # The embedding's result is kept by the norm, in FP32: of a 16-bit one, a cast copy, which is charged on the edge.
+    assert charged["embed"] == {"INT8": SMALL, "BF16": 0, "FP32": 4 * SMALL}
+    # The up-projection's is kept by gelu, which follows it.
     assert charged["up"]["INT8"] == BIG + 2 * BIG - SMALL
     assert charged["gelu"] == {"BF16": 0, "FP32": 0}
     assert charged["down"] == {"INT8": 0, "BF16": 2 * BIG, "FP32": 4 * BIG}
+
+
+@pytest.mark.parametrize("names", ["bc", "cb"])
+def test_a_result_that_several_layers_keep_is_charged_once_to_its_producer(names: str) -> None:
+    graph = make_graph([make_operator("a"), *(make_operator(name, inputs=["a"]) for name in names)])
+    charged = _model(graph).activation_bytes
+    assert charged["a"] == {"INT8": SMALL + 2 * SMALL, "BF16": 2 * SMALL, "FP32": 4 * SMALL}
+    assert charged["b"]["FP32"] == charged["c"]["FP32"] == 0
+    # With one reader it is that one's, in the precisions in which it reads the result as it is.
+    alone = _model(make_graph([make_operator("a"), make_operator("b", inputs=["a"])])).activation_bytes
+    assert alone["a"]["FP32"] == 0 and alone["b"]["FP32"] == 4 * SMALL
 
 
 def test_views_belong_to_what_they_show() -> None:
@@ -143,6 +155,58 @@ def test_a_problem_without_the_note_says_so() -> None:
     device = evaluate(problem, uniform_plan(problem)).devices["slow"]
     with pytest.raises(ProblemError, match="does not say what the memory of 'slow' is made of"):
         memory_breakdown(problem, device)
+
+
+def _with_workspaces(forward: dict[str, int], backward: dict[str, int], optimizer: int) -> MemoryModel:
+    """A chain a, b, c that keeps nothing and whose gradients live in the buckets; workspaces are as given."""
+    graph = make_graph([make_operator(n, inputs=i) for n, i in (("a", []), ("b", ["a"]), ("c", ["b"]))])
+    profile = make_profile(graph)
+    profile = replace(profile, optimizer=replace(profile.optimizer, workspace_bytes=optimizer))
+    tables = {
+        name: dict.fromkeys(
+            table,
+            MeasuredCost(
+                forward_ns=1,
+                backward_ns=1,
+                forward_workspace_bytes=forward.get(name, 0),
+                backward_workspace_bytes=backward.get(name, 0),
+            ),
+        )
+        for name, table in device_tables(graph, profile, make_cluster().devices[0]).items()
+    }
+    return model_memory(graph, profile, tables, gradient_as_view=True)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "optimizer", "peak", "transient_bytes"),
+    [
+        # While b runs forward, its input and its result exist; while it runs backward, their gradients do, too.
+        ({"b": 10**7}, {}, 0, "b", 10**7 + 2 * 4 * SMALL),
+        ({}, {"b": 10**7}, 0, "b", 10**7 + 2 * 4 * SMALL),
+        ({"a": 10**7, "c": 10**7}, {}, 0, "c", 10**7 + 2 * 4 * SMALL),
+        ({"a": 10**7}, {}, 0, "a", 10**7 + 4 * SMALL),
+        ({}, {"c": 10**6, "a": 10**7}, 0, "a", 10**7 + 4 * SMALL),
+        ({"b": 10**5}, {"c": 10**6}, 10**7, "a", 10**7),
+    ],
+)
+def test_every_workspace_counts_at_its_moment(
+    forward: dict[str, int], backward: dict[str, int], optimizer: int, peak: str, transient_bytes: int
+) -> None:
+    static = _with_workspaces(forward, backward, optimizer).static
+    assert (static.transient_bytes, static.gradients_bytes) == (transient_bytes, 0)
+    assert static.peak_operator == peak
+
+
+def test_the_largest_workspace_of_any_precision_counts() -> None:
+    graph = make_graph([make_operator("a")])
+    profile = make_profile(graph)
+    tables = {
+        "a": {
+            name: MeasuredCost(forward_ns=1, backward_ns=1, forward_workspace_bytes=size, backward_workspace_bytes=0)
+            for name, size in (("INT8", 10), ("BF16", 10**6), ("FP32", 20))
+        }
+    }
+    assert model_memory(graph, profile, tables).static.transient_bytes == 10**6 + 4 * SMALL
 
 
 def test_passing_buffers_count_where_nothing_is_kept() -> None:

@@ -1,14 +1,16 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.testing import late_peers, make_cluster, make_profile, make_sensitivities, residual_graph
+from qsync_opt.testing import buckets, make_cluster, make_profile, make_sensitivities, residual_graph
 from qsync_opt.training import (
     COMMUNICATION,
     COMPUTE,
     BucketOptions,
+    Communication,
     Problem,
     Timeline,
     TimelineEvent,
@@ -54,11 +56,31 @@ def test_the_timeline_says_what_the_evaluation_says(problem: Problem, precision:
         assert set(event.details) == {"producer", "consumer"}
 
 
-def test_what_a_bucket_waited_for_is_told() -> None:
-    problem = late_peers().problem
-    timeline = replay(problem, uniform_plan(problem))
-    waited = {e.details["waited_for"] for e in timeline.events if e.kind == "all-reduce"}
-    assert "devices of fixed precision" in waited
+@pytest.mark.parametrize(
+    ("allreduce_ns", "peer_ready_ns", "waited_for"),
+    [
+        # In FP16, the gradient of b is done at 4000 ns and that of a at 6000 ns.
+        ((1000, 1000), (0, 0), ["T4", "T4"]),
+        ((5000, 1000), (0, 0), ["T4", "the bucket before"]),
+        ((1000, 1000), (0, 10000), ["T4", "devices of fixed precision"]),
+        ((1000, 1000), (5000, 5500), ["devices of fixed precision", "T4"]),
+        ((9000, 1000), (5000, 7000), ["devices of fixed precision", "the bucket before"]),
+        ((9000, 1000), (0, 20000), ["T4", "devices of fixed precision"]),
+    ],
+)
+def test_what_a_bucket_waited_for_is_what_came_last(
+    allreduce_ns: tuple[int, int], peer_ready_ns: tuple[int, int], waited_for: list[str], tmp_path: Path
+) -> None:
+    communication = Communication(allreduce_ns=allreduce_ns, peer_ready_ns=peer_ready_ns)
+    problem = replace(buckets().problem, communication=communication, latency_limit_ns=10**6)
+    timeline = replay(problem, uniform_plan(problem, "FP16"))
+    reduced = [event for event in timeline.events if event.stream == COMMUNICATION]
+    assert [event.details for event in reduced] == [
+        {"bucket": k, "waited_for": last} for k, last in enumerate(waited_for)
+    ]
+    write_trace(tmp_path / "trace.json", timeline)
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [row["args"]["waited_for"] for row in rows if row.get("cat") == "all-reduce"] == waited_for
 
 
 def test_the_trace_has_a_lane_per_worker_and_stream(problem: Problem, tmp_path: Path) -> None:

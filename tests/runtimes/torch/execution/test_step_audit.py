@@ -1,3 +1,4 @@
+import itertools
 import logging
 import time
 
@@ -35,6 +36,30 @@ def test_steps_are_timed_from_pass_to_pass(log):
     train(model, 5)
     assert len(log.records) == 1
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("predicted_ns", "level"),
+    [
+        (1_000, logging.INFO),
+        (1_149, logging.INFO),
+        (851, logging.INFO),
+        (1_151, logging.WARNING),
+        (849, logging.WARNING),
+        (2_000, logging.WARNING),
+        (1, logging.WARNING),
+    ],
+)
+def test_from_fifteen_percent_on_the_log_warns(log, monkeypatch, predicted_ns, level):
+    """On a clock by which every step takes 1000 ns."""
+    ticks = itertools.count(0, 1_000)
+    monkeypatch.setattr("time.perf_counter_ns", lambda: next(ticks))
+    model = nn.Linear(4, 2)
+    StepAudit(model, predicted_ns=predicted_ns, predicted_bytes=None, steps=3, warm_up=1)
+    train(model, 5)
+    (record,) = log.records
+    assert record.levelno == level
+    assert "measured 0.00 ms" in record.getMessage()
 
 
 def test_evaluation_does_not_count(log):

@@ -37,6 +37,17 @@ def test_every_scheme_gives_equal_bits_and_a_close_mean(everything):
     )
 
 
+def test_a_large_bucket_is_reduced_in_pieces(everything):
+    for name, most in (("sum8", 0.03), ("packed8", 0.03), ("two8", 0.02)):
+        same(everything, "pieces", name, "bits")
+        for outcome in everything:
+            assert max(outcome["pieces"][name]["errors"]) < most, (name, outcome["pieces"][name])
+    same(everything, "pieces", "linear", "bits")
+    # Only the block of 256 that holds NaN is not finite, on every rank.
+    first = 700_000 // 256 * 256
+    assert same(everything, "pieces", "spoiled") == list(range(first, first + 256))
+
+
 def test_three_workers_and_a_group_of_two_of_them(run_workers):
     outcomes = run_workers("compression_worker.py", "subgroup", world_size=3)
     check_schemes(outcomes, {"FP32": 1e-6, "BF16": 0.01, "exponential": 0.8, "sum4": 1.5, "sum6": 0.3})
@@ -109,6 +120,7 @@ def test_a_job_plans_its_compression(everything):
         one = outcome["by_the_job"]
         assert one["elements"] == one["predicted"]
         assert (one["workers"], one["described"]) == (2, True)
+    assert [outcome["by_the_job"]["costs"] for outcome in everything] == [len(one["elements"]), None]
 
 
 def test_a_lost_rank_is_an_error_on_the_others_and_nothing_is_applied(run_workers):

@@ -24,7 +24,9 @@ from qsync_opt.runtimes.torch.job import (
     with_workers,
 )
 from qsync_opt.runtimes.torch.job import benchmark as job_benchmark
+from qsync_opt.runtimes.torch.job import candidates as job_candidates
 from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.systems import solve
 
 NAMES = ("a/linear", "b/linear")
 
@@ -243,6 +245,43 @@ def test_steps_with_sized_batches_decide_and_say_how_large_they_are(planned, job
     assert load_job(tmp_path / "job.json")[0].steps == made.steps
     assert not with_speed(made, {name: 2.0}).steps  # sized for other speeds
     assert with_speed(made, {name: 1.0}).steps == made.steps
+
+
+def test_a_measured_job_is_planned_jointly(planned):
+    """Twice the speed on one of two workers: batches of 2 to 1, and its plan among the modes of sized batches."""
+    name, other = planned.device_type, "a slower one"
+    one = planned.model
+    made = with_speed(
+        replace(
+            one,
+            modes={},
+            steps=(),
+            profiles={**one.profiles, other: one.profiles[name]},
+            sensitivities={**one.sensitivities, other: one.sensitivities[name]},
+            cluster=replace(one.cluster, devices=(*one.cluster.devices, replace(one.cluster.devices[0], name=other))),
+        ),
+        {other: 2.0},
+    )
+    shares = made.shares_problem(12, slack=0.1)
+    assert shares.global_batch == 24
+    solution = solve(shares)
+    assert solution.evaluation.feasible
+    assert solution.plan.batches[name] > solution.plan.batches[other]
+    assert solution.evaluation.iteration_ns < made.problem().latency_limit_ns  # equal batches, as fast as they can be
+    (mode,) = job_candidates.joint_modes(made.problem(), solution.plan)[other]
+    assert mode.is_solved
+    assert mode.label == "joint plan"
+    timed = {
+        n: [replace(m, pass_ns=10) for m in (*own, *job_candidates.possible_modes(made.problem(), {
+            d: solution.plan.precisions.devices[d] for d in (name, other)})[n])]
+        for n, own in job_candidates.joint_modes(made.problem(), solution.plan).items()
+    }  # fmt: skip
+    proposed = job_candidates.shortlist(timed, made.limits_bytes, workers=made.workers)
+    assert job_candidates.labels(proposed[0]) == dict.fromkeys((name, other), "joint plan")
+
+
+def test_the_local_batches_of_ranks_add_up(planned):
+    assert planned.local_batches(17) == (17,)
 
 
 def test_batches_are_cut_and_repeated():

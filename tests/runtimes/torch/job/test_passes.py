@@ -357,3 +357,29 @@ def test_on_a_card_memory_is_measured_and_half_precision_scaled(tmp_path):
     example = TrainingExample(model=undo(model), args=(x,), loss=loss)
     again = time_modes(example, list(modes.values()), None, options.kernels, kept_bytes=1 << 20)
     assert all(found.needed_bytes > parameters + (1 << 20) for found in again)
+
+
+def test_loss_scaling_is_timed_where_a_mode_needs_it(monkeypatch):
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
+    example = TrainingExample(model=model, args=(x,))
+    scaled = []
+    real = job_passes.unscale_gradients
+    monkeypatch.setattr(job_passes, "unscale_gradients", lambda network: scaled.append(real(network)))
+    monkeypatch.setattr(ExecutionMode, "needs_scaling", property(lambda mode: mode.name == "scaled"))
+    modes = [ExecutionMode(name=name, precisions={"0/linear": "FP32"}) for name in ("plain", "scaled")]
+    time_modes(example, modes[:1], None, ApplyOptions().kernels)
+    assert scaled == []
+    time_modes(example, modes, None, ApplyOptions().kernels)
+    assert scaled
+    assert not any(scaled)
+
+
+def test_an_overflow_is_seen():
+    model = nn.Linear(2, 2)
+    assert not job_passes.unscale_gradients(model)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.grad.clone()
+    assert not job_passes.unscale_gradients(model)
+    assert torch.equal(model.weight.grad, before)
+    model.bias.grad[0] = float("inf")
+    assert job_passes.unscale_gradients(model)

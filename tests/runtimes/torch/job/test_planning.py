@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from qsync_opt.costs import estimate_lines
-from qsync_opt.errors import NotReadyError, ProblemError, SolverError, UnsupportedError
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, SolverError, UnsupportedError
 from qsync_opt.io import default_cache_folder
+from qsync_opt.kernels import KernelOptions
 from qsync_opt.runtimes.torch.execution import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import (
     Alternative,
@@ -21,8 +22,11 @@ from qsync_opt.runtimes.torch.job import (
 )
 from qsync_opt.runtimes.torch.job import measuring as job_measuring
 from qsync_opt.runtimes.torch.job import steps as job_steps
+from qsync_opt.runtimes.torch.profiling import try_plan
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.runtimes.torch.steps import record_plan
-from qsync_opt.training import evaluate
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.training import evaluate, memory_breakdown, uniform_plan
 
 
 class Net(nn.Module):
@@ -187,6 +191,52 @@ def test_a_plan_that_arrives_as_another_is_refused(options, monkeypatch, tampere
 def test_too_little_memory_is_an_error_that_says_so(options):
     with pytest.raises(ProblemError, match="no plan for this job"):
         auto_plan(Net(), torch.randn(4, 64), loss=cross_entropy, options=options(memory=1 << 20))
+
+
+def test_where_only_the_bound_is_above_the_limit_a_measured_peak_replaces_it(options):
+    """The sum over operators is an upper bound of the peak: a plan that it forbids may fit."""
+    model, x = Net(), torch.randn(256, 64)
+    roomy = auto_plan(model, x, loss=cross_entropy, options=options(least_gain=0.0))
+    uniform = [evaluate(roomy.problem, uniform_plan(roomy.problem, each)) for each in roomy.problem.formats]
+    least = min(each.memory_bytes[roomy.device_type] for each in uniform)
+    measured = {
+        precision: try_plan(
+            TrainingExample(model=model, args=(x,), loss=cross_entropy),
+            dict.fromkeys(roomy.devices[roomy.device_type], precision),
+            roomy.model.graph,
+            KernelOptions(),
+        )
+        for precision in ("BF16", "INT8")
+    }
+    state = roomy.model.profiles[roomy.device_type].optimizer.state_bytes
+    limit = (min(measured.values()) + state + least) // 2
+    assert min(measured.values()) + state < limit < least
+    plan = auto_plan(model, x, loss=cross_entropy, options=options(least_gain=0.0, memory=limit))
+    assert plan.model.memory_excess_bytes[plan.device_type] > 0
+    assert plan.memory_bytes[plan.device_type] <= limit
+    assert (
+        memory_breakdown(plan.problem, evaluate(plan.problem, plan.plan).devices[plan.device_type]).total_bytes <= limit
+    )
+    assert plan.peak_bytes == plan.memory_bytes  # no passes were timed
+
+
+def test_statistics_of_a_batch_that_does_not_fit_are_those_of_a_part(options, monkeypatch):
+    seen = []
+
+    def with_little_memory(model, batches, **rest):
+        samples = len(batches[0][0])
+        seen.append(samples)
+        if samples > 16:
+            raise torch.cuda.OutOfMemoryError("too large")
+        return collect_statistics(model, batches, **rest)
+
+    monkeypatch.setattr(job_measuring, "collect_statistics", with_little_memory)
+    plan = auto_plan(Net(), torch.randn(64, 64), loss=cross_entropy, options=options(least_gain=0.0))
+    assert seen == [64, 64, 32, 32, 16]
+    assert plan.sensitivity >= 0
+    monkeypatch.setattr(job_measuring, "_PARTS", (1, 2))
+    with pytest.raises(ModelError, match="not enough memory for the statistics"):
+        auto_plan(Net(), torch.randn(64, 64), loss=cross_entropy, options=options(least_gain=0.0))
 
 
 def test_measured_once_planned_again_at_once(options):

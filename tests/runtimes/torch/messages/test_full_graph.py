@@ -50,13 +50,37 @@ def test_plans_are_made_while_training_and_are_the_same_everywhere(tmp_path):
     assert first["accuracy"] == second["accuracy"] > 0.6
 
 
+def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(tmp_path):
+    results = run("weighed", 3, tmp_path)
+    assert results[0] == results[1] == results[2]
+    result = results[0]
+    assert result["kept"] and all(value > 0 for value in result["sensitivities"].values())
+    assert result["ratios"] == pytest.approx(result["sensitivities"])
+    assert set(result["rounds"]) == {1} and all(result["ports"])
+
+
 @pytest.mark.parametrize(
     ("scenario", "words"),
-    [("nan", "rows of rank 0 hold NaN"), ("unlike", "another partition"), ("unlike_model", "another parameters")],
+    [
+        ("nan", "rows of rank 0 hold NaN"),
+        ("unlike", "another partition"),
+        ("unlike_model", "another parameters"),
+        ("unlike_plan", "another plan"),
+    ],
 )
 def test_every_rank_stops_with_the_same_reason(tmp_path, scenario, words):
     errors = {result["error"] for result in run(scenario, 2, tmp_path).values()}
     assert len(errors) == 1 and words in errors.pop()
+
+
+@pytest.mark.parametrize("scenario", ["foreign_plan", "half_fitting_plan"])
+def test_a_plan_of_another_partition_stops_every_rank(tmp_path, scenario):
+    results = run(scenario, 2, tmp_path)
+    assert all("it is the plan of another partition" in result["error"] for result in results.values())
+
+
+def test_parts_without_an_edge_between_them_train_and_plan(tmp_path):
+    assert all(result == {"halo": 0, "finite": True, "bytes": 16} for result in run("alone", 2, tmp_path).values())
 
 
 def test_nobody_waits_for_a_worker_that_was_killed(tmp_path):

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,51 @@ def test_an_interrupted_run_goes_on_where_it_stopped(cnn: CapturedModel, tmp_pat
     )
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
     assert reports[-1][0] == reports[-1][1] == len(list(tmp_path.rglob("*.json")))
+
+
+def test_without_time_costs_are_scaled_from_the_largest_operator(gpt: Any, tmp_path: Path) -> None:
+    model, batch, captured = gpt
+    example = TrainingExample(model=model, args=batch)
+    result = profile(captured, "cpu", example=example, progress=False, repeats=2, seconds=0.0, cache_dir=tmp_path)
+    assert list(result.operators) == [operator.name for operator in captured.graph]
+    costs = [cost for table in result.measurements.values() for cost in table.values()]
+    assert [cost.scaled_from for cost in costs].count("") == 1
+    assert "operator by operator, in 0 s" in str(result.options["measured"])
+    assert "no whole iterations" in str(result.options["measured"])
+    assert "scaled from a measured one" in result.describe()
+    (sensitivities, cluster) = make_sensitivities(captured.graph), make_cluster(count=2)
+    build_problem(captured.graph, {"slow": result}, sensitivities, cluster)
+    # What the limit cut short must not pass for a full measurement in another run.
+    assert not any(tmp_path.rglob("*.json"))
+
+
+def test_with_enough_time_nothing_is_scaled(cnn: CapturedModel) -> None:
+    order: list[str] = []
+    result = profile(
+        cnn,
+        "cpu",
+        repeats=2,
+        seconds=1000.0,
+        progress=lambda done, total, label: order.append(label.rpartition(" ")[0]),
+    )
+    assert not any(cost.scaled_from for table in result.measurements.values() for cost in table.values())
+    assert "measured" not in result.options
+    operators = [name for name in order if name in cnn.calls]
+    assert operators[0] == "0/conv2d"  # it does most of the work
+    assert len(operators) > len(set(operators)) > 3
+
+
+def test_a_busy_machine_is_named(cnn: CapturedModel, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    class Restless(_CountingStopwatch):
+        runs = 0.0
+
+        def time(self, work: Any) -> tuple[Any, Elapsed]:
+            self.runs += 1.0
+            return work(), Elapsed(device_ns=1e6 * (1 + self.runs % 7))  # the sum of a few of these never settles
+
+    monkeypatch.setattr("qsync_opt.runtimes.torch.profiling.profiler.make_stopwatch", lambda device: Restless())
+    profile(cnn, "cpu", precisions=("FP32",), progress=False, repeats=1)
+    assert re.search(r"the machine is busy: rounds of \d+ of \d+ measurements disagree, those of '.*' by", caplog.text)
 
 
 def test_fewer_precisions(cnn: CapturedModel) -> None:

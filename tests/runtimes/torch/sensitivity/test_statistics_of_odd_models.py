@@ -10,10 +10,11 @@ from torch import nn
 
 from qsync_opt import sensitivities
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.numerics import Rounding
+from qsync_opt.numerics import Granularity, Rounding, formats_for
 from qsync_opt.runtimes.torch.capture import capture, capture_model
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.sensitivity import NoiseOptions
 
 
 class Table(nn.Module):
@@ -251,3 +252,16 @@ def _effect(model, x, weight):
 
     squares = torch.autograd.functional.jacobian(gradient, x).square().sum(0)
     return float((squares * x.square()).sum() / x.square().mean())
+
+
+def test_eight_bits_backward_cost_a_frozen_first_layer_nothing_more():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    batch = torch.randn(4, 8)
+    graph = capture(model, batch)
+    statistics = collect_statistics(model, [batch], graph=graph, step=lambda module, x: module(x).square().mean())
+    formats = formats_for(("INT8", "INT8-BWD8", "BF16", "FP32"), "BF16")
+    table = sensitivities(graph, statistics, formats, options=NoiseOptions(weight_granularity=Granularity.TENSOR))
+    frozen, trained = (table[operator.name] for operator in graph if operator.op_type == "linear")
+    assert frozen["INT8-BWD8"] == frozen["INT8"] > 0
+    assert trained["INT8-BWD8"] > trained["INT8"]

@@ -90,6 +90,26 @@ def reduced_by_every_scheme(rank, size):
     return result
 
 
+def in_pieces(rank, size):
+    """A bucket that is reduced in several pieces, of a length that no piece divides."""
+    torch.manual_seed(rank)
+    own = torch.randn(1_200_001) * torch.logspace(-3, 1, 1_200_001)
+    exact = own.double()
+    dist.all_reduce(exact)
+    exact /= size
+    result = {}
+    for name in ("sum8", "packed8", "two8", "linear"):
+        x = own.clone()
+        Reducer(seed=3).reduce(x, schemes()[name], step=5, bucket=2)
+        errors = (x.double() - exact).tensor_split(4)
+        norms = [float(e.norm() / part.norm()) for e, part in zip(errors, exact.tensor_split(4), strict=True)]
+        result[name] = {"bits": bits([x]), "errors": norms}
+    own[700_000] = torch.nan
+    Reducer(seed=3).reduce(own, schemes()["sum8"])
+    result["spoiled"] = torch.nonzero(~own.isfinite()).flatten().tolist()
+    return result
+
+
 def trained(rank):
     """Losses under a mixture, the parameters' bits, and the same after a resumption in the middle."""
     torch.manual_seed(0)
@@ -228,6 +248,7 @@ def planned_by_the_job(rank):
     return {
         "bits": bits(gradients(ddp)), "elements": list(state.elements), "predicted": list(plan.compression.elements),
         "workers": plan.compression.workers, "described": f"gradients: {plan.compression_note}" in plan.describe(),
+        "costs": None if plan.gradient_costs is None else len(plan.gradient_costs.statistics),
     }  # fmt: skip
 
 
@@ -275,7 +296,7 @@ def main():
             result |= {
                 "trained": trained(rank), "plain": plain_equals_ddp(rank), "accumulated": accumulated(rank),
                 "not_finite": not_finite(rank), "half": half(rank), "refused": refused(rank, size),
-                "planned": planned(rank), "by_the_job": planned_by_the_job(rank),
+                "planned": planned(rank), "pieces": in_pieces(rank, size), "by_the_job": planned_by_the_job(rank),
             }  # fmt: skip
         if what == "subgroup":
             result["subgroup"] = subgroup(rank)

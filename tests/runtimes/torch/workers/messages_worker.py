@@ -13,7 +13,9 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from qsync_opt.errors import QSyncError
+from qsync_opt.messages import Plan, uniform_plan
 from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph
+from qsync_opt.systems import solve
 
 KINDS = {"gcn": GCNConv, "mean": SAGEConv, "gat": GATConv}
 NODES, DIM = 60, 12
@@ -116,6 +118,33 @@ def planned(rank, world):
     }  # fmt: skip
 
 
+def weighed(rank, world):
+    """Sensitivities change nothing in training but the plans, which are for one round of all pairs here."""
+    options = MessageOptions(replan_steps=0, links="all-to-all", menu=(2, 4, 8))
+    torch.manual_seed(1)
+    model = Net("gcn")
+    full = full_graph(model, parts_of(graph(), world)[rank], options=options)
+    full.loss(full()).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    kept = [(way.send_bits.clone(), way.spread.clone()) for way in full.directions()]
+    plain = full.build_problem()
+    sensitivities = full.measure_sensitivities()
+    kept_all = all(torch.equal(p.grad, q) for p, q in zip(model.parameters(), before, strict=True)) and all(
+        torch.equal(way.send_bits, bits) and torch.equal(way.spread, spread)
+        for way, (bits, spread) in zip(full.directions(), kept, strict=True)
+    )
+    problem = full.build_problem()
+    pairs = zip(plain.exchanges, problem.exchanges, strict=True)
+    ratios = {a.name: float(b.pairs[0].beta.sum() / a.pairs[0].beta.sum()) for a, b in pairs}
+    full.use(solve(problem).plan)
+    full.loss(full()).backward()
+    return {
+        "kept": kept_all,
+        "sensitivities": sensitivities, "ratios": ratios, "rounds": [len(e.rounds) for e in problem.exchanges],
+        "ports": [e.ports for e in problem.exchanges],
+    }  # fmt: skip
+
+
 def nan(rank, world):
     data = graph()
     model = Net("mean")
@@ -131,6 +160,54 @@ def nan(rank, world):
 def unlike(rank, world):
     full_graph(Net("gcn"), parts_of(graph(), world, "stripes" if rank else "metis")[rank])
     return {}
+
+
+def plan_for(rank, world, name):
+    """A plan of another partition of the same graph."""
+    full = full_graph(Net("gcn"), parts_of(graph(), world, name)[rank], options=MessageOptions(replan_steps=0))
+    full.loss(full()).backward()
+    problem = full.build_problem()
+    full.close()
+    return uniform_plan(problem, 4)
+
+
+def foreign_plan(rank, world):
+    full = full_graph(Net("gcn"), parts_of(graph(), world)[rank], plan_for(rank, world, "stripes"))
+    for _ in range(2):  # layers are known after one pass
+        full.loss(full()).backward()
+    return {}
+
+
+def half_fitting_plan(rank, world):
+    """Only the last rank's widths are those of another partition."""
+    full = full_graph(Net("gcn"), parts_of(graph(), world)[rank], options=MessageOptions(replan_steps=0))
+    full.loss(full()).backward()
+    plan = uniform_plan(full.build_problem(), 4)
+    if rank == world - 1:
+        plan = Plan(bits={n: [[pair[1:] for pair in group] for group in rounds] for n, rounds in plan.bits.items()})
+    full.use(plan)
+    return {}
+
+
+def unlike_plan(rank, world):
+    plan = plan_for(rank, world, "metis")
+    if rank:
+        plan = Plan(bits={name: [[pair * 2 for pair in group] for group in r] for name, r in plan.bits.items()})
+    full_graph(Net("gcn"), parts_of(graph(), world)[rank], plan)
+    return {}
+
+
+def alone(rank, world):
+    """Parts where nobody has edges to another: every pair is empty."""
+    data = graph()
+    inside = assignment("stripes", world)[data.edge_index]
+    data.edge_index = data.edge_index[:, inside[0] == inside[1]]
+    full = full_graph(Net("gcn"), parts_of(data, world, "stripes")[rank], options=MessageOptions(replan_steps=2))
+    for _ in range(6):
+        loss = full.loss(full())
+        loss.backward()
+    full.finish_planning()
+    return {"halo": full.part.halo.numel(), "finite": bool(loss.isfinite()), "bytes": full.directions()[0].wire_bytes}
 
 
 def unlike_model(rank, world):

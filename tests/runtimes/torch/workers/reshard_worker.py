@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.runtimes.torch.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints, reading
 
 
 class Net(nn.Module):
@@ -27,7 +27,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(13, 6)
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
         self.norm = nn.BatchNorm1d(6)
         self.one = nn.Linear(6, 1)
         self.head = nn.Linear(6, 13, bias=False)
@@ -44,7 +44,7 @@ class Net(nn.Module):
 def ways(size):
     """How a world of this size may hold the model."""
     names = ["alone"] if size == 1 else ["ddp", "fsdp"]
-    return names + (["hsdp", "tp"] if size == 4 else [])
+    return names + (["hsdp", "tp"] if size == 4 else []) + (["hsdp", "tp", "tp4"] if size == 8 else [])
 
 
 class Job:
@@ -58,8 +58,10 @@ class Job:
             fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
         elif way == "hsdp":
             fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards")))
-        elif way == "tp":
-            mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        elif way in ("tp", "tp4"):
+            tensor_parallel = 4 if way == "tp4" else 2
+            shape = (size // tensor_parallel, tensor_parallel)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
             parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             fully_shard(model, mesh=mesh["dp"])
         self.model = DistributedDataParallel(model) if way == "ddp" else model
@@ -121,13 +123,35 @@ def save(folder, size):
                 (folder / f"{place.name}.json").write_text(text)
 
 
+class BytesRead:
+    """Counts what this process reads of files of tensors."""
+
+    def __init__(self):
+        self.count, self._original = 0, reading.read_chunk
+        reading.read_chunk = self._noted
+
+    def _noted(self, path, name, fact, number, into):
+        self._original(path, name, fact, number, into)
+        self.count += len(into)
+
+    def of_all_ranks(self):
+        total = torch.tensor(self.count)
+        dist.all_reduce(total)
+        self.count = 0
+        return int(total)
+
+
 def load(folder, size):
-    checked = 0
+    checked, read = 0, BytesRead()
     for way, path in itertools.product(ways(size), sorted(folder.glob("*.json"))):
         wanted = json.loads(path.read_text())
         job = Job(way, folder / path.stem, 1)
         resumed = job.checkpoints.load()
         assert resumed.step == 3
+        files = (folder / path.stem / "step-00000003").glob("*.safetensors")
+        total, saved = read.of_all_ranks(), sum(file.stat().st_size for file in files)
+        # Random states of ranks that are no more are left out.
+        assert 0.9 * saved <= total <= 1.02 * saved, f"{path.stem} into {way}-{size}: read {total} of {saved} bytes"
         state = job.state()
         different = [name for name in wanted["before"] if state.get(name) != wanted["before"][name]]
         assert not different, f"{path.stem} into {way}-{size}: {different}"
@@ -138,6 +162,37 @@ def load(folder, size):
         checked += 1
     if dist.get_rank() == 0:
         print(f"checked {checked}", flush=True)
+
+
+def _matrix(way):
+    model = nn.Linear(1537, 3000, bias=False)  # 18.4 MB, of rows that no chunk begins with
+    if way == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def save_large(folder, size):
+    for way in ("fsdp", "copies"):
+        torch.manual_seed(0)
+        model = _matrix(way)
+        Checkpoints(folder / f"{way}-{size}", model).save(1)
+
+
+def load_large(folder, size):
+    read = BytesRead()
+    torch.manual_seed(0)
+    wanted = _matrix("copies").weight
+    for way, path in itertools.product(("fsdp", "copies"), sorted(folder.glob("[!.]*-*"))):
+        torch.manual_seed(1)
+        model = _matrix(way)
+        Checkpoints(path, model).load()
+        total = read.of_all_ranks()
+        weight = model.weight.full_tensor() if isinstance(model.weight, DTensor) else model.weight
+        assert torch.equal(weight, wanted), f"{path.name} into {way}-{size}"
+        saved = sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
+        assert total <= 1.02 * saved, f"{path.name} into {way}-{size}: read {total} of {saved} bytes"
+        if dist.get_rank() == 0:
+            print(f"checked {total / saved:.3f}", flush=True)
 
 
 def rank_process(work, folder, rank, size):
@@ -169,7 +224,7 @@ def world(work, folder, size):
 
 if __name__ == "__main__":
     place, sizes = Path(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")]
-    for task in (save, load):
+    for task in (save_large, load_large) if "large" in sys.argv else (save, load):
         for count in sizes:
             if any(world(task, place, count)):
                 sys.exit(1)

@@ -1,4 +1,4 @@
-"""The demo's workers: processes that are handed work through pipes, and report their progress and results."""
+"""Worker processes on this host that are handed work through pipes, and report their progress and results."""
 
 from __future__ import annotations
 

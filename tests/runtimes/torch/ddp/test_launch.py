@@ -2,11 +2,11 @@ import multiprocessing
 
 import pytest
 
-from qsync_opt.runtimes.torch.demo import launch
+from qsync_opt.runtimes.torch.ddp import WorkerError, Workers
 
 WORKER = """
 import sys
-from qsync_opt.runtimes.torch.demo.launch import RESULT
+from qsync_opt.runtimes.torch.ddp import RESULT
 def serve(rank, connection, said):
     for work in iter(connection.recv, None):
         for step in range(3):
@@ -24,7 +24,7 @@ def serve(rank, connection, said):
 def workers(tmp_path, monkeypatch):
     (tmp_path / "demo_test_worker.py").write_text(WORKER)
     monkeypatch.syspath_prepend(tmp_path)
-    return launch.Workers("demo_test_worker", "hello", count=2, log_folder=tmp_path)
+    return Workers("demo_test_worker", "hello", count=2, log_folder=tmp_path)
 
 
 def _ignore(rank, progress):
@@ -47,7 +47,7 @@ def test_results_come_in_rank_order_and_progress_is_passed_on(workers, tmp_path)
     [("fails", r"worker 1 ended with status 1: the dog ate the gradients"), ("silent", "it printed nothing")],
 )
 def test_a_worker_that_ends_too_early_is_an_error_with_its_last_line(workers, work, message):
-    with pytest.raises(launch.WorkerError, match=message), workers:
+    with pytest.raises(WorkerError, match=message), workers:
         workers.run(work, _ignore)
 
 

@@ -1,0 +1,309 @@
+"""Exchanges whose pairs share their workers' ports: prices of ports by multiplicative steps, with a bound.
+
+A *row* is what decides a round's time: a port with its pairs, or a pair alone. At prices u of rows a pair's price y is
+the sum of those of its rows, and for any u >= 0 that sum to pi in each round, with pi at most mu,
+
+    sum over pairs of min(variance + y x time per bit x bits) + sum of u x fixed - sum of pi x hidden - mu x limit
+
+is a lower bound. A row that takes longer than the mean of its round gets a larger share of pi, and mu is chosen so that
+the rounds' mean times meet the limit: at the optimum all rows that have a price take equally long. The search works on
+tables of bits against prices; the bound is computed on all messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qsync_opt.formulations.messages.frontier import Floats, Frontier, Prices
+from qsync_opt.messages import Plan, Problem, evaluate
+
+_GRID = 2048
+"""Prices per bit at which pairs are tabulated."""
+_STEPS = 150
+_BISECTIONS = 48
+_FIRST_RATE = 3.0
+"""First exponent of the multiplicative steps: about the inverse of how bits answer to prices."""
+_NEVER = 1e-300
+_FILLS = 4
+"""Sweeps that give pairs what their ports have left."""
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows and pairs of all rounds. Axes: R rows, P pairs, L links of a row and a pair."""
+
+    row_L: Indices
+    pair_L: Indices
+    round_R: Indices
+    fixed_R: Floats
+    exchange_of_round: Indices
+    bit_ns_P: Floats
+    least_P: Floats
+
+    @classmethod
+    def of(cls, problem: Problem, pairs: list[Frontier]) -> _Rows:
+        row: list[int] = []
+        pair: list[int] = []
+        rounds: list[int] = []
+        fixed: list[int] = []
+        exchanges: list[int] = []
+        first = 0
+        for e, exchange in enumerate(problem.exchanges):
+            for group in exchange.rounds:
+                for positions in exchange.members(group):
+                    row += [len(fixed)] * len(positions)
+                    pair += [first + position for position in positions]
+                    rounds.append(len(exchanges))
+                    fixed.append(max(group[position].fixed_ns for position in positions))
+                exchanges.append(e)
+                first += len(group)
+        return cls(
+            row_L=np.array(row, np.int64),
+            pair_L=np.array(pair, np.int64),
+            round_R=np.array(rounds, np.int64),
+            fixed_R=np.array(fixed, np.float64),
+            exchange_of_round=np.array(exchanges, np.int64),
+            bit_ns_P=np.array([frontier.bit_ns for frontier in pairs]),
+            least_P=np.array([frontier.least_bits for frontier in pairs], np.float64),
+        )
+
+    def pair_prices(self, u_R: Floats) -> Floats:
+        """Price of each pair's time."""
+        return _sums(self.pair_L, u_R[self.row_L], self.bit_ns_P.size)
+
+    def times(self, bits_P: Floats) -> Floats:
+        """Time of each row."""
+        return self.fixed_R + _sums(self.row_L, (self.bit_ns_P * bits_P)[self.pair_L], self.fixed_R.size)
+
+    def sum_by_round(self, values_R: Floats) -> Floats:
+        """Sum over the rows of each round."""
+        return _sums(self.round_R, values_R, self.exchange_of_round.size)
+
+    def slowest(self, times_R: Floats) -> Floats:
+        """Time of each round."""
+        result = np.zeros(self.exchange_of_round.size)
+        np.maximum.at(result, self.round_R, times_R)
+        return result
+
+
+def _sums(index: Indices, values: Floats, count: int) -> Floats:
+    """Sums of the values that have each index below ``count``."""
+    return np.asarray(np.bincount(index, values, count), np.float64)
+
+
+class _Tables:
+    """Bits and variance of every pair against the logarithm of its price per bit."""
+
+    def __init__(self, pairs: list[Frontier]) -> None:
+        gains = [
+            (float(beta[0] * f.hull.gain[-1]), f.top_price)
+            for f in pairs
+            if f.hull.gain.size and (beta := f.sorted_beta[f.sorted_beta > 0]).size
+        ]
+        low, high = (min(g[0] for g in gains), max(g[1] for g in gains)) if gains else (1.0, 2.0)
+        self.low, self.step = math.log(low) - 0.1, (math.log(high / low) + 0.2) / (_GRID - 1)
+        firsts = [f.first(np.exp(self.low + self.step * np.arange(_GRID))) for f in pairs]
+        self._bits_PG = np.stack([f.bits(first) for f, first in zip(pairs, firsts, strict=True)]).astype(np.float64)
+        self._variance_PG = np.stack([f.variance(first) for f, first in zip(pairs, firsts, strict=True)])
+        self._all = np.arange(len(pairs))
+
+    def bits(self, price_P: Floats) -> Floats:
+        """Bits at prices per bit, between the table's by interpolation."""
+        return self._at(self._bits_PG, price_P)
+
+    def variance(self, price_P: Floats) -> float:
+        """Variance of all pairs at prices per bit."""
+        return float(self._at(self._variance_PG, price_P).sum())
+
+    def _at(self, table_PG: Floats, price_P: Floats) -> Floats:
+        at = (np.log(np.maximum(price_P, _NEVER)) - self.low) / self.step
+        at = np.clip(at, 0.0, _GRID - 1.0)
+        index = np.minimum(at.astype(np.int64), _GRID - 2)
+        left, right = table_PG[self._all, index], table_PG[self._all, index + 1]
+        interpolated: Floats = left + (at - index) * (right - left)
+        return interpolated
+
+
+def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> tuple[Plan, float, Prices]:
+    """A feasible plan, a lower bound of the objective, and the prices that prove it; for feasible problems."""
+    pairs = [frontier for groups in tables for group in groups for frontier in group]
+    nothing = Prices(exposed=0.0, exchange=[0.0] * len(tables), pair=[0.0] * len(pairs))
+    if not pairs:
+        plan = _plan(problem, tables, np.zeros(0))
+        return plan, evaluate(problem, plan).objective, nothing
+    rows, table = _Rows.of(problem, pairs), _Tables(pairs)
+    hidden = np.array([exchange.hidden_ns for exchange in problem.exchanges], np.float64)
+    share_R = 1.0 / np.bincount(rows.round_R, minlength=rows.exchange_of_round.size)[rows.round_R]
+    best: tuple[float, Plan] | None = None
+    bound, proof, rate = -math.inf, nothing, _FIRST_RATE
+    for step in range(_STEPS):
+        mu, pi = _outer(problem, rows, table, share_R, hidden)
+        u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
+        bits_P = table.bits(rows.pair_prices(u_R) * rows.bit_ns_P)
+        times_R = rows.times(bits_P)
+        mean = rows.sum_by_round(share_R * times_R)[rows.round_R]
+        excess = (times_R - mean) / np.maximum(mean, _NEVER)
+        if step % 10 == 9 or step == 0 or float(np.abs(share_R * excess).max()) < 1e-9:
+            value = _bound(problem, pairs, rows, u_R, mu, pi)
+            if value > bound:
+                bound, proof = value, Prices(exposed=mu, exchange=pi.tolist(), pair=rows.pair_prices(u_R).tolist())
+            elif step:
+                rate /= 2
+            for target in _targets(problem, rows, bits_P, hidden):
+                plan = _plan(problem, tables, _filled(rows, pairs, bits_P, target))
+                evaluation = evaluate(problem, plan)
+                if evaluation.feasible and (best is None or evaluation.objective < best[0]):
+                    best = evaluation.objective, plan
+            if best is not None and best[0] - bound <= 1e-7 * abs(best[0]):
+                break
+        share_R = np.maximum(share_R * np.exp(np.clip(rate * excess, -2.0, 2.0)), 1e-12)
+        share_R /= rows.sum_by_round(share_R)[rows.round_R]
+    if best is None:  # the most exact or the narrowest plan keeps any limit that can be kept
+        is_variance = problem.variance_limit is not None
+        extreme = [frontier.most_bits if is_variance else frontier.least_bits for frontier in pairs]
+        plan = _plan(problem, tables, np.array(extreme, np.float64))
+        best = evaluate(problem, plan).objective, plan
+    return best[1], max(bound, 0.0), proof
+
+
+def _outer(problem: Problem, rows: _Rows, table: _Tables, share_R: Floats, hidden: Floats) -> tuple[float, Floats]:
+    """The price of exposed time that meets the goal at these shares, and the price of each exchange."""
+
+    def times(pi: Floats) -> Floats:
+        u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
+        bits_P = table.bits(rows.pair_prices(u_R) * rows.bit_ns_P)
+        mean = rows.sum_by_round(share_R * rows.times(bits_P))
+        return _sums(rows.exchange_of_round, mean, hidden.size)
+
+    scale = float(np.median(rows.bit_ns_P[rows.bit_ns_P > 0])) if (rows.bit_ns_P > 0).any() else 1.0
+    low = np.full(hidden.size, table.low - math.log(scale) - 20.0)
+    high = low + 40.0 + table.step * _GRID
+    covered = _bisect(lambda at: times(np.exp(at)) <= hidden, low.copy(), high.copy())
+    own = np.where(hidden > 0, np.exp(covered), math.inf)  # at this price an exchange is just hidden
+
+    def variance(pi: Floats) -> float:
+        u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
+        return table.variance(rows.pair_prices(u_R) * rows.bit_ns_P)
+
+    def exposed(at: Floats) -> float:
+        pi = np.minimum(np.exp(at), own)
+        return float(np.maximum(times(pi) - hidden, 0.0).sum())
+
+    if problem.time_weight is not None:
+        weight = problem.variance_weight
+        mu = problem.time_weight / weight if weight else math.exp(float(high[0]))
+    elif problem.time_limit_ns is not None:
+        limit_ns = problem.time_limit_ns
+        at = _bisect(lambda at: np.full(at.shape, exposed(at) <= limit_ns), low[:1].copy(), high[:1].copy())
+        mu = math.exp(float(at[0]))
+    else:
+        limit = problem.variance_limit or 0.0
+        # Variance rises with the price: the largest price whose variance keeps the limit.
+        at = _bisect(
+            lambda at: np.full(at.shape, variance(np.minimum(np.exp(at), own)) > limit),
+            low[:1].copy(), high[:1].copy(),
+        )  # fmt: skip
+        mu = math.exp(float(at[0]))
+    return mu, np.minimum(mu, own)
+
+
+def _bisect(is_above: Callable[[Floats], npt.NDArray[np.bool_]], low: Floats, high: Floats) -> Floats:
+    """Least arguments, one by one, from which on ``is_above`` holds."""
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        above = is_above(middle)
+        high, low = np.where(above, middle, high), np.where(above, low, middle)
+    return high
+
+
+def _bound(problem: Problem, pairs: list[Frontier], rows: _Rows, u_R: Floats, mu: float, pi: Floats) -> float:
+    """The lower bound of the objective that prices prove, evaluated on every message."""
+    terms = [float(u_R @ rows.fixed_R)]
+    for frontier, price in zip(pairs, (rows.pair_prices(u_R) * rows.bit_ns_P).tolist(), strict=True):
+        first = frontier.first(np.array([price]))[0] if price > 0 else np.zeros(frontier.hull.gain.size, np.int64)
+        terms += [float(frontier.variance(first)), price * float(frontier.bits(first))]
+    terms += [-price * exchange.hidden_ns for price, exchange in zip(pi.tolist(), problem.exchanges, strict=True)]
+    value = math.fsum(terms) - 1e-13 * sum(map(abs, terms))
+    if problem.time_limit_ns is not None:
+        return value - mu * problem.time_limit_ns
+    if problem.time_weight is not None:
+        return problem.variance_weight * value
+    return (value - (problem.variance_limit or 0.0)) / mu
+
+
+def _targets(problem: Problem, rows: _Rows, bits_P: Floats, hidden: Floats) -> list[Floats]:
+    """Times of rounds that meet the goal, in proportion to those of the search above the least possible ones."""
+    least = rows.slowest(rows.times(rows.least_P))
+    extra = rows.slowest(rows.times(bits_P)) - least
+    of, count = rows.exchange_of_round, hidden.size
+    start, rise = _sums(of, least, count), _sums(of, extra, count)
+    # An exchange that does not fill its hidden time may.
+    to_hidden = np.where(rise > 0, (hidden - start) / np.maximum(rise, _NEVER), 0.0)
+    shrink = 1 - 1e-12
+
+    def exposed(theta: float) -> float:
+        return float(np.maximum(start + theta * rise - hidden, 0.0).sum())
+
+    if problem.time_limit_ns is not None:
+        low, high = 0.0, 1.0
+        while exposed(high) <= problem.time_limit_ns and high < 1e9:
+            high *= 2
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (middle, high) if exposed(middle) <= problem.time_limit_ns else (low, middle)
+        thetas = [low * shrink]
+    elif problem.time_weight is not None:
+        thetas = [1.0]
+    else:
+        thetas = [1 + 10.0**-k for k in range(8, 0, -1)]
+    return [least + np.maximum(theta, to_hidden * shrink)[of] * extra for theta in thetas]
+
+
+def _filled(rows: _Rows, pairs: list[Frontier], bits_P: Floats, time_of_round: Floats) -> Floats:
+    """Whole bits of every pair, near ``bits_P``, with which no row takes longer than its round."""
+    limit_R = time_of_round[rows.round_R] * (1 + 1e-13)
+    least_R, most_R = rows.times(rows.least_P), rows.times(bits_P)
+    scale_R = np.clip((limit_R - least_R) / np.maximum(most_R - least_R, _NEVER), 0.0, 1.0)
+    scale_P = np.ones(bits_P.size)
+    np.minimum.at(scale_P, rows.pair_L, scale_R[rows.row_L])
+    budget_P: Floats = rows.least_P + scale_P * (bits_P - rows.least_P)
+    count_R = np.bincount(rows.row_L, minlength=rows.fixed_R.size)
+    for _ in range(_FILLS):
+        left_R = np.maximum(limit_R - rows.times(budget_P), 0.0) / np.maximum(count_R, 1)
+        left_P = np.full(bits_P.size, math.inf)
+        np.minimum.at(left_P, rows.pair_L, left_R[rows.row_L])
+        budget_P = budget_P + left_P / np.maximum(rows.bit_ns_P, _NEVER)
+    most_P = np.array([frontier.most_bits for frontier in pairs], np.float64)
+    unit = int(np.gcd.reduce(np.diff(pairs[0].hull.width))) or 1
+    budget_P = rows.least_P + np.floor((np.minimum(budget_P, most_P) - rows.least_P) / unit + 1e-9) * unit
+    left_R = limit_R - rows.times(budget_P)
+    rows_of: list[list[int]] = [[] for _ in pairs]
+    for row, pair in zip(rows.row_L.tolist(), rows.pair_L.tolist(), strict=True):
+        rows_of[pair].append(row)
+    for pair, own in enumerate(rows_of):  # what is left of a port may be a whole step of one of its pairs
+        cost = float(rows.bit_ns_P[pair]) * unit
+        room = min(left_R[row] for row in own)
+        if cost > 0 and room >= cost and budget_P[pair] < most_P[pair]:
+            steps = min(math.floor(room / cost), math.ceil((most_P[pair] - budget_P[pair]) / unit))
+            budget_P[pair] += steps * unit
+            left_R[own] -= steps * cost
+    return budget_P
+
+
+def _plan(problem: Problem, tables: list[list[list[Frontier]]], budget_P: Floats) -> Plan:
+    """The best widths of every pair within its bits."""
+    budgets = iter(budget_P.tolist())
+    bits = {}
+    for exchange, groups in zip(problem.exchanges, tables, strict=True):
+        bits[exchange.name] = tuple(
+            tuple(f.widths(f.fill(next(budgets) if f.bit_ns > 0 else max(next(budgets), 2.0**62))) for f in group)
+            for group in groups
+        )
+    return Plan(bits=bits)

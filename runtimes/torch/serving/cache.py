@@ -1,0 +1,68 @@
+"""Keys and values of one layer in pages, in the computing type or in 8 bits with a scale per position and head."""
+
+from __future__ import annotations
+
+import torch
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.runtimes.torch.serving.steps import PAGE
+
+KV_BITS = (8, 16, 32)
+
+
+class PagedCache:
+    """Pages of keys and values of one layer.
+
+    Args:
+        pages: Number of pages, page 0 included.
+        heads: Heads of keys and values.
+        size: Numbers in a head.
+        dtype: Computing type; also the type that is kept, unless ``bits`` is 8.
+        bits: 8: codes with a scale per position and head, rounded to nearest; None: as ``dtype``.
+        device: Where the pages are.
+
+    Source: paged caches of vLLM (SOSP 2023); the layout, heads before pages, is ours: a gathered sequence is then
+    contiguous by head.
+    """
+
+    def __init__(
+        self, pages: int, heads: int, size: int, *, dtype: torch.dtype, bits: int | None, device: torch.device
+    ) -> None:
+        if bits is not None and bits not in KV_BITS:
+            raise UnsupportedError(f"KV bits are {bits!r}, but allowed are {', '.join(map(str, KV_BITS))}")
+        kept = {None: dtype, 8: torch.int8, 16: torch.bfloat16, 32: torch.float32}[bits]
+        if dtype is torch.float16 and bits == 16:
+            kept = dtype
+        self.dtype = dtype
+        self.codes = torch.zeros((2, heads, pages * PAGE, size), dtype=kept, device=device)
+        self.scales = torch.zeros((2, heads, pages * PAGE, 1), device=device) if bits == 8 else None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all pages."""
+        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def write(self, slots_N: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put keys and values (N, heads, size) at slots."""
+        for which, new in enumerate((keys, values)):
+            new = new.transpose(0, 1)
+            if self.scales is not None:
+                wide = new.float()
+                scale = wide.abs().amax(-1, keepdim=True).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
+                self.scales[which].index_copy_(1, slots_N, scale)
+                new = (wide / scale).round_()
+            self.codes[which].index_copy_(1, slots_N, new.to(self.codes.dtype))
+
+    def read(self, table_SP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (heads, S, P * PAGE, size) of the pages of each sequence, in the computing type."""
+        sequences, pages = table_SP.shape
+        _, heads, slots, size = self.codes.shape
+
+        def gather(pool: torch.Tensor, size: int) -> torch.Tensor:
+            paged = pool.view(2, heads, slots // PAGE, PAGE * size)
+            return paged[:, :, table_SP].view(2, heads, sequences, pages * PAGE, size)
+
+        both = gather(self.codes, size).to(self.dtype)
+        if self.scales is not None:
+            both = both * gather(self.scales, 1).to(self.dtype)
+        return both[0], both[1]

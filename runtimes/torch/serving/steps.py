@@ -1,0 +1,201 @@
+"""One pass of a micro-batch through the stages: which tokens, where they stand, and which pages their caches have.
+
+A page holds the keys and values of a fixed number of consecutive positions. Sequences of a pass are laid end to end, so
+that nothing is padded. Page 0 belongs to nobody: rows that only fill a captured graph write there.
+
+Axes: N tokens of the pass, S sequences, P pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from qsync_opt.runtimes.torch.serving.config import Rotary
+
+PAGE = 16
+"""Positions in a page."""
+SCRATCH = 0
+"""The page that belongs to no sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the next token is chosen: the most likely one at ``temperature`` 0, else drawn with the number ``uniform``.
+
+    ``uniform``, in [0, 1), picks from the cumulative probabilities, so that stages keep no random state.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    uniform: float = 0.0
+
+
+GREEDY = Choice()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A pass, as it is sent to all stages.
+
+    Attributes:
+        number: Of the pass; results carry it.
+        tokens: The new tokens of each sequence.
+        starts: Position of each sequence's first new token: so many positions are cached already.
+        pages: The pages of each sequence in order; they reach at least to its last new token.
+        choices: How each next token is chosen.
+        every: Choose the token after every token, not only after the last of each sequence: drafts are judged by that.
+    """
+
+    number: int
+    tokens: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    pages: tuple[tuple[int, ...], ...]
+    choices: tuple[Choice, ...]
+    every: bool = False
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """New tokens of each sequence."""
+        return tuple(map(len, self.tokens))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence has one new token."""
+        return all(len(tokens) == 1 for tokens in self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Layout:
+    """A pass as tensors on a stage's device.
+
+    Attributes:
+        tokens_N: Token numbers, int64.
+        positions_N: Position of each token in its sequence, int64.
+        slots_N: Where each token's keys and values go: page times positions per page plus position in the page, int64.
+        contexts_S: Positions of each sequence after the pass, int64.
+        table_SP: Pages of each sequence, filled up with page 0, int64.
+        last_S: The last token of each sequence among the N.
+        counts: New tokens of each sequence; empty if each has one.
+        starts: Cached positions of each sequence; empty if each has one new token.
+    """
+
+    tokens_N: torch.Tensor
+    positions_N: torch.Tensor
+    slots_N: torch.Tensor
+    contexts_S: torch.Tensor
+    table_SP: torch.Tensor
+    last_S: torch.Tensor
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    _angles: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _seen: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: Step, device: torch.device, *, rows: int = 0, width: int = 0) -> Layout:
+        """The layout of a pass; decoding may be filled up to ``rows`` sequences of ``width`` pages."""
+        tokens = [token for row in step.tokens for token in row]
+        contexts = [start + count for start, count in zip(step.starts, step.counts, strict=True)]
+        ranges = [range(*ends) for ends in zip(step.starts, contexts, strict=True)]
+        positions = [p for new in ranges for p in new]
+        slots = [pages[p // PAGE] * PAGE + p % PAGE for new, pages in zip(ranges, step.pages, strict=True) for p in new]
+        used = [-(-context // PAGE) for context in contexts]
+        width = max(width, *used)
+        table = [[*pages[:n], *[SCRATCH] * (width - n)] for pages, n in zip(step.pages, used, strict=True)]
+        missing = max(0, rows - len(contexts))
+        if missing:
+            tokens, positions, slots = ([*values, *[0] * missing] for values in (tokens, positions, slots))
+            contexts = [*contexts, *[1] * missing]
+            table += [[SCRATCH] * width] * missing
+        ends, total = [], -1
+        for count in (*step.counts, *[1] * missing):
+            total += count
+            ends.append(total)
+        # One transfer for all numbers.
+        flat = torch.tensor([*tokens, *positions, *slots, *contexts, *ends, *(p for row in table for p in row)])
+        flat = flat.to(device, non_blocking=True)
+        n, s = len(tokens), len(contexts)
+        tokens_N, positions_N, slots_N, contexts_S, last_S, pages = torch.split(flat, [n, n, n, s, s, s * width])
+        decodes = step.decodes
+        return cls(
+            tokens_N,
+            positions_N,
+            slots_N,
+            contexts_S,
+            pages.view(s, width),
+            last_S,
+            () if decodes else step.counts,
+            () if decodes else step.starts,
+        )
+
+    def copy_(self, other: Layout) -> None:
+        """Take the numbers of another layout of the same shape."""
+        for name in ("tokens_N", "positions_N", "slots_N", "contexts_S", "table_SP"):
+            getattr(self, name).copy_(getattr(other, name))
+
+    def forget(self) -> None:
+        """Compute anew what layers share."""
+        self._angles.clear()
+        self._seen.clear()
+
+    def angles(
+        self, rotary: Rotary, frequencies: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine (N, 1, head size) of the rotary positions; computed once for layers that share them."""
+        if rotary not in self._angles:
+            angles = self.positions_N[:, None].float() * frequencies
+            angles = torch.cat([angles, angles], dim=-1)[:, None]
+            self._angles[rotary] = angles.cos().to(dtype), angles.sin().to(dtype)
+        return self._angles[rotary]
+
+    def seen(self, window: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """For decoding: the pages (S, W) that a layer with this sliding window reads, and what is added to scores.
+
+        The second is (1, S, 1, W * PAGE): 0 where a position is seen, else minus infinity.
+        """
+        if window not in self._seen:
+            table = self.table_SP
+            offsets = torch.arange(table.shape[1] * PAGE, device=table.device)
+            low = torch.zeros_like(self.contexts_S) if window is None else (self.contexts_S - window).clamp_min(0)
+            if window is not None and (width := -(-window // PAGE) + 1) < table.shape[1]:
+                first_S = low // PAGE
+                columns = first_S[:, None] + torch.arange(width, device=table.device)
+                table = table.gather(1, columns.clamp_max(table.shape[1] - 1))
+                # A page that is clamped stands beyond the context.
+                positions = first_S[:, None] * PAGE + offsets[: width * PAGE]
+            else:
+                positions = offsets[None]
+            hidden = (positions >= self.contexts_S[:, None]) | (positions < low[:, None])
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=table.device).masked_fill_(hidden, -torch.inf)
+            self._seen[window] = table, mask[None, :, None]
+        return self._seen[window]
+
+
+class PageStore:
+    """Numbers of free pages; taken and given back by the scheduler."""
+
+    def __init__(self, pages: int) -> None:
+        self.total = pages - 1
+        self._free = list(range(pages - 1, SCRATCH, -1))
+
+    @property
+    def used(self) -> int:
+        """Pages that are taken."""
+        return self.total - len(self._free)
+
+    def take(self, positions: int) -> tuple[int, ...] | None:
+        """Pages for so many positions, or None where too few are free."""
+        count = pages_of(positions)
+        if count > len(self._free):
+            return None
+        return tuple(self._free.pop() for _ in range(count))
+
+    def give_back(self, pages: tuple[int, ...]) -> None:
+        """Free pages again."""
+        self._free.extend(reversed(pages))
+
+
+def pages_of(positions: int) -> int:
+    """Pages that so many positions need."""
+    return -(-positions // PAGE)

@@ -1,0 +1,376 @@
+"""What carries passes out: all stages in this process, or a process for each.
+
+Passes go to every stage by a pipe, in one order; hidden states go from stage to stage over gloo, and the chosen tokens
+from the last stage back by its pipe. The caller learns within a bounded time if a stage has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import socket
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from qsync_opt.errors import ProblemError, QSyncError
+from qsync_opt.runtimes.torch.serving.config import DecoderConfig
+from qsync_opt.runtimes.torch.serving.stage import Progress, StageModel, check_plan
+from qsync_opt.runtimes.torch.serving.steps import Step
+from qsync_opt.runtimes.torch.serving.weights import open_model
+from qsync_opt.serving import Plan
+
+
+class StageError(QSyncError):
+    """A stage has ended, or did not answer in time."""
+
+
+class Result(NamedTuple):
+    """The next token of each sequence of a pass; for `Step.every` of each token."""
+
+    number: int
+    tokens: tuple[int, ...]
+
+
+class Workers(Protocol):
+    """Stages that carry out passes in the order in which they are submitted."""
+
+    config: DecoderConfig
+
+    def reserve(self, pages: int) -> None:
+        """Make so many empty pages on every stage, page 0 included."""
+
+    def submit(self, step: Step) -> None:
+        """Begin a pass.
+
+        Raises:
+            StageError: The stages have ended.
+        """
+
+    def result(self) -> Result:
+        """Wait for the result of the oldest pass that has none.
+
+        Raises:
+            StageError: A stage ended, or did not answer in time.
+        """
+
+    def close(self) -> None:
+        """End all stages."""
+
+
+class LocalWorkers:
+    """Stages in this process, one after another."""
+
+    def __init__(self, stages: Sequence[StageModel]) -> None:
+        self.config = stages[0].config
+        self._stages = stages
+        self._results: deque[Result] = deque()
+
+    def reserve(self, pages: int) -> None:
+        """See `Workers.reserve`."""
+        for stage in self._stages:
+            stage.reserve(pages)
+
+    def submit(self, step: Step) -> None:
+        """See `Workers.submit`."""
+        x = None
+        for stage in self._stages:
+            x = stage.run(step, x)
+        assert x is not None
+        self._results.append(Result(step.number, tuple(x.tolist())))
+
+    def result(self) -> Result:
+        """See `Workers.result`."""
+        return self._results.popleft()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions:
+    """How stages run.
+
+    Attributes:
+        dtype: Type of hidden states, caches, norms and ends.
+        kv_bits: 8 for caches of 8 bits; None: as ``dtype``.
+        threads: Threads of each stage, in the plan's order; one each by default.
+        devices: torch's device of each stage, such as ``cuda:0``; all on the CPU by default.
+        capture: Replay decoding from CUDA graphs on cards.
+        timeout_s: Longest wait for a result; loading has ten times that.
+    """
+
+    dtype: torch.dtype = torch.float32
+    kv_bits: int | None = None
+    threads: Sequence[int] | None = None
+    devices: Sequence[str] | None = None
+    capture: bool = True
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    rank: int
+    port: int
+    model: str
+    plan: dict[str, Any]  # as JSON: read-only mappings cannot be sent
+    device: str
+    threads: int
+    options: StageOptions
+
+
+@dataclass(slots=True)
+class _Links:
+    """What a stage sends to the next; nothing where the pipeline is one stage."""
+
+    rank: int
+    stages: int
+    pending: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send without waiting, so that the next pass can begin."""
+        sent = tensor.contiguous().cpu().view(torch.uint8)
+        self.pending = [(work, kept) for work, kept in self.pending if not work.is_completed()]
+        self.pending.append((dist.isend(sent, self.rank + 1), sent))
+
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The hidden states of the stage before."""
+        x = torch.empty(shape, dtype=dtype)
+        dist.recv(x.view(torch.uint8), self.rank - 1)
+        return x.to(device)
+
+
+def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
+    """The life of a stage: load, say so, then run passes until the caller goes."""
+    torch.set_num_threads(setup.threads)
+    if setup.device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(setup.device).index or 0)
+    plan, options = Plan.from_json(setup.plan), setup.options
+    links = _Links(setup.rank, len(plan.stages))
+    try:
+        config, source = open_model(setup.model)
+        stage = StageModel(
+            config,
+            source,
+            plan.stages[setup.rank],
+            plan.schemes,
+            dtype=options.dtype,
+            device=setup.device,
+            kv_bits=options.kv_bits,
+            capture=options.capture,
+            progress=lambda done, total, name: pipe.send(("loading", done, total, name)),
+        )
+        if links.stages > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{setup.port}",
+                rank=setup.rank,
+                world_size=links.stages,
+                timeout=datetime.timedelta(seconds=options.timeout_s),
+            )
+        pipe.send(("ready", stage.bytes))
+        while True:
+            order = pipe.recv()
+            if order is None:
+                break
+            if isinstance(order, int):
+                stage.reserve(order)
+                pipe.send(("reserved", stage.cache_bytes))
+                continue
+            x = None
+            if setup.rank > 0:
+                x = links.receive((sum(order.counts), config.hidden), stage.dtype, stage.device)
+            x = stage.run(order, x)
+            if stage.last:
+                pipe.send(("result", Result(order.number, tuple(x.tolist()))))
+            else:
+                links.send(x)
+    except (EOFError, KeyboardInterrupt, BrokenPipeError):  # the caller has gone
+        pass
+    except Exception as failure:
+        with contextlib.suppress(OSError):
+            detail = str(failure) if isinstance(failure, QSyncError) else traceback.format_exc(limit=3)
+            pipe.send(("failed", detail))
+    finally:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+class StageProcesses:
+    """The stages of a plan as processes of this machine; `Workers`, and a context manager.
+
+    Args:
+        model: A model folder or a ``.gguf`` file.
+        plan: A serving plan for that model.
+        options: How the stages run.
+        progress: Told of every loaded group of any stage.
+
+    Raises:
+        ProblemError: The plan is for another model, or an option does not fit it.
+        StageError: A stage could not load.
+
+    Source: ours.
+    """
+
+    def __init__(
+        self, model: str, plan: Plan, options: StageOptions | None = None, *, progress: Progress | None = None
+    ) -> None:
+        options = options or StageOptions()
+        self.config, _ = open_model(model)
+        check_plan(plan, self.config)
+        self.plan, self.options = plan, options
+        count = len(plan.stages)
+        threads, devices = options.threads or [1] * count, options.devices or ["cpu"] * count
+        for name, values in (("threads", threads), ("devices", devices)):
+            if len(values) != count:
+                raise ProblemError(f"{name} has {len(values)} entries, but the plan has {count} stages")
+        self._broken: str | None = None
+        self._pipes: list[connection.Connection] = []
+        self._processes: list[Any] = []
+        self.weight_bytes: list[int] = [0] * count
+        self.cache_bytes: list[int] = [0] * count
+        context, port = multiprocessing.get_context("spawn"), _free_port()
+        try:
+            for rank in range(count):
+                own, other = context.Pipe()
+                setup = _Setup(rank, port, str(model), plan.to_json(), devices[rank], threads[rank], options)
+                process = context.Process(
+                    target=_stage_process, args=(setup, other), daemon=True, name=f"stage {plan.stages[rank].device}"
+                )
+                process.start()
+                other.close()
+                self._pipes.append(own)
+                self._processes.append(process)
+            loaded, total = [0] * count, sum(len(stage.groups) for stage in plan.stages)
+            for rank, message in self._until("ready", 10 * options.timeout_s):
+                if message[0] == "loading":
+                    loaded[rank] = message[1]
+                    if progress is not None:
+                        progress(sum(loaded), total, f"{plan.stages[rank].device}: {message[3]}")
+                elif message[0] == "ready":
+                    self.weight_bytes[rank] = message[1]
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> StageProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process number of each stage."""
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def broken(self) -> str | None:
+        """Why the stages can serve no more, or None."""
+        return self._broken
+
+    def reserve(self, pages: int) -> None:
+        """See `Workers.reserve`."""
+        self._tell(pages)
+        for rank, message in self._until("reserved", self.options.timeout_s):
+            self.cache_bytes[rank] = message[1]
+
+    def submit(self, step: Step) -> None:
+        """See `Workers.submit`."""
+        self._tell(step)
+
+    def result(self) -> Result:
+        """See `Workers.result`."""
+        last = len(self._pipes) - 1
+        for rank, message in self._until("result", self.options.timeout_s, {last}):
+            if rank == last and message[0] == "result":
+                result: Result = message[1]
+                return result
+        raise self._fail("the last stage has gone")
+
+    def _tell(self, order: Step | int) -> None:
+        if self._broken is not None:
+            raise StageError(f"the stages can serve no more: {self._broken}")
+        for pipe in self._pipes:
+            try:
+                pipe.send(order)
+            except OSError:
+                raise self._fail(self._ended() or "a stage has ended") from None
+
+    def _ended(self) -> str | None:
+        """Which stage has ended, if one has."""
+        for rank, process in enumerate(self._processes):
+            if process.exitcode is not None:
+                return f"stage {rank} on {self.plan.stages[rank].device!r} ended with exit code {process.exitcode}"
+        return None
+
+    def _until(
+        self, final: str, timeout_s: float, ranks: set[int] | None = None
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Messages of all stages until each of ``ranks`` (all by default) has sent a ``final`` one."""
+        left = set(range(len(self._pipes))) if ranks is None else ranks
+        sentinels = [process.sentinel for process in self._processes]
+        while left:
+            ready = connection.wait([*self._pipes, *sentinels], timeout_s)
+            if not ready:
+                raise self._fail(f"no stage answered for {timeout_s:g} s")
+            heard = False
+            for rank, pipe in enumerate(self._pipes):
+                if pipe not in ready:
+                    continue
+                try:
+                    message = pipe.recv()
+                except (EOFError, OSError):
+                    continue  # its process has ended, which is said below
+                heard = True
+                if message[0] == "failed":
+                    raise self._fail(f"stage {rank} on {self.plan.stages[rank].device!r} failed: {message[1]}")
+                if message[0] == final:
+                    left.discard(rank)
+                yield rank, message
+            if not heard:
+                for process in self._processes:
+                    if process.sentinel in ready:
+                        process.join(1)
+                raise self._fail(self._ended() or "a stage has closed its pipe")
+
+    def _fail(self, reason: str) -> StageError:
+        self._broken = " ".join(reason.split())
+        self.close()
+        return StageError(f"{self._broken}; the stages are closed, start them again")
+
+    def close(self) -> None:
+        """End all stages."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        if self._broken is None:
+            self._broken = "they were closed"
+        else:
+            for process in self._processes:
+                process.kill()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

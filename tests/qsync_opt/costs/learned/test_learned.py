@@ -1,0 +1,370 @@
+"""Records, features, fits and predictions of learned costs."""
+
+import gzip
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qsync_opt.cluster import DATA_SHEETS
+from qsync_opt.costs.learned import (
+    CostRecord,
+    Leaf,
+    LeafKind,
+    LearnedModel,
+    Phase,
+    Program,
+    Sample,
+    Split,
+    check_same_devices,
+    check_times,
+    fit_trees,
+    group_keys,
+    interval_quantile,
+    load_model,
+    load_record,
+    merge_records,
+    outliers,
+    parts,
+    predict_samples,
+    programs_of,
+    reference_ns,
+    sheet_vector,
+    summary,
+)
+from qsync_opt.errors import ProblemError
+from qsync_opt.model import TensorSpec
+from qsync_opt.numerics import formats_for
+from qsync_opt.testing import linear_workload, make_cost_record, make_device_vector, pointwise_workload
+
+pytest.importorskip("sklearn")
+FORMATS = formats_for(("INT8", "BF16", "FP32"), "BF16")
+
+
+@pytest.fixture(scope="module")
+def record() -> CostRecord:
+    return make_cost_record()
+
+
+@pytest.fixture(scope="module")
+def model(record: CostRecord) -> LearnedModel:
+    return fit_trees(record, errors=False, rounds=2)
+
+
+def test_a_record_survives_its_file_and_equal_records_give_equal_bytes(record: CostRecord, tmp_path: Path) -> None:
+    record.save(tmp_path / "a.gz")
+    record.save(tmp_path / "b.gz")
+    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
+    assert load_record(tmp_path / "a.gz") == record
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(format="qsync-cost-record/9"), "qsync-cost-record/9"),
+        (lambda data: data["samples"][0].update(ns=0), "above zero"),
+        (lambda data: data["samples"][0].update(ns=-1), "-1"),
+        (lambda data: data["samples"][0].update(workload=10**6), "1000000"),
+        (lambda data: data["devices"][0].update(wings=2), "wings"),
+        (lambda data: data["devices"][0].update(bandwidth_bytes_per_s=0), "bandwidth_bytes_per_s"),
+        (lambda data: data["devices"][0]["peak_flops"].pop("FP32"), "FP32"),
+        (lambda data: data["samples"][0].update(phase="sideways"), "sideways"),
+    ],
+)
+def test_a_spoiled_record_is_refused_by_name(record: CostRecord, tmp_path: Path, change, message: str) -> None:
+    record.save(tmp_path / "r.gz")
+    data = json.loads(gzip.decompress((tmp_path / "r.gz").read_bytes()))
+    change(data)
+    (tmp_path / "r.gz").write_bytes(gzip.compress(json.dumps(data).encode()))
+    with pytest.raises(ProblemError, match=message):
+        load_record(tmp_path / "r.gz")
+
+
+def test_nan_and_damaged_files_are_refused(record: CostRecord, tmp_path: Path) -> None:
+    path = tmp_path / "r.gz"
+    path.write_bytes(gzip.compress(b'{"format": "qsync-cost-record/1", "samples": [NaN]}'))
+    with pytest.raises(ProblemError, match="NaN"):
+        load_record(path)
+    record.save(path)
+    whole = path.read_bytes()
+    for content in (whole[:100], b"no gzip", b""):
+        path.write_bytes(content)
+        with pytest.raises(ProblemError, match=r"cannot read|not valid"):
+            load_record(path)
+
+
+def test_times_that_are_all_equal_or_too_few_cannot_be_fitted(record: CostRecord) -> None:
+    equal = replace(record, samples=tuple(replace(sample, ns=1000) for sample in record.samples))
+    with pytest.raises(ProblemError, match=r"all .* times"):
+        check_times(equal)
+    with pytest.raises(ProblemError, match="at least 40"):
+        fit_trees(record.select(range(10)))
+
+
+def test_a_changed_device_is_refused() -> None:
+    slow = make_device_vector(bandwidth_bytes_per_s=1e10)
+    with pytest.raises(ProblemError, match="differ by 50 %"):
+        check_same_devices([make_device_vector(), slow])
+    with pytest.raises(ProblemError, match="differ by 50 %"):
+        merge_records([make_cost_record(3), make_cost_record(3, (slow,))])
+
+
+def test_merging_keeps_every_sample_and_shares_workloads(record: CostRecord) -> None:
+    other = make_cost_record(30, (make_device_vector("other", 3.0),))
+    merged = merge_records([record, other])
+    assert len(merged) == len(record) + len(other)
+    assert merged.workloads == record.workloads
+    assert [device.name for device in merged.devices] == ["device", "other"]
+    assert merged.program(merged.samples[-1]) == other.program(other.samples[-1])
+
+
+def test_an_outlier_stands_out(record: CostRecord) -> None:
+    place = 7
+    samples = list(record.samples)
+    samples[place] = replace(samples[place], ns=20 * samples[place].ns)
+    assert outliers(replace(record, samples=tuple(samples)))[0] == place
+
+
+def test_empty_tensors_have_no_time_to_predict() -> None:
+    empty = replace(linear_workload(4, 4, 4), outputs=(TensorSpec(shape=(0, 4), dtype="float32"),))
+    with pytest.raises(ProblemError, match="size zero"):
+        programs_of(empty, "FP32", FORMATS["FP32"])
+
+
+def test_leaves_of_a_linear_operator_by_hand() -> None:
+    forward, backward = programs_of(linear_workload(8, 16, 32), "INT8", FORMATS["INT8"])
+    assert [leaf.kind for leaf in forward.leaves] == [LeafKind.QUANTIZE, LeafKind.QUANTIZE, LeafKind.PRODUCT]
+    product = forward.leaves[-1]
+    assert (product.rows, product.columns, product.depth) == (8, 32, 16)
+    assert product.num_bytes == 8 * 16 + 16 * 32 + 8 * 32 * 2  # codes in, BF16 out
+    # One product for the input's gradient, one for the weight's, in BF16; then the weight's gradient becomes FP32.
+    assert [leaf.kind for leaf in backward.leaves] == [LeafKind.PRODUCT, LeafKind.PRODUCT, LeafKind.CAST]
+    assert {leaf.number_format for leaf in backward.leaves} == {"BF16"}
+    assert [(leaf.rows, leaf.columns, leaf.depth) for leaf in backward.leaves[:2]] == [(8, 16, 32), (32, 16, 8)]
+
+
+def test_splits_share_no_part_and_leak_nothing(record: CostRecord) -> None:
+    devices = (make_device_vector(), make_device_vector("other", 2.0))
+    both = make_cost_record(20, devices)
+    for split in Split:
+        keys = group_keys(both, split)
+        tested: list[int] = []
+        for _, train, test in parts(both, split):
+            assert not {keys[i] for i in train} & {keys[i] for i in test}
+            tested += test
+        expected = [i for i, s in enumerate(both.samples) if split is not Split.MODEL or s.model != "sweep"]
+        assert sorted(tested) == expected
+    # The operators of a model that is held out are not trained on as parts of another one.
+    shapes = group_keys(both, Split.WORKLOAD)
+    for _, train, test in parts(both, Split.MODEL):
+        assert not {shapes[i] for i in train} & {shapes[i] for i in test}
+
+
+def test_a_model_that_memorises_rows_gains_nothing_on_held_out_parts() -> None:
+    """With times drawn at random per workload, errors on held-out workloads must be those of guessing."""
+    record = make_cost_record(40)
+    rng = np.random.default_rng(0)
+    factor = {w: math.exp(rng.normal(0, 0.7)) for w in range(len(record.workloads))}
+    noisy = replace(record, samples=tuple(replace(s, ns=factor[s.workload] * 10 * s.ns) for s in record.samples))
+    _, train, test = next(parts(noisy, Split.WORKLOAD))
+    model = fit_trees(noisy.select(train), errors=False, rounds=1)
+
+    def error(places: list[int]) -> float:
+        held = noisy.select(places)
+        return summary([s.ns for s in held.samples], predict_samples(model, held))["median"]
+
+    assert error(test) > 0.25
+    assert error(test) > 1.5 * error(train)
+
+
+def test_the_fit_finds_the_formula_and_its_intervals_cover(record: CostRecord) -> None:
+    _, train, test = next(parts(record, Split.WORKLOAD))
+    held = record.select(test)
+    errors = summary([s.ns for s in held.samples], predict_samples(fit_trees(record.select(train), errors=False), held))
+    assert errors["median"] < 0.1
+    assert errors["coverage"] > 0.8
+
+
+def test_equal_records_give_equal_models(record: CostRecord, model: LearnedModel, tmp_path: Path) -> None:
+    model.save(tmp_path / "a.npz")
+    fit_trees(record, errors=False, rounds=2).save(tmp_path / "b.npz")
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+
+
+def test_numpy_predicts_what_scikit_learn_does(record: CostRecord) -> None:
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    from qsync_opt.costs.learned import Rows, fit_heads
+
+    rows = Rows(record)
+    trees = fit_heads(rows.matrix, rows.target, 0)
+    regressor = HistGradientBoostingRegressor(
+        loss="quantile", quantile=0.5, max_iter=160, learning_rate=0.1, max_leaf_nodes=24, max_depth=8,
+        min_samples_leaf=8, l2_regularization=1e-3, early_stopping=False, random_state=0,
+    )  # fmt: skip
+    expected = regressor.fit(rows.matrix, rows.target).predict(rows.matrix)
+    ordered = trees(rows.matrix)
+    assert (ordered[0] <= ordered[1]).all()
+    assert (ordered[1] <= ordered[2]).all()
+    inside = np.isclose(ordered, expected[None], rtol=1e-9, atol=1e-9).any(axis=0)
+    assert inside.all()
+
+
+def test_a_model_survives_its_file(model: LearnedModel, record: CostRecord, tmp_path: Path) -> None:
+    model.save(tmp_path / "m.npz")
+    again = load_model(tmp_path / "m.npz")
+    assert again.card == model.card
+    assert predict_samples(again, record) == predict_samples(model, record)
+
+
+def _rewritten(path: Path, change) -> None:
+    with np.load(path) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    change(arrays)
+    with path.open("wb") as stream:
+        np.savez(stream, **arrays)
+
+
+def _with_card(change):
+    def apply(arrays) -> None:
+        card = json.loads(arrays["card"].tobytes())
+        change(card)
+        arrays["card"] = np.frombuffer(json.dumps(card).encode(), np.uint8)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_with_card(lambda card: card.update(feature_version=99)), "version 99"),
+        (_with_card(lambda card: card.update(format="other/1")), "other/1"),
+        (lambda arrays: arrays.update(value_M=arrays["value_M"] + 1), "not those that were written"),
+        (lambda arrays: arrays.pop("left_M"), "not those that were written"),
+        (lambda arrays: arrays.pop("card"), "no model of costs"),
+        (lambda arrays: arrays.update(card=np.array([{}], dtype=object)), "no model of costs"),
+    ],
+)
+def test_spoiled_models_are_refused(model: LearnedModel, tmp_path: Path, change, message: str) -> None:
+    path = tmp_path / "m.npz"
+    model.save(path)
+    _rewritten(path, change)
+    with pytest.raises(ProblemError, match=message):
+        load_model(path)
+
+
+def test_a_model_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.npz").write_bytes(b"PK nothing")
+    for name in ("m.npz", "absent.npz"):
+        with pytest.raises(ProblemError):
+            load_model(tmp_path / name)
+
+
+sizes = st.integers(1, 3000)
+
+
+@given(sizes, sizes, sizes, st.sampled_from(["INT8", "BF16", "FP32"]))
+@settings(max_examples=40, deadline=None)
+def test_no_prediction_is_below_the_roofline(model: LearnedModel, rows: int, depth: int, columns: int, p: str) -> None:
+    device = make_device_vector()
+    programs = programs_of(linear_workload(rows, depth, columns), p, FORMATS[p])
+    for program, estimate in zip(programs, model.predict(programs, device), strict=True):
+        assert estimate.low_ns >= device.floor_ns(program)
+        assert estimate.low_ns <= estimate.ns <= estimate.high_ns
+
+
+@given(st.permutations(range(3)), sizes, sizes)
+@settings(max_examples=20, deadline=None)
+def test_the_order_of_leaves_does_not_matter(model: LearnedModel, order: list[int], rows: int, depth: int) -> None:
+    program, _ = programs_of(linear_workload(rows, depth, 64), "INT8", FORMATS["INT8"])
+    shuffled = replace(program, leaves=tuple(program.leaves[i] for i in order))
+    first, second = model.predict([program, shuffled], make_device_vector())
+    assert first == second
+
+
+@given(st.sampled_from([0.125, 0.5, 4.0, 1024.0]), sizes, sizes)
+@settings(max_examples=20, deadline=None)
+def test_other_units_of_time_give_the_same_prediction(model: LearnedModel, scale: float, rows: int, depth: int) -> None:
+    programs = programs_of(linear_workload(rows, depth, 64), "BF16", FORMATS["BF16"])
+    plain = model.predict(programs, make_device_vector())
+    scaled = model.predict(programs, make_device_vector(scale=scale))
+    for one, other in zip(plain, scaled, strict=True):
+        assert other.ns * scale == pytest.approx(one.ns)
+        assert other.in_domain == one.in_domain
+
+
+def test_what_is_unlike_the_training_data_is_said(model: LearnedModel) -> None:
+    device = make_device_vector()
+    known = programs_of(linear_workload(48, 100, 256), "FP32", FORMATS["FP32"])
+    assert all(estimate.in_domain for estimate in model.predict(known, device))
+    huge, _ = model.predict(programs_of(linear_workload(2**16, 2**14, 2**14), "FP32", FORMATS["FP32"]), device)
+    assert not huge.in_domain
+    assert "unlike the training data" in huge.reason
+    strange, _ = model.predict(programs_of(pointwise_workload("mish", 64, 64), "FP32", FORMATS["FP32"]), device)
+    assert "family mish" in strange.reason
+    elsewhere, _ = model.predict(known, make_device_vector(multiprocessors=64))
+    assert "multiprocessors" in elsewhere.reason
+
+
+def test_intervals_are_wider_beyond_the_training_data(model: LearnedModel) -> None:
+    assert model.radius_beyond >= model.radius
+
+
+def test_a_format_that_the_device_lacks_is_named(model: LearnedModel) -> None:
+    device = make_device_vector(peak_flops={"FP32": 1e11})
+    with pytest.raises(ProblemError, match="no peak for INT8"):
+        model.predict(programs_of(linear_workload(8, 8, 8), "INT8", FORMATS["INT8"]), device)
+
+
+def test_a_program_without_leaves_takes_no_time(model: LearnedModel) -> None:
+    nothing = Program(family="input", precision="FP32", phase=Phase.BACKWARD, elements=4)
+    assert model.predict([nothing], make_device_vector())[0].ns == 0
+
+
+@given(st.floats(1, 1e6), st.floats(1, 3), st.floats(1, 3))
+def test_quantiles_grow_through_the_interval(middle: float, down: float, up: float) -> None:
+    low, high = middle / down, middle * up
+    values = [interval_quantile(middle, low, high, q) for q in (0.05, 0.3, 0.5, 0.9, 0.95, 0.99)]
+    assert values[0] == pytest.approx(low)
+    assert values[2] == pytest.approx(middle)
+    assert values[4] == pytest.approx(high)
+    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(values))
+
+
+@pytest.mark.parametrize("quantile", [0.0, 1.0, -0.1, 1.5, math.nan])
+def test_quantiles_outside_are_refused(quantile: float) -> None:
+    with pytest.raises(ProblemError, match="quantile"):
+        interval_quantile(1.0, 0.5, 2.0, quantile)
+
+
+def test_every_data_sheet_has_a_vector() -> None:
+    for sheet in DATA_SHEETS.values():
+        assert sheet_vector(sheet).peak_flops == sheet.peak_flops
+
+
+def test_the_roofline_grows_with_every_size() -> None:
+    device = make_device_vector()
+    base = linear_workload(64, 64, 64)
+    floor = device.floor_ns(programs_of(base, "FP32", FORMATS["FP32"])[0])
+    for work in (linear_workload(128, 64, 64), linear_workload(64, 128, 64), linear_workload(64, 64, 128)):
+        assert device.floor_ns(programs_of(work, "FP32", FORMATS["FP32"])[0]) > floor
+
+
+def test_leaves_refuse_what_has_no_meaning() -> None:
+    for changes in ({"flops": math.nan}, {"num_bytes": -1.0}, {"rows": 0}):
+        with pytest.raises(ProblemError):
+            Leaf(kind=LeafKind.PRODUCT, number_format="FP32", **changes)
+    with pytest.raises(ProblemError):
+        Sample(device=0, workload=0, precision="FP32", phase=Phase.FORWARD, ns=math.nan)
+
+
+def test_reference_is_roofline_plus_launches() -> None:
+    device = make_device_vector()
+    program, _ = programs_of(linear_workload(64, 64, 64), "INT8", FORMATS["INT8"])
+    assert reference_ns(program, device) == device.floor_ns(program) + 3 * device.launch_ns

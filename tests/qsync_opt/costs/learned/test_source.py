@@ -1,0 +1,182 @@
+"""Profiles from measured, scaled, learned and roofline costs."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt.cluster import DeviceType
+from qsync_opt.costs import CostSource, DeviceProfile, MeasuredCost, operator_cost
+from qsync_opt.costs.learned import (
+    LearnedCosts,
+    LearnedModel,
+    at_quantile,
+    fit_trees,
+    has_intervals,
+    learned_profile,
+    workload_of,
+)
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.testing import make_cost_record, make_device_vector, make_graph, make_operator
+
+pytest.importorskip("sklearn")
+
+
+def _graph() -> OpGraph:
+    """Two linear operators of unlike shapes, one activation that was learned and one that was not."""
+    operators = [
+        make_operator("x", Role.FIXED, op_type="input", shape=(64, 64)),
+        make_operator("one", inputs=["x"], op_type="linear", shape=(64, 256), parameters=("a",)),
+        make_operator("relu", Role.DEPENDENT, ["one"], op_type="relu", shape=(64, 256)),
+        make_operator("mish", Role.DEPENDENT, ["relu"], op_type="mish", shape=(64, 256)),
+        make_operator("two", inputs=["mish"], op_type="linear", shape=(64, 128), parameters=("b",)),
+    ]
+    graph = make_graph(operators, {"a": (256, 64), "b": (128, 256)})
+    return replace(
+        graph,
+        operators=tuple(
+            replace(o, signature=f"{o.op_type}:{o.name}", num_bytes=o.num_bytes or 4, flops=o.flops or 1000)
+            for o in graph
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    return _graph()
+
+
+@pytest.fixture(scope="module")
+def model() -> LearnedModel:
+    return fit_trees(make_cost_record(), errors=False, rounds=1)
+
+
+@pytest.fixture(scope="module")
+def profile(graph: OpGraph, model: LearnedModel) -> DeviceProfile:
+    return learned_profile(graph, make_device_vector(), model)
+
+
+def _source(profile: DeviceProfile, operator: str, precision: str) -> CostSource:
+    return operator_cost(profile, operator, precision, "forward").source
+
+
+def test_what_the_model_knows_is_learned_and_the_rest_is_roofline(profile: DeviceProfile) -> None:
+    assert _source(profile, "one", "INT8") is CostSource.LEARNED
+    assert _source(profile, "relu", "BF16") is CostSource.LEARNED
+    assert _source(profile, "mish", "BF16") is CostSource.ROOFLINE
+    label = str(profile.options["estimated_by"])
+    assert "learned" in label
+    assert "roofline" in label
+
+
+def test_learned_times_have_an_interval_and_a_profile_survives_its_file(profile: DeviceProfile) -> None:
+    estimate = operator_cost(profile, "two", "FP32", "backward")
+    assert 0 < estimate.low_s <= estimate.time_s <= estimate.high_s < 1
+    assert "held out" in estimate.basis
+    assert DeviceProfile.from_json(profile.to_json()) == profile
+
+
+def test_measured_wins_then_scaled_then_learned(graph: OpGraph, model: LearnedModel, profile: DeviceProfile) -> None:
+    def cost(ns: int) -> MeasuredCost:
+        return MeasuredCost(forward_ns=ns, backward_ns=2 * ns)
+
+    measured = replace(
+        profile,
+        options={},
+        measurements={
+            "linear:one adjustable": {"FP32": cost(1000), "BF16": cost(400)},
+            "linear:two adjustable": {"FP32": cost(3000)},
+        },
+        operators={"one": "linear:one adjustable", "two": "linear:two adjustable"},
+    )
+    mixed = learned_profile(graph, make_device_vector(), model, measured=measured)
+    assert _source(mixed, "one", "FP32") is CostSource.MEASURED
+    assert _source(mixed, "two", "BF16") is CostSource.SCALED
+    assert mixed.cost("two")["BF16"].forward_ns == 1200
+    assert mixed.cost("two")["BF16"].scaled_from == "FP32"
+    assert _source(mixed, "two", "INT8") is CostSource.LEARNED
+    assert _source(mixed, "mish", "FP32") is CostSource.ROOFLINE
+    for source in ("measured", "scaled", "learned", "roofline"):
+        assert f" {source}" in str(mixed.options["estimated_by"])
+
+
+def test_an_estimate_is_no_measurement(graph: OpGraph, model: LearnedModel, profile: DeviceProfile) -> None:
+    with pytest.raises(ProblemError, match="itself an estimate"):
+        learned_profile(graph, make_device_vector(), model, measured=profile)
+
+
+def test_a_quantile_raises_learned_times_only(graph: OpGraph, profile: DeviceProfile) -> None:
+    assert has_intervals(profile)
+    raised = at_quantile(profile, 0.9)
+    assert not has_intervals(raised)
+    changes: Counter[bool] = Counter()
+    for operator in graph:
+        for precision, cost in profile.cost(operator.name).items():
+            other = raised.cost(operator.name)[precision]
+            assert other.forward_ns >= cost.forward_ns
+            if not cost.interval_ns:
+                assert other == cost
+            changes[other.forward_ns > cost.forward_ns] += 1
+    assert changes[True] > 3
+    with pytest.raises(ProblemError, match="quantile"):
+        at_quantile(profile, 1.0)
+
+
+def test_device_types_are_data_sheets_or_trained_devices(graph: OpGraph, model: LearnedModel) -> None:
+    costs = LearnedCosts(model)
+
+    def device(name: str) -> DeviceType:
+        return DeviceType(name=name, count=1, memory_limit_bytes=1, precisions=("FP32",))
+
+    assert _source(costs.profile(graph, device("device")), "one", "FP32") is CostSource.LEARNED
+    # A model that has seen no card predicts none: the roofline of the data sheet is left.
+    card = costs.profile(graph, device("T4"))
+    assert card.device.kind == "cuda"
+    assert _source(card, "one", "FP32") is CostSource.ROOFLINE
+    with pytest.raises(UnsupportedError, match="there is neither a data sheet nor a learned device 'T5'"):
+        costs.profile(graph, device("T5"))
+
+
+def test_an_interval_that_is_none_is_refused() -> None:
+    for ends in ((1, 2), (5, 9, 1, 1), (0, 0, 0, 0)):
+        with pytest.raises(ProblemError, match="interval_ns"):
+            MeasuredCost(forward_ns=3, backward_ns=1, source="learned", interval_ns=ends)
+    with pytest.raises(ProblemError, match="guessed"):
+        MeasuredCost(forward_ns=3, backward_ns=1, source="guessed")
+
+
+def test_operators_of_onnx_have_the_families_of_aten() -> None:
+    operators = [
+        make_operator("x", Role.FIXED, op_type="input", shape=(2, 3, 8, 8)),
+        make_operator("conv", inputs=["x"], op_type="Conv", shape=(2, 4, 8, 8), parameters=("w",)),
+        make_operator("relu", Role.DEPENDENT, ["conv"], op_type="Relu", shape=(2, 4, 8, 8)),
+        make_operator("head", inputs=["relu"], op_type="Gemm", shape=(2, 10), parameters=("h",)),
+        make_operator("scores", inputs=["head", "head"], op_type="MatMul", shape=(2, 2)),
+        make_operator("line", inputs=["x"], op_type="Conv", shape=(2, 4, 8), parameters=("w",)),
+    ]
+    graph = make_graph(operators, {"w": 108, "h": 2560})
+    kinds = {operator.name: workload_of(graph, operator).kind for operator in graph}
+    assert kinds == {
+        "x": "input", "conv": "conv2d", "relu": "relu", "head": "linear", "scores": "matmul", "line": "conv",
+    }  # fmt: skip
+
+
+def test_no_learned_time_is_below_the_roofline_of_the_rest(graph: OpGraph, model: LearnedModel) -> None:
+    # Casts that take very long leave nothing of an 8-bit operator's own time but its roofline.
+    vector = make_device_vector()
+    plain = learned_profile(graph, vector, model)
+    slow = replace(plain.casts["BF16>INT8"], base_ns=10**9)
+    measured = replace(plain, options={}, measurements={}, operators={}, casts={"BF16>INT8": slow})
+    cost = learned_profile(graph, vector, model, measured=measured).cost("two")["INT8"]
+    assert 0 < cost.interval_ns[0] <= cost.forward_ns < plain.cost("two")["INT8"].forward_ns
+
+
+def test_a_probed_card_is_better_than_its_data_sheet(graph: OpGraph) -> None:
+    peaks = {p: 1e14 for p in ("INT8", "BF16", "FP32")}
+    card = make_device_vector("NVIDIA H100 80GB HBM3 (132 SMs)", kind="cuda", peak_flops=peaks)
+    costs = LearnedCosts(fit_trees(make_cost_record(12, (card,)), errors=False, rounds=1))
+    device = DeviceType(name="any", hardware="H100", count=1, memory_limit_bytes=1, precisions=("FP32",))
+    profile = costs.profile(graph, device)
+    assert profile.device.name == card.name
+    assert _source(profile, "one", "INT8") is CostSource.LEARNED

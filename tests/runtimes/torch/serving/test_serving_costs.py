@@ -1,0 +1,122 @@
+"""What is measured of a model on this machine: costs by layer kind, memory, harm, and the demo."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qsync_opt.errors import ProblemError, QSyncError, UnsupportedError  # noqa: E402
+from qsync_opt.runtimes.torch.serving import (  # noqa: E402
+    StageModel,
+    StateSource,
+    config_from_json,
+    group_names,
+    measure_harm,
+    open_model,
+    output_divergence,
+    profile_serving,
+    random_state,
+    run_serving_demo,
+    sample_config,
+    serve_model,
+    unpack,
+    write_sample,
+)
+from qsync_opt.serving import ServeWorkload, ServingDevice, Stage, plan_serving  # noqa: E402
+
+SIZES = sample_config(layers=3, hidden=64, inner=128, heads=4, kv_heads=2, vocabulary=97)
+PROMPTS = [[(7 * row + 3 * t) % 97 for t in range(8)] for row in range(6)]
+
+
+def test_a_sample_is_a_model_folder(tmp_path):
+    config, source = open_model(write_sample(tmp_path, SIZES, seed=3))
+    assert config == config_from_json(SIZES)
+    again = random_state(config, seed=3)
+    assert all(torch.equal(source.read(name), again[name]) for name in again)
+    sizes = serve_model(config, "sample")
+    assert (sizes.layers, sizes.hidden, sizes.kv_heads, sizes.head_size) == (3, 64, 2, 16)
+    names = group_names(3)
+    stage = StageModel(config, source, Stage(device="d", groups=names), dict.fromkeys(names, "W32"))
+    matrices = sum(p.numel() for name, p in again.items() if "proj" in name)
+    assert matrices == 3 * (sizes.parameters("attn") + sizes.parameters("mlp"))
+    assert stage.bytes >= 4 * matrices
+
+
+def test_a_profile_is_planned_with(tmp_path):
+    workload = ServeWorkload(prompts=2, prompt_tokens=8, new_tokens=4)
+    config = config_from_json(SIZES)
+    profile = profile_serving(config, workload, schemes=("W4", "W32"), repeats=1)
+    assert profile.schemes == ("W4", "W32") and profile.source == "measured"
+    assert profile.base_kib > 20_000  # a process that has loaded torch
+    for kind in ("attn", "mlp"):
+        weights = profile.weights_kib[kind]
+        assert (
+            profile.model.parameters(kind) * 4 // 1024 <= weights["W32"] <= profile.model.parameters(kind) * 4 // 1000
+        )
+        assert weights["W4"] < weights["W32"] / 4
+    assert any(line > 0 for row in profile.last.prefill.values for line in row)
+    device = ServingDevice(name="cpu", memory_kib=profile.base_kib + 2000, profile=profile)
+    result = plan_serving(profile.model, [device], workload)
+    assert result.predict().stages[0].memory_kib <= device.memory_kib
+    with pytest.raises(UnsupportedError, match="W3"):
+        profile_serving(config, workload, schemes=("W3",), repeats=1)
+    with pytest.raises(ProblemError, match="at least 1"):
+        profile_serving(config, workload, repeats=0)
+
+
+def source_of(state):
+    config = config_from_json(SIZES)
+    return config, StateSource(state)
+
+
+def test_harm_is_the_error_of_outputs():
+    """tr(dW S dW^T) is the mean square of dW x over the inputs x that the runtime gives the product."""
+    config, source = source_of(random_state(config_from_json(SIZES), seed=1))
+    harm = measure_harm((config, source), PROMPTS, ("W4", "W8", "W32"), name="sample")
+    assert harm.tokens == 48 and tuple(harm.groups) == group_names(3)
+    for values in harm.groups.values():
+        assert values["W32"] == 0
+        assert 50 < values["W4"] / values["W8"] < 1500  # (127 / 7) ** 2 = 329
+    # The first product by hand: RMS-normed embeddings.
+    names = ("0.attn",)
+    plain, rounded = (
+        StageModel(config, source, Stage(device="d", groups=names), {"0.attn": s}).groups[0] for s in ("W32", "W4")
+    )
+    x = source.read("model.embed_tokens.weight")[torch.tensor(PROMPTS).flatten()]
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.epsilon)
+    before, after = unpack(plain.qkv, torch.float32), unpack(rounded.qkv, torch.float32)
+    first = float((x @ (after - before).T).pow(2).sum() / (x @ before.T).pow(2).sum())
+    assert 0 < first < harm.groups["0.attn"]["W4"]
+    assert harm.groups["0.attn"]["W4"] < 4 * first
+
+
+def test_divergence_is_zero_without_rounding_and_grows_with_fewer_bits():
+    model = source_of(random_state(config_from_json(SIZES), seed=1, scale=0.2))
+    assert max(output_divergence(model, PROMPTS, "W32").values()) == 0
+    eight, four = (output_divergence(model, PROMPTS, scheme) for scheme in ("W8", "W4"))
+    assert all(0 < eight[group] < four[group] for group in group_names(3))
+
+
+def test_bad_text_and_weights_are_refused():
+    state = random_state(config_from_json(SIZES), seed=1)
+    with pytest.raises(ProblemError, match="one length"):
+        measure_harm(source_of(state), [[1, 2], [1]])
+    with pytest.raises(ProblemError, match="use the tokenizer of this model"):
+        measure_harm(source_of(state), [[97, 1]])
+    state["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    with pytest.raises(QSyncError, match=r"(?i)nan"):
+        measure_harm(source_of(state), PROMPTS, ("W4",))
+
+
+@pytest.mark.slow
+def test_the_demo_plans_serves_and_compares():
+    lines = []
+    result = run_serving_demo(seed=1, say=lines.append)
+    assert result.planned.plan is not None and lines
+    header, rows = result.table()
+    assert len(header) == 7 and rows[0][0] == "planned"
+    for run in result.measured:
+        assert run.prefill_tokens_per_s > 0 and run.decode_tokens_per_s > 0
+        assert all(kib > 20_000 for kib in run.memory_kib.values())
+    assert json.dumps(result.to_json())
