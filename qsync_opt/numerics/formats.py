@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -55,11 +55,10 @@ BACKWARD = "-BWD8"
 """End of the names of precisions with an 8-bit backward pass."""
 
 
-def _eight_bits(operands: str, rank: int, **shape: int) -> tuple[NumberFormat, NumberFormat]:
+def _eight_bits(operands: str, rank: int, mantissa_bits: int, exponent_bits: int) -> tuple[NumberFormat, NumberFormat]:
     """A format of 8 bits with an 8-bit and with a 16-bit backward pass."""
-    name = operands + BACKWARD
-    eight = NumberFormat(name=name, bits=8, rank=rank, operands=operands, eight_bit_backward=True, **shape)
-    return eight, NumberFormat(name=operands, bits=8, rank=rank + 1, **shape)
+    half = NumberFormat(name=operands, bits=8, mantissa_bits=mantissa_bits, exponent_bits=exponent_bits, rank=rank + 1)
+    return replace(half, name=operands + BACKWARD, rank=rank, eight_bit_backward=True), half
 
 
 # Ranks follow relative precision: TF32 (10 mantissa bits, stored in 32) is just below FP32, and BF16 below FP16.

@@ -10,7 +10,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.execution.audit import StepAudit
     from qsync_opt.runtimes.torch.execution.checks import is_sharded, operator_kind
-    from qsync_opt.runtimes.torch.execution.chunked_loss import loss_heads
+    from qsync_opt.runtimes.torch.execution.chunked_loss import loss_heads, loss_layers
     from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses, graphed
     from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
     from qsync_opt.runtimes.torch.execution.operators import device_formats, operator_precisions, run_fixed
@@ -30,6 +30,6 @@ else:
 
 __all__ = [
     "AUTOCAST_TYPES", "TORCH_MODES", "AppliedPlan", "ApplyOptions", "ApplySettings", "CapturedPasses", "LossScaler",
-    "StepAudit", "applied_plan", "apply", "device_formats", "graphed", "is_sharded", "loss_heads", "operator_kind",
-    "operator_precisions", "run_fixed", "under_plan", "undo",
+    "StepAudit", "applied_plan", "apply", "device_formats", "graphed", "is_sharded", "loss_heads", "loss_layers",
+    "operator_kind", "operator_precisions", "run_fixed", "under_plan", "undo",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qsync_opt.kernels import KernelOptions, layers
+from qsync_opt.runtimes.torch.interception import operator_name
 
 _COMMON_LOSS = "ForCausalLMLoss"
 _LOGITS = "logits"
@@ -49,12 +50,19 @@ def loss_heads(model: nn.Module) -> list[LossHead]:
     return heads
 
 
+def loss_layers(model: nn.Module) -> tuple[str, ...]:
+    """Names of the linear operators whose loss a plan computes in chunks."""
+    own = [path for path, module in model.named_modules() if isinstance(module, layers.LinearCrossEntropy)]
+    return tuple(operator_name(path, "linear", 0) for path in (*own, *(head.layer_path for head in loss_heads(model))))
+
+
 def _output_layer(module: nn.Module) -> str | None:
     loss, config = getattr(module, "loss_function", None), getattr(module, "config", None)
     common = getattr(loss, "__name__", "") == _COMMON_LOSS and loss.__module__.startswith("transformers.")
     if not common or "forward" in module.__dict__:
         return None
-    name = _logits_from(type(module))
+    kind: Any = type(module)
+    name = _logits_from(kind)
     layer = None if name is None else getattr(module, name, None)
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:
         return None
@@ -121,9 +129,10 @@ class ChunkedLoss:
     def __init__(self, head: LossHead, choose: Choice) -> None:
         self.head, self._choose = head, choose
         self.active = False
-        model, layer = head.model, head.layer
+        model: Any = head.model
+        layer: Any = head.layer
         forward, project = model.forward, layer.forward
-        self._loss = model.loss_function
+        self._loss: Callable[..., Tensor] = model.loss_function
         self._own_loss = model.__dict__.get("_loss_function")
         names = list(inspect.signature(forward).parameters)
         place = names.index("labels")
@@ -141,7 +150,8 @@ class ChunkedLoss:
 
         @functools.wraps(project)
         def as_it_is(x: Tensor) -> Tensor:
-            return x if self.active else project(x)
+            result: Tensor = x if self.active else project(x)
+            return result
 
         model.forward, layer.forward = with_chunks, as_it_is
         model.loss_function = self._chunked
@@ -159,8 +169,7 @@ class ChunkedLoss:
         """The common loss; ``logits`` are the layer's input."""
         if not self.active:
             arguments = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
-            result: Tensor = self._loss(*arguments, **kwargs)
-            return result
+            return self._loss(*arguments, **kwargs)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         precision, options = self._choose()
@@ -183,12 +192,13 @@ class ChunkedLoss:
 
     def remove(self) -> None:
         """Give the model its loss back."""
-        for module in (self.head.model, self.head.layer):
+        model: Any = self.head.model
+        for module in (model, self.head.layer):
             module.__dict__.pop("forward", None)
         if self._own_loss is None:
-            self.head.model.__dict__.pop("_loss_function", None)
+            model.__dict__.pop("_loss_function", None)
         else:
-            self.head.model.loss_function = self._own_loss
+            model.loss_function = self._own_loss
 
 
 def _without_logits(output: Any) -> Any:

@@ -65,6 +65,7 @@ class _JobFile:
     sensitivities: Mapping[str, _Values]
     ways: Annotated[Mapping[str, tuple[ExecutionMode, ...]], Json(optional=True)] = field(default_factory=dict)
     steps: Annotated[tuple[StepTime, ...], Json(optional=True)] = ()
+    loss_layers: Annotated[tuple[str, ...], Json(omitted=True)] = ()
     network: Network
     devices: tuple[_Device, ...]
     memory_excess_bytes: Annotated[Mapping[str, int], Json(omitted=True)] = field(default_factory=dict)
@@ -86,6 +87,7 @@ def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, An
         sensitivities=job.sensitivities,
         ways=job.modes,
         steps=job.steps,
+        loss_layers=job.loss_layers,
         network=job.cluster.network,
         devices=job.cluster.devices,
         memory_excess_bytes=job.memory_excess_bytes,
@@ -121,6 +123,7 @@ def _job_of(content: _JobFile, where: str) -> JobModel:
         cluster=Cluster(name="job", devices=content.devices, network=content.network),
         modes=content.ways,
         steps=content.steps,
+        loss_layers=content.loss_layers,
         memory_excess_bytes=content.memory_excess_bytes,
     )
     names = job.workers.keys()

@@ -17,6 +17,7 @@ from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.ddp import gather_json, split_samples
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
+from qsync_opt.runtimes.torch.job.chunking import without_logits
 from qsync_opt.sensitivity import SensitivityValues
 from qsync_opt.training import (
     Plan,
@@ -37,6 +38,7 @@ class JobModel:
 
     ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``modes`` have the times of
     the whole model's passes by device type, empty if none were taken, and ``steps`` those of whole training steps.
+    ``loss_layers`` are output layers whose loss `apply` computes in chunks; profiles are measured with all logits.
     """
 
     graph: OpGraph
@@ -47,6 +49,7 @@ class JobModel:
     steps: tuple[StepTime, ...] = ()
     memory_excess_bytes: Mapping[str, int] = field(default_factory=dict)
     """By device type, how far the sum of memory over operators was above a measured peak; as in `build_problem`."""
+    loss_layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         freeze(self, "profiles", "sensitivities", "modes", "memory_excess_bytes")
@@ -71,9 +74,12 @@ class JobModel:
             ProblemError: As in `build_problem`.
         """
         first = next(iter(self.sensitivities.values()))
+        graph, profiles = self.graph, self.profiles
+        for name in self.loss_layers:
+            graph, profiles = without_logits(graph, profiles, name)
         return build_problem(
-            self.graph,
-            self.profiles,
+            graph,
+            profiles,
             first,
             self.cluster,
             slack=slack,

@@ -24,6 +24,7 @@ from qsync_opt.io import decode, encode
 from qsync_opt.kernels.compilation import library
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
+from qsync_opt.runtimes.torch.execution import loss_layers
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
 from qsync_opt.runtimes.torch.job.candidates import FORMS, PLANNED, Candidate, labels
 from qsync_opt.runtimes.torch.job.choosing import decide, shares
@@ -188,6 +189,7 @@ def _plan_from_measurements(
         profiles=profiles,
         sensitivities=tables,
         cluster=job_cluster(types, profiles, network),
+        loss_layers=loss_layers(job.model),
     )
     measured, plan = _plan_with_trials(job, measured, types, stages)
     plan = _compare(job, measured, types, plan, stages)

@@ -32,6 +32,7 @@ def test_a_plan_that_is_not_worthwhile_touches_nothing():
         captured=False,
         compiled=False,
         lifted_kinds=(),
+        opaque_modules=(),
         expected_ns=1,
         expected_bytes=None,
     )
