@@ -30,7 +30,9 @@ def namespaces(gigabits: float) -> Iterator[list[tuple[list[str], str]]]:
             run(*inside, "ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", end)
             run(*inside, "ip", "link", "set", end, "up")
             run(*inside, "ip", "link", "set", "lo", "up")
-            rate = ("rate", f"{int(gigabits * 1e9)}bit", "burst", "1mb", "latency", "50ms")
+            # What a link sends in a millisecond: more would let whole messages pass at the speed of the machine.
+            burst = max(64_000, int(gigabits * 1e9 / 8 / 1000))
+            rate = ("rate", f"{int(gigabits * 1e9)}bit", "burst", str(burst), "latency", "50ms")
             run(*inside, "tc", "qdisc", "add", "dev", end, "root", "tbf", *rate)
         yield [(["ip", "netns", "exec", name], end) for name, end in zip(names, ends, strict=True)]
     finally:

@@ -160,7 +160,7 @@ def _pieces(x: Tensor, unit: int) -> Sequence[Tensor]:
     """Views of ``x`` that end at multiples of ``unit``; on cards all of it, because launches would take longer."""
     if x.device.type != "cpu":
         return (x,)
-    return torch.split(x, max(_PIECE // unit, 1) * unit)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.split(x, max(_PIECE // unit, 1) * unit)
 
 
 def _put(values: Tensor, x: Tensor) -> None:
