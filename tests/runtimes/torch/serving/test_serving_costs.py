@@ -78,7 +78,7 @@ def test_harm_is_the_error_of_outputs():
     for values in harm.groups.values():
         assert values["W32"] == 0
         assert 50 < values["W4"] / values["W8"] < 1500  # (127 / 7) ** 2 = 329
-    # The first product by hand: RMS-normed embeddings.
+    # The first group's products by hand: what rounding changes, at most as a share of what the group adds.
     names = ("0.attn",)
     plain, rounded = (
         StageModel(config, source, Stage(device="d", groups=names), {"0.attn": s}).groups[0] for s in ("W32", "W4")
@@ -87,8 +87,7 @@ def test_harm_is_the_error_of_outputs():
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.epsilon)
     before, after = unpack(plain.qkv, torch.float32), unpack(rounded.qkv, torch.float32)
     first = float((x @ (after - before).T).pow(2).sum() / (x @ before.T).pow(2).sum())
-    assert 0 < first < harm.groups["0.attn"]["W4"]
-    assert harm.groups["0.attn"]["W4"] < 4 * first
+    assert 0 < harm.groups["0.attn"]["W4"] < 4 * first
 
 
 def test_divergence_is_zero_without_rounding_and_grows_with_fewer_bits():
@@ -105,7 +104,7 @@ def test_bad_text_and_weights_are_refused():
     with pytest.raises(ProblemError, match="use the tokenizer of this model"):
         measure_harm(source_of(state), [[97, 1]])
     state["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    with pytest.raises(QSyncError, match="(?i)nan"):
+    with pytest.raises(QSyncError, match=r"(?i)nan"):
         measure_harm(source_of(state), PROMPTS, ("W4",))
 
 
