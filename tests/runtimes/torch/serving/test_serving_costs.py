@@ -55,7 +55,6 @@ def test_a_profile_is_planned_with(tmp_path):
             profile.model.parameters(kind) * 4 // 1024 <= weights["W32"] <= profile.model.parameters(kind) * 4 // 1000
         )
         assert weights["W4"] < weights["W32"] / 4
-    assert any(line > 0 for row in profile.last.prefill.values for line in row)
     device = ServingDevice(name="cpu", memory_kib=profile.base_kib + 2000, profile=profile)
     result = plan_serving(profile.model, [device], workload)
     assert result.predict().stages[0].memory_kib <= device.memory_kib
