@@ -45,7 +45,7 @@ class ServingDemo:
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: tokens per second of both phases and memory, predicted and measured."""
         header = ("plan", "prefill", "predicted", "decode", "predicted", "memory", "predicted")
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for measured, predicted in zip(self.measured, self.predicted, strict=True):
             memory = "+".join(f"{kib / 1024:.0f}" for kib in measured.memory_kib.values())
             expected = "+".join(f"{stage.memory_kib / 1024:.0f}" for stage in predicted.stages)

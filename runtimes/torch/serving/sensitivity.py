@@ -1,8 +1,11 @@
 """Harm of weight schemes by group: what rounding changes in the outputs of a group's products, on a few hundred tokens.
 
 For a matrix W that becomes W + dW, and inputs x with second moments S = E[x x^T], the outputs change by
-E[|dW x|^2] = tr(dW S dW^T); that is divided by E[|W x|^2]. `output_divergence` measures what the indicator stands for:
-the Kullback-Leibler divergence of the next token's distribution with one group rounded.
+E[|dW x|^2] = tr(dW S dW^T). That is divided by E[|W x|^2], and weighed by what the group adds to the hidden states: the
+mean of |added|^2 / |after|^2 over tokens, but for the first of each piece, on which outliers gather.
+
+`output_divergence` measures what the indicator stands for: the Kullback-Leibler divergence of the next token's
+distribution with one group rounded.
 
 Source: ours; LLM-PQ (PPoPP 2024) takes the variance of x for S, without the mean and the correlations. The second
 moments are those of GPTQ (ICLR 2023).
@@ -13,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,7 +76,7 @@ def measure_harm(
     _check(prompts)
     whole = _stage(config, source, {})
     names = group_names(config.layers)
-    moments = _moments(whole, prompts, 2 * len(names))
+    moments, shares = _moments(whole, prompts, 2 * len(names))
     result: dict[str, dict[str, float]] = {}
     for k, group in enumerate(names):
         if progress is not None:
@@ -87,6 +91,7 @@ def measure_harm(
                 second = moments[2 * k + number]
                 change = after - before
                 harm += float(((change @ second) * change).sum() / ((before @ second) * before).sum().clamp_min(1e-30))
+            harm *= shares[k]
             if not math.isfinite(harm):
                 raise ProblemError(
                     f"the harm of group {group!r} in scheme {scheme!r} is {harm}: the model's outputs are no numbers; "
@@ -149,18 +154,45 @@ def _weights(group: Attention | Mlp, kind: str) -> list[torch.Tensor]:
     return [unpack(getattr(group, name), torch.float32) for name in _MATRICES[kind]]
 
 
-def _moments(stage: StageModel, prompts: Sequence[Sequence[int]], products: int) -> list[torch.Tensor]:
-    """The second moments of the inputs of every product, in order."""
+class _Tap:
+    """A group that notes which share of the hidden states it adds."""
+
+    def __init__(self, group: Attention | Mlp, length: int, shares: list[float]) -> None:
+        self._group, self._length, self._shares = group, length, shares
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def __call__(self, x: torch.Tensor, layout: Any) -> torch.Tensor:
+        y = self._group(x, layout)
+        after = y.float().reshape(-1, self._length, y.shape[-1])
+        added = after - x.float().reshape(after.shape)
+        share = added.pow(2).sum(-1) / after.pow(2).sum(-1).clamp_min(1e-30)
+        self._shares.append(float((share[:, 1:] if self._length > 1 else share).mean()))
+        return y
+
+
+def _moments(
+    stage: StageModel, prompts: Sequence[Sequence[int]], products: int
+) -> tuple[list[torch.Tensor], list[float]]:
+    """The second moments of the inputs of every product, and the share that every group adds, in order."""
     moments: list[torch.Tensor] = []
+    shares: list[float] = []
 
     def seen(number: int, x: torch.Tensor, y: torch.Tensor) -> None:
         if number < products:
             flat = x.reshape(-1, x.shape[-1]).float()
             moments.append(flat.T @ flat / len(flat))
 
-    with _Products(seen):
-        generate_here([stage], prompts, 1)
-    return moments
+    groups: Any = stage.groups
+    plain = list(groups)
+    groups[:] = [_Tap(group, len(prompts[0]), shares) for group in plain]
+    try:
+        with _Products(seen):
+            generate_here([stage], prompts, 1)
+    finally:
+        groups[:] = plain
+    return moments, shares
 
 
 def _log_probabilities(stage: StageModel, prompts: Sequence[Sequence[int]]) -> torch.Tensor:

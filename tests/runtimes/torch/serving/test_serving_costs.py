@@ -55,7 +55,6 @@ def test_a_profile_is_planned_with(tmp_path):
             profile.model.parameters(kind) * 4 // 1024 <= weights["W32"] <= profile.model.parameters(kind) * 4 // 1000
         )
         assert weights["W4"] < weights["W32"] / 4
-    assert any(line > 0 for row in profile.last.prefill.values for line in row)
     device = ServingDevice(name="cpu", memory_kib=profile.base_kib + 2000, profile=profile)
     result = plan_serving(profile.model, [device], workload)
     assert result.predict().stages[0].memory_kib <= device.memory_kib
@@ -78,7 +77,7 @@ def test_harm_is_the_error_of_outputs():
     for values in harm.groups.values():
         assert values["W32"] == 0
         assert 50 < values["W4"] / values["W8"] < 1500  # (127 / 7) ** 2 = 329
-    # The first product by hand: RMS-normed embeddings.
+    # The first group's products by hand: what rounding changes, at most as a share of what the group adds.
     names = ("0.attn",)
     plain, rounded = (
         StageModel(config, source, Stage(device="d", groups=names), {"0.attn": s}).groups[0] for s in ("W32", "W4")
@@ -87,8 +86,7 @@ def test_harm_is_the_error_of_outputs():
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.epsilon)
     before, after = unpack(plain.qkv, torch.float32), unpack(rounded.qkv, torch.float32)
     first = float((x @ (after - before).T).pow(2).sum() / (x @ before.T).pow(2).sum())
-    assert 0 < first < harm.groups["0.attn"]["W4"]
-    assert harm.groups["0.attn"]["W4"] < 4 * first
+    assert 0 < harm.groups["0.attn"]["W4"] < 4 * first
 
 
 def test_divergence_is_zero_without_rounding_and_grows_with_fewer_bits():
