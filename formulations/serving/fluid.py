@@ -133,7 +133,7 @@ def solve_fluid(
     theta = min(float(paid[3 * stages] / extra), 1.0) if extra else 0.0
     emphasis = (extra * (1 - theta) * parts + parts - 1) if steps else 0.0
     constant = float(fixed_J2[:, 0].sum() + served * fixed_J2[:, 1].sum()) / unit + weights @ [*least, least_round]
-    groups_J = np.bincount(stage_X, z_XS.sum(1), stages)
+    groups_J = np.bincount(stage_X, z_XS.sum(1), stages).astype(np.float64)
     chosen = tuple(map(int, _ends(groups_J, t.groups))) if ends is None else ends
     return Fluid(
         objective=float(costs @ amounts + constant) * unit,

@@ -294,9 +294,9 @@ class Search:
         ``unit`` is about the objective's size.
         """
         starts = [first_start(tables, unit) for tables in self._options]
-        for start in sorted((s for s in starts if s is not None), key=lambda s: s.fluid.objective):
-            if start.fluid.objective < self.upper:
-                self._settle_orders(start)
+        for promising in sorted((s for s in starts if s is not None), key=lambda s: s.fluid.objective):
+            if promising.fluid.objective < self.upper:
+                self._settle_orders(promising)
         for tables, start in zip(self._options, starts, strict=True):
             dual = None if start is None else _dual_of(tables, start.order, start.fluid)
             node = Node(tables, all_choices(tables), None, dual)

@@ -107,9 +107,9 @@ def _order_value(start: Start, *, places: bool) -> Callable[[tuple[int, ...]], f
     t, fluid = start.tables, start.fluid
     weights_J2 = stage_weights(t, fluid)
     used_T = np.maximum(np.bincount(start.order, minlength=t.types), 1)
-    weights_T2 = np.stack([np.bincount(start.order, weights_J2[:, p], t.types) for p in range(2)], axis=1)
-    weights_T2 /= used_T[:, None]
-    memory_T = np.bincount(start.order, fluid.memory_J, t.types) / used_T
+    sums_2T = [np.bincount(start.order, weights_J2[:, p], t.types) for p in range(2)]
+    weights_T2 = np.stack(sums_2T, axis=1).astype(np.float64) / used_T[:, None]
+    memory_T = np.bincount(start.order, fluid.memory_J, t.types).astype(np.float64) / used_T
     first_T = (t.first_T2 * weights_T2).sum(1) + memory_T * t.first_memory_T
     last_T = (t.last_T2 * weights_T2).sum(1) + memory_T * t.last_memory_T
     first_T[t.first_memory_T >= t.limit_T] = np.inf

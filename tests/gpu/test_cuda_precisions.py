@@ -264,7 +264,7 @@ def _derived_bounds(plan, half):
     sums = 1e-5
     behind, before = (forward + backward) ** 0.5, (forward + backward + kinks) ** 0.5
     # Gradients of weights partly cancel, above all before a normalization, and the noise does not.
-    return 1.5 * forward**0.5 + sums, 1.5 * behind + 5 * sums, 2.5 * before + 5 * sums
+    return 1.5 * forward**0.5 + sums, 2 * behind + 5 * sums, 2.5 * before + 5 * sums
 
 
 @pytest.mark.parametrize("low", ["INT8", "FP8", "BF16", "FP16", "TF32", "FP32"])
