@@ -348,7 +348,7 @@ def _product_work(
     products = _ATTENTION_BACKWARD if kind in ATTENTION else float(operands)
     back_width = number_format(borders.gradient_input).num_bytes
     elements = activations + weights + operator.output_elements
-    if eight:
+    if eight and operands:
         quantized = operator.output_elements * (2 * back_width + 2 * width)
         delivered = activations * back_width * (operands - bool(weights)) + weights * STORAGE_BYTES
         moved = quantized + operands * elements * width + delivered

@@ -16,6 +16,7 @@ from qsync_opt.errors import QSyncError
 from qsync_opt.io import Report, check_number
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import Role, TensorSpec, base_kind
+from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.timing import Rounds, cast_pairs
 from qsync_opt.runtimes.torch.costs.models import MODELS
 from qsync_opt.runtimes.torch.costs.probes import probe_device
@@ -160,7 +161,8 @@ def _jobs(
     seed: int,
 ) -> Iterator[_Job]:
     """Operators of the captured models in a mixed order, then the sweep without end."""
-    formats = device_formats(device)
+    # Whether the backward pass is in 8 bits too changes which products run, not how long each takes.
+    formats = {p: own for p, own in device_formats(device).items() if not number_format(p).eight_bit_backward}
     outputs = tuple(dict.fromkeys(borders.output for borders in formats.values()))
 
     def of_operator(candidate: Candidate) -> Iterator[_Job]:

@@ -13,6 +13,7 @@ import torch
 from qsync_opt.cluster import DATA_SHEETS
 from qsync_opt.costs.learned import DeviceVector
 from qsync_opt.kernels import backend
+from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.torch.profiling import DTYPES
 from qsync_opt.runtimes.torch.support import Stopwatch, device_identity, make_stopwatch
 
@@ -32,7 +33,8 @@ def probe_device(device: torch.device, name: str | None = None) -> DeviceVector:
     stopwatch = make_stopwatch(device)
     identity = device_identity(device, name)
     cache_bytes, multiprocessors = _sizes(device)
-    product_ns = {p: _product_ns(p, device, stopwatch) for p in backend.device_precisions(device)}
+    own = [p for p in backend.device_precisions(device) if not number_format(p).eight_bit_backward]
+    product_ns = {p: _product_ns(p, device, stopwatch) for p in own}
     side = _SIDE[device.type]
     peaks = {p: 2e9 * side**3 / ns for p, ns in product_ns.items()}
     sheet = next((s for key, s in DATA_SHEETS.items() if device.type == "cuda" and key in identity.name), None)

@@ -376,8 +376,13 @@ def _statistics(
                 if each is IndicatorKind.PROPAGATED:
                     raise
                 reason = first_line(failure)
+            instead = "a smaller part" if each is IndicatorKind.PROPAGATED else "what is propagated by formula"
             _LOGGER.warning(
-                "no statistics for the indicator %r on 1/%d of a batch: %s", each.value, parts, reason[:400]
+                "no statistics for the indicator %r of 1/%d of a batch, so those of %s are tried: %s",
+                each.value,
+                parts,
+                instead,
+                reason[:400],
             )
             # Outside of the handler: the exception's frames would keep all tensors of the probes.
             gc.collect()

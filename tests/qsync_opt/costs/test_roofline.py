@@ -102,12 +102,14 @@ def kernels(graph, name="fc"):
 def test_kernels_are_counted_products_casts_of_weights_and_quantization():
     graph = linear_graph()
     # The input of the model needs no gradient; a gradient of a weight that was cast is cast back.
-    assert kernels(graph) == {"FP32": (1, 1), "FP16": (2, 2), "INT8": (4, 2)}
+    # With an 8-bit backward pass the gradient of the result is quantized too.
+    assert kernels(graph) == {"FP32": (1, 1), "FP16": (2, 2), "INT8": (4, 2), "INT8-BWD8": (4, 3)}
     bare = [replace(operator, parameters=()) if operator.name == "fc" else operator for operator in graph]
     assert kernels(replace(graph, operators=tuple(bare), parameters=())) == {
         "FP32": (1, 0),
         "FP16": (1, 0),
         "INT8": (3, 0),
+        "INT8-BWD8": (3, 0),
     }
     assert kernels(graph, "relu") == {"FP16": (1, 1), "FP32": (1, 1)}
     assert kernels(graph, "view") == {"FP16": (0, 0), "FP32": (0, 0)}

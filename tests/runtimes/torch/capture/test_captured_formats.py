@@ -8,7 +8,7 @@ from example_models import NAMES
 from torch import Tensor, nn
 
 from qsync_opt.model import ROLE_TABLE, OpGraph, Role
-from qsync_opt.runtimes.torch.execution import AppliedPlan, apply, undo
+from qsync_opt.runtimes.torch.execution import AppliedPlan, ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.interception import OperatorCall
 
 
@@ -39,7 +39,7 @@ def test_formats_that_arrive(name: str, known: Any, monkeypatch: pytest.MonkeyPa
         return run(self, call)
 
     monkeypatch.setattr(AppliedPlan, "__call__", note)
-    apply(chosen.model, plan, graph=graph)
+    apply(chosen.model, plan, graph=graph, options=ApplyOptions(chunked_loss=False))  # the head is called, too
     try:
         chosen.model(**chosen.kwargs)
     finally:

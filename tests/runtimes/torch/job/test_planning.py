@@ -292,7 +292,7 @@ def test_a_model_without_second_derivatives_is_planned_all_the_same(options, cap
 
     with caplog.at_level(logging.WARNING):
         auto_plan(Net(), torch.randn(4, 64), loss=loss, options=options(trial=False))
-    assert "propagated by formula" in caplog.text
+    assert "what is propagated by formula" in caplog.text
 
 
 def test_what_probes_computed_is_gone_when_the_formula_takes_over(options, monkeypatch):

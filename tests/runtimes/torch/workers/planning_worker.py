@@ -51,6 +51,7 @@ def options_of(rank, folder, case):
         least_gain=0.0,
         # Nothing is too slow to be trained with; what rank 0 says counts.
         race_seconds=1e6,
+        profile_seconds=1e6,  # nothing is cut short, and so all of it is kept
         slack=9.0 - rank if case in ("steps timed", "sized") else 0.0,
         costs="steps" if case == "steps" else "auto",
         job_file=Path(folder) / "job.json" if case == "sized" else None,
