@@ -21,7 +21,7 @@ from qsync_opt.numerics import FORMATS
 FEATURE_VERSION = 1
 """Changes with the meaning of any feature; models of another version are refused."""
 Matrix = NDArray[np.float64]
-_PRECISIONS = tuple(sorted(FORMATS))
+_PRECISIONS = tuple(sorted(name for name, form in FORMATS.items() if not form.eight_bit_backward))
 _SMALL = 1e-3
 _NAMES = (
     *(f"phase {phase}" for phase in Phase),

@@ -14,6 +14,7 @@ from qsync_opt.costs.learned import (
     fit_trees,
     has_intervals,
     learned_profile,
+    shipped_model,
     workload_of,
 )
 from qsync_opt.errors import ProblemError, UnsupportedError
@@ -180,3 +181,11 @@ def test_a_probed_card_is_better_than_its_data_sheet(graph: OpGraph) -> None:
     profile = costs.profile(graph, device)
     assert profile.device.name == card.name
     assert _source(profile, "one", "INT8") is CostSource.LEARNED
+
+
+def test_the_model_of_the_package_predicts_on_the_devices_that_it_was_fitted_to(graph: OpGraph) -> None:
+    model = shipped_model()
+    for vector in model.card.vectors:
+        cost = operator_cost(learned_profile(graph, vector, model), "one", "FP32", "forward")
+        assert cost.source is CostSource.LEARNED
+        assert 0 < cost.low_s <= cost.time_s <= cost.high_s
