@@ -282,7 +282,10 @@ def _head(
 
         def products(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
             dx = (gradient.to(operand) @ w).to(dtype) if wanted[0] else None
-            dw = half_product(gradient, rows, _sums(rows)) if wanted[1] else None
+            dw = None
+            if wanted[1]:
+                narrow = dtype in _HALF.values()
+                dw = half_product(gradient, rows, _sums(rows)) if narrow else gradient.mT @ rows
             return dx, dw
 
         return logits, products

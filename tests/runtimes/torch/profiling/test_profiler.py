@@ -230,7 +230,7 @@ def test_with_enough_time_nothing_is_scaled(cnn: CapturedModel) -> None:
     assert not any(cost.scaled_from for table in result.measurements.values() for cost in table.values())
     assert "measured" not in result.options
     operators = [name for name in order if name in cnn.calls]
-    assert operators[0] == "0/conv2d"  # it does most of the work
+    assert operators[0] in ("0/conv2d", "4/linear")  # most operations or most bytes, as the processor has it
     assert len(operators) > len(set(operators)) > 3
 
 
