@@ -61,7 +61,7 @@ def test_a_plan_of_a_u_net_needs_what_is_predicted(norm: str) -> None:
         needs[precision] = resident_bytes(model) + allocation.peak_bytes
         model.zero_grad()
         # Nearer where the processor has BF16 products: elsewhere they need buffers that are predicted at their largest.
-        assert needs[precision] <= predictions[precision] <= 1.4 * needs[precision]
+        assert needs[precision] <= predictions[precision] <= 1.5 * needs[precision]
     # What a plan saves depends on the normalization: with batch normalization, next to nothing.
     if norm == "group":
         assert needs["BF16"] < needs["FP32"]
