@@ -11,7 +11,6 @@ compiled and captured; ``plan`` is `auto_plan` with default options. A time is t
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 from by_hand_worker import BY_HAND, PLANNED
+from results_head import results_head
 from unlike_models import KINDS, SIZES
 
 from qsync_opt.io import write_json
@@ -139,18 +139,13 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     write_json(
         arguments.output,
         {
-            "format": "qsync-results/1",
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "command": f"python benchmarks/by_hand.py {' '.join(sys.argv[1:])}".strip(),
-            "commit": commit.stdout.strip(),
-            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            **results_head(
+                torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+                {"torch": torch.__version__},
+            ),
             "asked": asked(records),
             "records": records,
         },

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import importlib.util
 import json
@@ -39,8 +38,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import torch
 import torch.distributed.checkpoint as dcp
+from results_head import results_head
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -543,18 +545,10 @@ def main() -> None:
     if arguments.print:
         print(json.dumps(records))
         return
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     short = "-".join(torch.cuda.get_device_name().lower().split()[1:2]) if card else ""
     output = arguments.output or HERE / "results" / f"checkpoints{'-' * bool(short)}{short}.json"
     data = {
-        "format": "qsync-results/1",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": f"python benchmarks/checkpoints.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit.stdout.strip(),
-        "hardware": _hardware(device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **results_head(_hardware(device), {"torch": torch.__version__}),
         "file_system": kind,
         "skipped": skipped,
         "asked": (asked_of_card if card else asked_of_cpu)(records),

@@ -11,7 +11,6 @@ plans have by default, the loss in chunks. ``--tiny`` runs small models, on any 
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
 import os
@@ -25,8 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import torch
 import torch.nn.functional as F
+from results_head import results_head
 from torch import Tensor, nn
 
 from qsync_opt.io import write_json
@@ -369,18 +371,13 @@ def main() -> None:
             for record in wave(subject, candidates, arguments.rounds):
                 records.append(record)
                 print(json.dumps(record), flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     write_json(
         arguments.output,
         {
-            "format": "qsync-results/1",
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "command": f"python benchmarks/eight_bit_training.py {' '.join(sys.argv[1:])}".strip(),
-            "commit": commit.stdout.strip(),
-            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            **results_head(
+                torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+                {"torch": torch.__version__},
+            ),
             "asked": [] if arguments.tiny else asked(records),
             "records": records,
         },

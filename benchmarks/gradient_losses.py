@@ -11,18 +11,19 @@ blurred class patterns, both with SGD and with Adam. A run counts with its mean 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import os
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import torch
+from results_head import results_head
 from torch import Tensor, nn
 
 from qsync_opt.gradients import Scheme, Transport, scheme
@@ -162,16 +163,8 @@ def main() -> None:
                 last = losses[-max(arguments.steps // 4, 1) :]
                 record = {"model": kind, "optimizer": optimizer, "subject": subject, "seed": seed}
                 records.append(record | {"first_loss": losses[0], "final_loss": statistics.mean(last)})
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     data = {
-        "format": "qsync-results/1",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": f"python benchmarks/gradient_losses.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit.stdout.strip(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} processors",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__}),
         "settings": {"workers": WORKERS, "steps": arguments.steps, "seeds": arguments.seeds},
         "asked": asked(records),
         "records": records,

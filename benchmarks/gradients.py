@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import platform
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
 from links import namespaces
+from results_head import results_head
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -231,16 +231,8 @@ def main() -> None:
     records = codec(arguments.rounds)
     for link in links:
         records += measure(link, sizes, arguments.rounds)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     data = {
-        "format": "qsync-results/1",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": f"python benchmarks/gradients.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit.stdout.strip(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} processors",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__}),
         "asked": asked(records, links),
         "records": records,
     }

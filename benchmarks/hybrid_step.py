@@ -12,7 +12,6 @@ trained for some steps with `global_mean`. Writes ``benchmarks/results/hybrid-st
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
 import platform
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from predictor_partition import partition
+from results_head import results_head
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
@@ -293,21 +293,14 @@ def main() -> None:
         if any(statuses):
             sys.exit(f"the workers ended with {statuses}")
         content = json.loads((Path(folder) / "result.json").read_text())
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     on_card = arguments.device == "cuda"
     write_json(
         arguments.output,
         {
-            "format": "qsync-results/1",
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "command": f"python benchmarks/hybrid_step.py {' '.join(sys.argv[1:])}".strip(),
-            "commit": commit.stdout.strip(),
-            "hardware": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-            if on_card
-            else platform.machine(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            **results_head(
+                f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_card else platform.machine(),
+                {"torch": torch.__version__},
+            ),
             "asked": asked(content),
             **content,
         },

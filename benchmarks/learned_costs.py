@@ -9,12 +9,9 @@ are the fastest ones of captured models, made from predicted costs and evaluated
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -23,7 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import numpy as np
+from results_head import results_head
 
 import qsync_opt
 from qsync_opt.cluster import Cluster, DeviceType, Network
@@ -414,16 +414,10 @@ def main() -> None:
     data: dict[str, Any] = {"repeats": _repeats(records), "speed": _speed(record)}
     data["errors"] = _errors(record, networks=not options.no_networks)
     data["plans"] = _plan_rows(record)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     write_json(
         options.output,
         {
-            "format": "qsync-results/1",
-            "date": datetime.date.today().isoformat(),
-            "command": "python benchmarks/learned_costs.py",
-            "commit": commit.stdout.strip(),
-            "hardware": "; ".join(device.name for device in record.devices),
-            "versions": {"python": platform.python_version(), "qsync_opt": qsync_opt.__version__},
+            **results_head("; ".join(device.name for device in record.devices), {"qsync_opt": qsync_opt.__version__}),
             "asked": _asked(data),
             "records": [{"kind": kind, "rows": rows} for kind, rows in data.items()],
         },

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import json
 import os
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 from by_hand_worker import WithLoss
+from results_head import results_head
 from unlike_models import KINDS, SIZES, Subject, subject
 
 from qsync_opt.io import write_json
@@ -251,19 +251,13 @@ def main() -> None:
     for model in models:
         records.append(measure(model, arguments.device, sorted(map(float, arguments.shares.split(",")))))
         print(json.dumps({key: value for key, value in records[-1].items() if key != "modes"}), flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     on_card = arguments.device == "cuda"
     write_json(
         arguments.output,
         {
-            "format": "qsync-results/1",
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "command": f"python benchmarks/memory_limited.py {' '.join(sys.argv[1:])}".strip(),
-            "commit": commit.stdout.strip(),
-            "hardware": torch.cuda.get_device_name() if on_card else platform.machine(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            **results_head(
+                torch.cuda.get_device_name() if on_card else platform.machine(), {"torch": torch.__version__}
+            ),
             "asked": [row for record in records for row in asked(record)],
             "records": records,
         },

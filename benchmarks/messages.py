@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import platform
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from links import ADDRESS, namespaces
+from results_head import results_head
 
 import qsync_opt
 from qsync_opt.io import write_json
@@ -221,16 +221,8 @@ def main() -> None:
     records = []
     for link in (*links, "accuracy"):
         records += measure(link, settings)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     data = {
-        "format": "qsync-results/1",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": f"python benchmarks/messages.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit.stdout.strip(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} processors",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__}),
         "settings": settings,
         "asked": asked(records, links),
         "records": records,

@@ -13,14 +13,12 @@ compute the same as the original are listed by hand, with the reason, in mutants
 from __future__ import annotations
 
 import argparse
-import datetime
 import difflib
 import json
 import os
 import platform
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ sys.path.insert(0, str(HERE))
 
 from mutants_changes import Change, changes_of  # noqa: E402
 from mutants_running import ROOT, Chosen, Copy, coverage_map, idle_asserts  # noqa: E402
+from results_head import results_head  # noqa: E402
 
 WORK = Path(tempfile.gettempdir()) / f"qsync-mutants-{os.getuid()}"
 ASKED = 0.95
@@ -210,16 +209,8 @@ def main() -> None:
     tests = coverage_map(copy, sorted(sources), TESTS)
     idle = idle_asserts(copy, tests)
     print(f"asserts that no test reaches: {', '.join(idle) or 'none'}", flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     head = {
-        "format": "qsync-results/1",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": f"python benchmarks/mutants.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit.stdout.strip(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} processors",
-        "versions": {"python": platform.python_version()},
+        **results_head(f"{platform.machine()}, {os.cpu_count()} processors"),
         "seed": seed,
         "count": count,
         "changes": total,

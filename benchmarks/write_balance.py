@@ -11,15 +11,17 @@ them; ``torch`` is the rule of ``torch.distributed.checkpoint``: each whole shar
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import platform
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from results_head import results_head
 
 from qsync_opt.checkpoints import Box, Piece, Problem, Shard, Writer, assign_boxes, evaluate, replica_problem
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, required_solver
@@ -196,16 +198,8 @@ def main() -> None:
                     models.append(model_case(model, ranks, groups))
                     print(models[-1], flush=True)
     cases = [random_case(number) for number in range(arguments.cases)]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     data = {
-        "format": "qsync-results/1",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": f"python benchmarks/write_balance.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit.stdout.strip(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} processors",
-        "versions": {"python": platform.python_version()},
+        **results_head(f"{platform.machine()}, {os.cpu_count()} processors"),
         "asked": asked(cases, models),
         "records": models + cases,
     }

@@ -1,0 +1,36 @@
+"""The head of a results file: when, by which command, at which commit and on what it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def results_head(hardware: str, versions: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The fields before ``asked`` and ``records``, for the script that runs; see ``qsync-results/1``.
+
+    Args:
+        hardware: What it was measured on.
+        versions: Of packages, beside Python's.
+    """
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    script = Path(sys.argv[0]).name
+    return {
+        "format": "qsync-results/1",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "command": f"python benchmarks/{script} {' '.join(sys.argv[1:])}".strip(),
+        "commit": commit.stdout.strip(),
+        "hardware": hardware,
+        "versions": {"python": platform.python_version(), **(versions or {})},
+    }
