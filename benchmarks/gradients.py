@@ -12,14 +12,11 @@ Links of so many Gbit/s are pairs of network namespaces that this script makes (
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from links import namespaces
+from links import records_of_ranks
 from results_head import results_head
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -38,7 +35,6 @@ import qsync_opt
 from qsync_opt.gradients import scheme
 from qsync_opt.io import write_json
 from qsync_opt.kernels.gradients import Codec, Layout
-from qsync_opt.runtimes.torch.ddp import free_port
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 
 HERE = Path(__file__).parent
@@ -163,27 +159,9 @@ def codec(rounds: int) -> list[dict[str, Any]]:
 
 def measure(link: str, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     """Records of one link."""
-    with contextlib.ExitStack() as stack:
-        sides: list[tuple[list[str], str]] = [([], "lo"), ([], "lo")]
-        address = f"127.0.0.1:{free_port()}"
-        if link != "loopback":
-            sides, address = stack.enter_context(namespaces(float(link))), "10.78.0.1:29555"
-        output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "records.json"
-        processes = []
-        for rank, (prefix, interface) in enumerate(sides):
-            inside = ["--worker", str(rank), address, str(output), link, json.dumps(sizes), str(rounds)]
-            command = [*prefix, sys.executable, "-P", str(Path(__file__).resolve()), *inside]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen(command, env=environment))
-        try:
-            statuses = [process.wait(timeout=1800) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(statuses):
-            raise SystemExit(f"a rank of link {link} ended with status {statuses}")
-        records: list[dict[str, Any]] = json.loads(output.read_text())
-        return records
+    inside = [json.dumps(sizes), str(rounds)]
+    gigabits = None if link == "loopback" else float(link)
+    return records_of_ranks(__file__, link, inside, port=29555, gigabits=gigabits, timeout_s=1800)
 
 
 def asked(records: list[dict[str, Any]], links: list[str]) -> list[dict[str, Any]]:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from qsync_opt.runtimes.torch.ddp import free_port
 
 ADDRESS = "10.78.0.1"
 """Of the first side."""
@@ -38,3 +45,39 @@ def namespaces(gigabits: float) -> Iterator[list[tuple[list[str], str]]]:
     finally:
         for name in names:
             subprocess.run(("ip", "netns", "delete", name), capture_output=True, check=False)
+
+
+def records_of_ranks(
+    script: str, link: str, arguments: Sequence[str], *, port: int, gigabits: float | None, timeout_s: float
+) -> list[dict[str, Any]]:
+    """What the first of two ranks of a benchmark writes; both run ``SCRIPT --worker RANK ADDRESS OUTPUT LINK ...``.
+
+    Args:
+        script: The benchmark's file.
+        link: Its name.
+        arguments: After the link.
+        port: Between namespaces.
+        gigabits: Speed of the link; None: the loopback of this machine.
+        timeout_s: For each rank.
+    """
+    with contextlib.ExitStack() as stack:
+        sides: list[tuple[list[str], str]] = [([], "lo"), ([], "lo")]
+        address = f"127.0.0.1:{free_port()}"
+        if gigabits is not None:
+            sides, address = stack.enter_context(namespaces(gigabits)), f"{ADDRESS}:{port}"
+        output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "records.json"
+        processes = []
+        for rank, (prefix, interface) in enumerate(sides):
+            inside = ["--worker", str(rank), address, str(output), link, *arguments]
+            command = [*prefix, sys.executable, "-P", str(Path(script).resolve()), *inside]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+            processes.append(subprocess.Popen(command, env=environment))
+        try:
+            statuses = [process.wait(timeout=timeout_s) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(statuses):
+            raise SystemExit(f"a rank of link {link} ended with status {statuses}")
+        records: list[dict[str, Any]] = json.loads(output.read_text())
+        return records

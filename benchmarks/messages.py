@@ -13,14 +13,11 @@ on a smaller and noisier graph, over seeds of weights and rounding.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from links import ADDRESS, namespaces
+from links import records_of_ranks
 from results_head import results_head
 
 import qsync_opt
 from qsync_opt.io import write_json
 from qsync_opt.messages import Plan, Problem, evaluate, uniform_plan
-from qsync_opt.runtimes.torch.ddp import broadcast_json, free_port
+from qsync_opt.runtimes.torch.ddp import broadcast_json
 from qsync_opt.runtimes.torch.messages import MessageOptions, TrainingOptions, block_graph, partition_graph, train
 
 HERE = Path(__file__).parent
@@ -131,27 +128,8 @@ def worker(rank: int, address: str, output: str, link: str, settings: dict[str, 
 
 def measure(link: str, settings: dict[str, int]) -> list[dict[str, Any]]:
     """Records of one link, or of accuracy."""
-    with contextlib.ExitStack() as stack:
-        sides: list[tuple[list[str], str]] = [([], "lo"), ([], "lo")]
-        address = f"127.0.0.1:{free_port()}"
-        if link not in ("loopback", "accuracy"):
-            sides, address = stack.enter_context(namespaces(float(link))), f"{ADDRESS}:29557"
-        output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "records.json"
-        processes = []
-        for rank, (prefix, interface) in enumerate(sides):
-            inside = ["--worker", str(rank), address, str(output), link, json.dumps(settings)]
-            command = [*prefix, sys.executable, "-P", str(Path(__file__).resolve()), *inside]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen(command, env=environment))
-        try:
-            statuses = [process.wait(timeout=900) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(statuses):
-            raise SystemExit(f"a rank of link {link} ended with status {statuses}")
-        records: list[dict[str, Any]] = json.loads(output.read_text())
-        return records
+    gigabits = None if link in ("loopback", "accuracy") else float(link)
+    return records_of_ranks(__file__, link, [json.dumps(settings)], port=29557, gigabits=gigabits, timeout_s=900)
 
 
 def asked(records: list[dict[str, Any]], links: list[str]) -> list[dict[str, Any]]:
