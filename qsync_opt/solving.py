@@ -70,6 +70,14 @@ def relative_gap(objective: float | None, bound: float | None) -> float | None:
     return max(objective - bound, 0.0) / max(abs(objective), TINY)
 
 
+def termination_of(objective: float, bound: float | None, *, out_of_time: bool) -> TerminationStatus:
+    """How a search that has a plan ended: optimal within `PROOF_GAP`, whether or not its time was up."""
+    gap = relative_gap(objective, bound)
+    if gap is not None and gap <= PROOF_GAP:
+        return TerminationStatus.OPTIMAL
+    return TerminationStatus.TIME_LIMIT if out_of_time else TerminationStatus.FEASIBLE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveOptions:
     """How a method should solve.

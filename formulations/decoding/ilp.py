@@ -26,7 +26,7 @@ from qsync_opt.formulations.linear import (
     LinearStatus,
     required_solver,
 )
-from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
+from qsync_opt.solving import Answer, SolveOptions, termination_of
 
 _OBJECTIVE_SCALE = 1e3
 """Plain decoding's objective in the program's units: solvers' absolute gaps of about 1e-6 are then 1e-9 of it."""
@@ -79,10 +79,8 @@ class IlpFormulation:
             bound = plain
         objective = tables.objective(best)
         bound = min(bound, objective)
-        gap = relative_gap(objective, bound) or 0.0
-        ended = TerminationStatus.TIME_LIMIT if status is LinearStatus.LIMIT else TerminationStatus.FEASIBLE
         return Answer(
-            termination=TerminationStatus.OPTIMAL if gap <= PROOF_GAP else ended,
+            termination=termination_of(objective, bound, out_of_time=status is LinearStatus.LIMIT),
             plan=tables.plan(best),
             objective=objective,
             bound=bound,

@@ -21,7 +21,7 @@ import numpy as np
 
 from qsync_opt.decoding import Problem
 from qsync_opt.formulations.decoding.tables import Floats, Tables, build_tables
-from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
+from qsync_opt.solving import Answer, SolveOptions, termination_of
 
 _DEFAULT_NODES = 2000
 """Nodes after which the default method returns what it has, with its bound: well below a second."""
@@ -159,10 +159,8 @@ def _solve(problem: Problem, options: SolveOptions, nodes: int | None) -> Answer
     search = _Search(build_tables(problem))
     built = time.monotonic()
     late = search.run(nodes, options.gap, deadline)
-    proved = (relative_gap(search.objective, search.bound) or 0.0) <= PROOF_GAP
-    ended = TerminationStatus.TIME_LIMIT if late else TerminationStatus.FEASIBLE
     return Answer(
-        termination=TerminationStatus.OPTIMAL if proved else ended,
+        termination=termination_of(search.objective, search.bound, out_of_time=late),
         plan=search.tables.plan(search.best),
         objective=search.objective,
         bound=min(search.bound, search.objective),

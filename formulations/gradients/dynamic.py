@@ -18,7 +18,7 @@ import numpy as np
 from qsync_opt.formulations.gradients.prices import Prices, least_variance, priced, relative_variances
 from qsync_opt.formulations.gradients.tables import Floats, Ints, Tables
 from qsync_opt.gradients import Objective, Problem, evaluate
-from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
+from qsync_opt.solving import Answer, SolveOptions, TerminationStatus, termination_of
 
 _FIRST_WIDTH = 1 << 9
 _GROWTH = 1 << 4
@@ -58,12 +58,7 @@ class DynamicFormulation:
         search = self._variance if problem.objective is Objective.VARIANCE else self._latency
         picks_K, bound, late = search(tables, options.gap, stop_at)
         objective = evaluate(problem, tables.plan(picks_K)).objective
-        reached = relative_gap(objective, bound) or 0.0
-        termination = TerminationStatus.FEASIBLE
-        if reached <= PROOF_GAP:
-            termination = TerminationStatus.OPTIMAL
-        elif late:
-            termination = TerminationStatus.TIME_LIMIT
+        termination = termination_of(objective, bound, out_of_time=late)
         return tables.answer(picks_K, termination, bound, solve_seconds=time.monotonic() - started)
 
     def _variance(self, tables: Tables, gap: float, stop_at: float) -> tuple[list[int], float, bool]:

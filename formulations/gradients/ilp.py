@@ -23,7 +23,7 @@ from qsync_opt.formulations.gradients.prices import least_variance, priced, rela
 from qsync_opt.formulations.gradients.tables import Tables
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus, required_solver
 from qsync_opt.gradients import VARIANCE_SLACK, Objective, Problem, evaluate
-from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
+from qsync_opt.solving import Answer, SolveOptions, TerminationStatus, termination_of
 
 _SCALE = 1e3
 """Size of objective and rows, so that solvers' tolerances of 1e-6 to 1e-9 are small beside one nanosecond."""
@@ -64,16 +64,11 @@ class IlpFormulation:
                 break
             excess += 2 * program.excess(point_K)
         objective = program.objective(picks_K)
-        reached = relative_gap(objective, bound) if bound > -math.inf else None
-        termination = TerminationStatus.FEASIBLE
-        if reached is not None and reached <= PROOF_GAP:
-            termination = TerminationStatus.OPTIMAL
-        elif status is LinearStatus.LIMIT:
-            termination = TerminationStatus.TIME_LIMIT
+        known = bound if bound > -math.inf else None
         return tables.answer(
             picks_K,
-            termination,
-            bound if bound > -math.inf else None,
+            termination_of(objective, known, out_of_time=status is LinearStatus.LIMIT),
+            known,
             solver=f"{solver.name} {solver.version}",
             build_seconds=built - started,
             solve_seconds=time.monotonic() - built,

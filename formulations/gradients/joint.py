@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from qsync_opt.errors import SolverError
 from qsync_opt.formulations.assignment import (
     PROOF,
     AssignmentModel,
@@ -29,11 +28,11 @@ from qsync_opt.formulations.assignment import (
     labels_at,
     linear_program,
 )
-from qsync_opt.formulations.linear import LinearOptions, LinearSolver, LinearStatus, required_solver
+from qsync_opt.formulations.linear import LinearOptions, LinearSolver, answer_of, required_solver
 from qsync_opt.formulations.training import Collapsed, collapse, exact_effort, graph_tables, greedy_effort
 from qsync_opt.gradients import JointPlan, JointProblem, Plan, evaluate_joint, under_schemes
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
+from qsync_opt.solving import Answer, SolveOptions, TerminationStatus, relative_gap, termination_of
 from qsync_opt.training import Plan as PrecisionPlan
 
 
@@ -228,13 +227,9 @@ class JointFormulation:
         objective = evaluate_joint(problem, plan).objective
         if bound >= objective * (1 - 2 * PROOF):
             bound = objective  # the search ends within this share of the optimum: that is its proof
-        reached = relative_gap(objective, bound)
-        termination = TerminationStatus.TIME_LIMIT if outcome.out_of_time else TerminationStatus.FEASIBLE
-        if reached is not None and reached <= PROOF_GAP:
-            termination = TerminationStatus.OPTIMAL
         return Answer(
             plan=plan,
-            termination=termination,
+            termination=termination_of(objective, bound, out_of_time=outcome.out_of_time),
             objective=objective,
             bound=min(bound, objective),
             solver=None if solver is None or options.solver is None else f"{solver.name} {solver.version}",
@@ -273,30 +268,13 @@ class IlpJointFormulation:
         ]
         built = time.monotonic()
         result = solver.solve(program, LinearOptions(time_limit_s=options.time_limit_s, relative_gap=options.gap))
-        times: dict[str, Any] = {"build_seconds": built - started, "solve_seconds": time.monotonic() - built}
-        name = f"{solver.name} {solver.version}"
-        if result.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):
-            return Answer(termination=TerminationStatus.INFEASIBLE, reason=_infeasible(problem), solver=name, **times)
-        if result.status in (LinearStatus.ERROR, LinearStatus.UNBOUNDED):
-            raise SolverError(f"{solver.name} failed: {result.native}; use another solver")
-        bound = (
-            None if result.bound is None else max(result.bound, 0.0) * unit + joint.constant
-        )  # costs are never negative
-        if result.values is None:
-            return Answer(termination=TerminationStatus.TIME_LIMIT, bound=bound, solver=name, **times)
-        plan = joint.plan(labels_at(joint.model, result.values))
-        objective = evaluate_joint(problem, plan).objective
-        reached = relative_gap(objective, bound)
-        termination = TerminationStatus.FEASIBLE
-        if reached is not None and reached <= PROOF_GAP:
-            termination = TerminationStatus.OPTIMAL
-        elif result.status is LinearStatus.LIMIT:
-            termination = TerminationStatus.TIME_LIMIT
-        return Answer(
-            plan=plan,
-            termination=termination,
-            objective=objective,
-            bound=None if bound is None else min(bound, objective),
-            solver=name,
-            **times,
+        return answer_of(
+            result,
+            solver,
+            bound_of=lambda bound: max(bound, 0.0) * unit + joint.constant,  # costs are never negative
+            plan_of=lambda values: joint.plan(labels_at(joint.model, values)),
+            objective_of=lambda plan: evaluate_joint(problem, plan).objective,
+            why_infeasible=lambda: _infeasible(problem),
+            build_seconds=built - started,
+            solve_seconds=time.monotonic() - built,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
+    from qsync_opt.formulations.linear.answers import answer_of
     from qsync_opt.formulations.linear.model import LinearModel
     from qsync_opt.formulations.linear.solver import (
         LinearOptions,
@@ -25,5 +26,6 @@ __all__ = [
     "LinearResult",
     "LinearSolver",
     "LinearStatus",
+    "answer_of",
     "required_solver",
 ]

@@ -25,13 +25,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qsync_opt.errors import SolverError, UnsupportedError
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.assignment import PROOF, Floats, labels_at, linear_program
-from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus, required_solver
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, answer_of, required_solver
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.registry import Kind, create
-from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
+from qsync_opt.solving import Answer, SolveOptions, TerminationStatus, termination_of
 from qsync_opt.training import (
     NO_LIMIT_NS,
     FastestShares,
@@ -263,11 +263,8 @@ class SharesFormulation:
         objective = evaluate_shares(problem, plan).objective
         if bound >= objective * (1 - 2 * PROOF):
             bound = objective  # every search ends within this share of its optimum: that is its proof
-        gap = relative_gap(objective, bound)
         late = search.out_of_time or any(not each.proved for each in search.solved.values())
-        termination = TerminationStatus.TIME_LIMIT if late else TerminationStatus.FEASIBLE
-        if gap is not None and gap <= PROOF_GAP:
-            termination = TerminationStatus.OPTIMAL
+        termination = termination_of(objective, bound, out_of_time=late)
         return Answer(plan=plan, termination=termination, objective=objective, bound=min(bound, objective), **times)
 
     def _solved(self, alone: Problem, options: SolveOptions, deadline: float) -> _Solved:
@@ -401,37 +398,25 @@ class IlpSharesFormulation:
         program.columns[:] = [replace(column, cost=column.cost / unit) for column in program.columns]
         built = time.monotonic()
         result = solver.solve(program, LinearOptions(time_limit_s=options.time_limit_s, relative_gap=options.gap))
-        times: dict[str, Any] = {"build_seconds": built - started, "solve_seconds": time.monotonic() - built}
-        name = f"{solver.name} {solver.version}"
-        if result.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):
-            reason = _infeasible(problem, options.time_limit_s)
-            return Answer(termination=TerminationStatus.INFEASIBLE, reason=reason, solver=name, **times)
-        if result.status in (LinearStatus.ERROR, LinearStatus.UNBOUNDED):
-            raise SolverError(f"{solver.name} failed: {result.native}; use another solver")
-        bound = None if result.bound is None else max(result.bound, 0.0) * unit  # costs are never negative
-        if result.values is None:
-            return Answer(termination=TerminationStatus.TIME_LIMIT, bound=bound, solver=name, **times)
-        batches: dict[str, int] = {}
-        devices: dict[str, Mapping[str, str]] = {}
-        for block in blocks:
-            if result.values[block.choice] > 0.5:
-                model = block.collapsed.model
-                own = result.values[block.first : block.first + len(model.objective_Z)]
-                batches[block.name] = block.batch
-                devices[block.name] = block.collapsed.choices(model.complete(labels_at(model, tuple(own))))
-        plan = SharesPlan(batches=batches, precisions=Plan(problem=problem.name, devices=devices))
-        objective = evaluate_shares(problem, plan).objective
-        reached = relative_gap(objective, bound)
-        termination = TerminationStatus.FEASIBLE
-        if reached is not None and reached <= PROOF_GAP:
-            termination = TerminationStatus.OPTIMAL
-        elif result.status is LinearStatus.LIMIT:
-            termination = TerminationStatus.TIME_LIMIT
-        return Answer(
-            plan=plan,
-            termination=termination,
-            objective=objective,
-            bound=None if bound is None else min(bound, objective),
-            solver=name,
-            **times,
+
+        def plan_of(values: tuple[float, ...]) -> SharesPlan:
+            batches: dict[str, int] = {}
+            devices: dict[str, Mapping[str, str]] = {}
+            for block in blocks:
+                if values[block.choice] > 0.5:
+                    model = block.collapsed.model
+                    own = values[block.first : block.first + len(model.objective_Z)]
+                    batches[block.name] = block.batch
+                    devices[block.name] = block.collapsed.choices(model.complete(labels_at(model, tuple(own))))
+            return SharesPlan(batches=batches, precisions=Plan(problem=problem.name, devices=devices))
+
+        return answer_of(
+            result,
+            solver,
+            bound_of=lambda bound: max(bound, 0.0) * unit,  # costs are never negative
+            plan_of=plan_of,
+            objective_of=lambda plan: evaluate_shares(problem, plan).objective,
+            why_infeasible=lambda: _infeasible(problem, options.time_limit_s),
+            build_seconds=built - started,
+            solve_seconds=time.monotonic() - built,
         )
