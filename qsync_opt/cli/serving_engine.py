@@ -137,7 +137,7 @@ def bench(
         if clients:
             limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens, speculate)
             engine = stack.enter_context(runtime.start_engine(stages, limits))
-            with _served(runtime, engine) as port, runtime.MemorySamples(stages.pids) as memory:
+            with _served(runtime, engine) as port, runtime.MemoryWatch(stages.pids, every_s=0.5) as memory:
                 load = runtime.load_test(
                     "127.0.0.1", port, clients=clients, seconds=seconds, vocabulary=stages.config.vocabulary
                 )

@@ -52,14 +52,6 @@ class TimeEstimate:
     in_domain: bool
     reason: str = ""
 
-    def quantile_ns(self, quantile: float) -> float:
-        """The time that is not exceeded with a probability, from a log-normal through the median and the interval.
-
-        Raises:
-            ProblemError: It is not above 0 and below 1.
-        """
-        return interval_quantile(self.ns, self.low_ns, self.high_ns, quantile)
-
 
 def interval_quantile(middle: float, low: float, high: float, quantile: float) -> float:
     """A quantile of a positive quantity of which the 5 %, 50 % and 95 % quantiles are known, log-normal on each side.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.export import Exported, export_llama_cpp, export_vllm
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
     from qsync_opt.runtimes.torch.serving.launching import describe, start_engine, start_stages, uniform_plan
-    from qsync_opt.runtimes.torch.serving.measuring import MemorySamples, measure_batches
+    from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch, measure_batches
     from qsync_opt.runtimes.torch.serving.packing import (
         GROUP,
         SCHEMES,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         microbatch_rows,
     )
     from qsync_opt.runtimes.torch.serving.profiling import (
-        MemoryWatch,
         process_kib,
         profile_serving,
         random_state,
@@ -68,7 +67,7 @@ else:
 
 __all__ = [
     "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "Exported",
-    "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemorySamples", "MemoryWatch",
+    "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemoryWatch",
     "Mlp", "PackedWeight", "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource",
     "ServingDemo", "StageError", "StageModel", "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream",
     "Tokenizer", "Update", "WeightSource", "Workers", "bind", "check_plan", "choose", "config_from_json", "describe",

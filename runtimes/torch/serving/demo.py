@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch, measure_batches
 from qsync_opt.runtimes.torch.serving.pipeline import Pipeline
-from qsync_opt.runtimes.torch.serving.profiling import MemoryWatch, profile_serving, steady_allocator
+from qsync_opt.runtimes.torch.serving.profiling import profile_serving, steady_allocator
 from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
 from qsync_opt.serving import (
     KINDS,
@@ -30,7 +31,6 @@ WORKLOAD = ServeWorkload(prompts=8, prompt_tokens=64, new_tokens=32)
 SCHEMES = ("W4", "W8", "W32")
 _SHARE = 0.45
 """Memory for weights of the larger device, as a share of the model in 32 bits; the smaller one has half."""
-_ROUNDS = 3
 Say = Callable[[str], None]
 
 
@@ -145,22 +145,22 @@ def measure_plan(
         StageError: A process failed.
     """
     workload, option = planned.workload, planned.problem.microbatches[plan.microbatch]
-    most = planned.devices[0].profile.model.vocabulary
-    prompts = [
-        [1 + (row * 31 + t * 7) % (most - 1) for t in range(workload.prompt_tokens)] for row in range(workload.prompts)
-    ]
-    prefill_s = decode_s = float("inf")
     with steady_allocator():
         pipeline = Pipeline(model, plan, threads=[threads[stage.device] for stage in plan.stages])
     with pipeline, MemoryWatch(pipeline.pids) as watch:
-        for _ in range(_ROUNDS):
-            run = pipeline.generate(prompts, workload.new_tokens, prefill=option.prefill, decode=option.decode)
-            prefill_s, decode_s = min(prefill_s, run.prefill_s), min(decode_s, run.decode_s)
+        speeds = measure_batches(
+            pipeline,
+            prompts=workload.prompts,
+            prompt_tokens=workload.prompt_tokens,
+            new_tokens=workload.new_tokens,
+            prefill=option.prefill,
+            decode=option.decode,
+        )
     memory = dict(zip((stage.device for stage in plan.stages), watch.peaks_kib.values(), strict=True))
     return ServingMeasurement(
         label=label,
-        prefill_tokens_per_s=workload.prompts * workload.prompt_tokens / prefill_s,
-        decode_tokens_per_s=workload.prompts * (workload.new_tokens - 1) / decode_s,
+        prefill_tokens_per_s=speeds["prefill_tokens_per_s"],
+        decode_tokens_per_s=speeds["decode_tokens_per_s"],
         memory_kib=memory,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Sequence
@@ -9,8 +10,6 @@ from pathlib import Path
 
 from qsync_opt.runtimes.torch.serving.pipeline import generate
 from qsync_opt.runtimes.torch.serving.workers import StageProcesses
-
-_SAMPLE_S = 0.5
 
 
 def measure_batches(
@@ -53,16 +52,23 @@ def measure_batches(
     }
 
 
-class MemorySamples:
-    """Anonymous memory of processes in all, sampled from ``/proc``; a context manager. Empty where there is none."""
+class MemoryWatch:
+    """Memory of their own that processes have, sampled from ``/proc``; a context manager.
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = tuple(pids)
+    Pages of files, which the system takes back at will, do not count. Where there is no ``/proc``, nothing is sampled.
+
+    Attributes:
+        peaks_kib: The most that each process had at a time.
+    """
+
+    def __init__(self, pids: Sequence[int], every_s: float = 0.01) -> None:
+        self.peaks_kib = dict.fromkeys(pids, 0)
+        self._every_s = every_s
+        self._totals_kib: list[int] = []
         self._ended = threading.Event()
-        self._samples: list[float] = []
-        self._thread = threading.Thread(target=self._watch, name="memory samples", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="memory watch", daemon=True)
 
-    def __enter__(self) -> MemorySamples:
+    def __enter__(self) -> MemoryWatch:
         self._thread.start()
         return self
 
@@ -71,25 +77,25 @@ class MemorySamples:
         self._thread.join()
 
     def summary(self) -> dict[str, float] | None:
-        """MiB after a tenth of the time, at the end, and at most."""
-        if not self._samples:
+        """MiB of all processes after a tenth of the time, at the end, and at most; None without samples."""
+        if not self._totals_kib:
             return None
-        return {
-            "begin": self._samples[len(self._samples) // 10],
-            "end": self._samples[-1],
-            "most": max(self._samples),
-        }
+        totals = [kib / 1024 for kib in self._totals_kib]
+        return {"begin": totals[len(totals) // 10], "end": totals[-1], "most": max(totals)}
 
     def _watch(self) -> None:
         while True:
-            try:
-                self._samples.append(sum(_anonymous_mib(pid) for pid in self._pids))
-            except (OSError, StopIteration):  # no such file system, or a process has ended
-                return
-            if self._ended.wait(_SAMPLE_S):
+            with contextlib.suppress(OSError):  # no such file system, or a process has ended
+                total_kib = 0
+                for pid, peak_kib in self.peaks_kib.items():
+                    own_kib = _anonymous_kib(pid)
+                    self.peaks_kib[pid] = max(peak_kib, own_kib)
+                    total_kib += own_kib
+                self._totals_kib.append(total_kib)
+            if self._ended.wait(self._every_s):
                 return
 
 
-def _anonymous_mib(pid: int) -> float:
+def _anonymous_kib(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:"))
+    return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)

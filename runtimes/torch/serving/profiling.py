@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
+from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch
 from qsync_opt.runtimes.torch.serving.pipeline import Pipeline, generate_here
 from qsync_opt.runtimes.torch.serving.stage import StageModel, group_names
 from qsync_opt.runtimes.torch.serving.weights import StateSource, open_model
@@ -33,7 +33,6 @@ _TINY_INNER = 32
 _DECODE_STEPS = 8
 _LONG_TOKENS = 256
 """Prompts from which on two lengths are measured."""
-_WATCH_S = 0.01
 _KEPT_BYTES = 4 << 20
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
@@ -266,41 +265,6 @@ def _measured(
         link_ns=_LINK_NS,
         link_ns_per_kib=_LINK_NS_PER_KIB,
     )
-
-
-def _status(key: str, pid: int | str = "self") -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1])
-    return 0
-
-
-class MemoryWatch:
-    """The most memory of its own that each of some processes has at a time, in KiB; a context manager.
-
-    Pages of files, which the system takes back at will, do not count. Where there is no ``/proc``, it is 0.
-    """
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self.peaks_kib = dict.fromkeys(pids, 0)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory watch", daemon=True)
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while True:
-            for pid in self.peaks_kib:
-                with contextlib.suppress(OSError):
-                    self.peaks_kib[pid] = max(self.peaks_kib[pid], _status("RssAnon", pid))
-            if self._ended.wait(_WATCH_S):
-                return
 
 
 @contextlib.contextmanager
