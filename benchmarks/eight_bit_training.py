@@ -294,10 +294,10 @@ def wave(subject: str, candidates: tuple[str, ...], rounds: int) -> Iterator[dic
         for number in range(rounds):
             for process in processes:
                 record = {"subject": subject, "candidate": process.candidate, "round": number}
-                found = {} if process.failure else process.measured()
+                figures = {} if process.failure else process.measured()
                 if process.failure and number:
                     continue
-                yield record | ({"failure": process.failure} if process.failure else found | ready[process.candidate])
+                yield record | ({"failure": process.failure} if process.failure else figures | ready[process.candidate])
     finally:
         for process in processes:
             process.end()

@@ -120,8 +120,12 @@ def _errors(record: CostRecord, networks: bool) -> list[dict[str, Any]]:
         rows.append({"split": str(split), "peer": "trees", **summary(actual, estimates)})
         for peer, values in predictions.items():
             errors = np.abs(np.array(values) - actual) / actual
-            found = {"median": float(np.median(errors)), "p90": float(np.quantile(errors, 0.9)), "samples": len(errors)}
-            rows.append({"split": str(split), "peer": peer, **found})
+            errors_of_peer = {
+                "median": float(np.median(errors)),
+                "p90": float(np.quantile(errors, 0.9)),
+                "samples": len(errors),
+            }
+            rows.append({"split": str(split), "peer": peer, **errors_of_peer})
     return rows
 
 
@@ -231,8 +235,8 @@ def _plan_rows(record: CostRecord) -> list[dict[str, Any]]:
         for name, build in MODELS.items():
             model, inputs = build(1)
             graph = capture(model, inputs)
-            held = {shapes[i] for i, key in enumerate(names) if key == name}
-            unseen = [i for i in range(len(record)) if shapes[i] not in held]
+            test_shapes = {shapes[i] for i, key in enumerate(names) if key == name}
+            unseen = [i for i in range(len(record)) if shapes[i] not in test_shapes]
             elsewhere = [i for i in unseen if record.samples[i].device != d]
             base = learned_profile(graph, vector, full)
             measured = _truth(graph, record, d, base)

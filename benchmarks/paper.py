@@ -136,17 +136,17 @@ def _row(model: str, cluster: str, how: str, problem: Problem, plan: Plan | None
     row: dict[str, Any] = {"model": model, "cluster": cluster, "plan": how}
     if plan is None:
         return {**row, "fits": False}
-    found: Evaluation = qsync_opt.evaluate(problem, plan)
+    evaluation: Evaluation = qsync_opt.evaluate(problem, plan)
     used: dict[str, int] = {}
     for precision in plan.devices["T4"].values():
         used[precision] = used.get(precision, 0) + 1
     return {
         **row,
-        "iteration_ms": found.iteration_ns / 1e6,
-        "samples_per_s": samples / (found.iteration_ns / 1e9),
-        "t4_mib": found.memory_kib["T4"] / 1024,
-        "fits": found.memory_kib["T4"] <= problem.device("T4").memory_limit_kib,
-        "sensitivity": found.objective,
+        "iteration_ms": evaluation.iteration_ns / 1e6,
+        "samples_per_s": samples / (evaluation.iteration_ns / 1e9),
+        "t4_mib": evaluation.memory_kib["T4"] / 1024,
+        "fits": evaluation.memory_kib["T4"] <= problem.device("T4").memory_limit_kib,
+        "sensitivity": evaluation.objective,
         "operators": ", ".join(f"{used[name]} {name}" for name in ("INT8", "FP16", "FP32") if name in used),
     }
 
@@ -249,9 +249,9 @@ def run(names: list[str], *, small: bool) -> dict[str, Any]:
         "alone": [],
     }
     for name in names:
-        found = simulate(name, small=small)
+        simulated = simulate(name, small=small)
         for part in ("plans", "batches", "alone"):
-            record[part] += found[part]
+            record[part] += simulated[part]
         print(name, "done", flush=True)
     return record
 

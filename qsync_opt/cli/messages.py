@@ -60,9 +60,9 @@ def partition(
     messages = _runtime()
     if list(output.glob("part-*.safetensors")):
         raise ProblemError(f"--output {str(output)!r} holds parts already; give an empty or a new folder")
-    made = messages.partition_graph(messages.load_graph(graph), parts)
-    _save_parts(messages, made, output)
-    rows = [_part_row(part) for part in made]
+    graph_parts = messages.partition_graph(messages.load_graph(graph), parts)
+    _save_parts(messages, graph_parts, output)
+    rows = [_part_row(part) for part in graph_parts]
     if json:
         print_json({"parts": rows})
     else:

@@ -120,8 +120,8 @@ def _stage(result: ServingPlan, stage: StagePrediction, number: int, measured: S
     memory = next(d.memory_kib for d in result.devices if d.name == stage.device)
     sentences = [f"{stage.groups[0]} to {stage.groups[-1]}: {_listed(stage.schemes.items())}."]
     if measured is not None and stage.device in measured.memory_kib:
-        seen = measured.memory_kib[stage.device]
-        sentences.append(f"Measured: {format_memory(seen)}, {_against(seen, stage.memory_kib)}.")
+        actual = measured.memory_kib[stage.device]
+        sentences.append(f"Measured: {format_memory(actual)}, {_against(actual, stage.memory_kib)}.")
     return card(
         f"{number + 1}. {stage.device}",
         [
@@ -138,7 +138,7 @@ def _phases(result: ServingPlan, prediction: Prediction, measured: ServingMeasur
     assert result.plan is not None
     option = result.problem.microbatches[result.plan.microbatch]
     rows = []
-    for name, parts, seconds, rate, seen in (
+    for name, parts, seconds, rate, actual in (
         ("Prefill", option.prefill, prediction.prefill_s, prediction.prefill_tokens_per_s,
          measured and measured.prefill_tokens_per_s),
         ("Decode", option.decode, prediction.decode_s, prediction.decode_tokens_per_s,
@@ -147,7 +147,7 @@ def _phases(result: ServingPlan, prediction: Prediction, measured: ServingMeasur
         expected = "-" if rate is None else f"{rate:.4g} tokens/s"
         row = [name, str(parts), format_time(round(seconds * 1e9)), expected]
         if measured is not None:
-            row.append("-" if not seen or rate is None else f"{seen:.4g} tokens/s, {_against(seen, rate)}")
+            row.append("-" if not actual or rate is None else f"{actual:.4g} tokens/s, {_against(actual, rate)}")
         rows.append(row)
     header = ["Phase", "Micro-batches", "Time", "Predicted", *(["Measured"] if measured is not None else [])]
     return table("Both phases of the batch", header, rows)
@@ -167,8 +167,8 @@ def _bits(result: ServingPlan) -> str:
     return table("Scheme and device of each layer", ["Layer", "Attention", "MLP"], rows)
 
 
-def _against(seen: float, predicted: float) -> str:
-    change = seen / predicted - 1
+def _against(actual: float, predicted: float) -> str:
+    change = actual / predicted - 1
     return f"{abs(change):.1%} {'more' if change > 0 else 'less'} than predicted"
 
 

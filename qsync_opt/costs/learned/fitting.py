@@ -243,9 +243,9 @@ def held_out_errors(
         for _, train, test in parts(record, split):
             if len(train) < len(test) // 4 or len(train) < 40:
                 continue
-            held = record.select(test)
-            estimates += predict_samples(fit(record.select(train), seed), held)
-            actual += [sample.ns for sample in held.samples]
+            test_record = record.select(test)
+            estimates += predict_samples(fit(record.select(train), seed), test_record)
+            actual += [sample.ns for sample in test_record.samples]
         if estimates:
             result[str(split)] = summary(actual, estimates)
     return result

@@ -94,5 +94,5 @@ def _until_loss(graph: OpGraph, head: str) -> set[str]:
 def _weight_shape(graph: OpGraph, head: str) -> tuple[int, int] | None:
     """(classes, features) of a layer whose weight is trained."""
     shapes = {parameter.name: parameter.spec.shape for parameter in graph.parameters}
-    found = [shapes[name] for name in graph[head].parameters if name in shapes and len(shapes[name]) == 2]
-    return (found[0][0], found[0][1]) if len(found) == 1 else None
+    matrices = [shapes[name] for name in graph[head].parameters if name in shapes and len(shapes[name]) == 2]
+    return (matrices[0][0], matrices[0][1]) if len(matrices) == 1 else None

@@ -171,8 +171,10 @@ def _devices(profiles: Sequence[Any]) -> list[ServingDevice]:
     for k, (name, profile) in enumerate(zip(("larger", "smaller"), profiles, strict=True)):
         whole = profile.model.layers * sum(profile.weights_kib[kind]["W32"] for kind in KINDS)
         work = profile.workspace.at(WORKLOAD.prompts, WORKLOAD.prompt_tokens)
-        held = profile.base_kib + max(round(work), profile.load_kib) + max(profile.first_kib, profile.last_kib)
-        result.append(ServingDevice(name=name, memory_kib=held + round(_SHARE * whole) // (k + 1), profile=profile))
+        fixed_kib = profile.base_kib + max(round(work), profile.load_kib) + max(profile.first_kib, profile.last_kib)
+        result.append(
+            ServingDevice(name=name, memory_kib=fixed_kib + round(_SHARE * whole) // (k + 1), profile=profile)
+        )
     return result
 
 
