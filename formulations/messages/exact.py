@@ -57,7 +57,7 @@ class ExactFormulation:
         if (relative_gap(objective, bound) or 0.0) > options.gap:
             result = search(problem, plan, bound, prices, started + (options.time_limit_s or math.inf))
             plan, objective, bound = result.plan, result.objective, result.bound
-        bound = min(bound, objective)
+        bound = min(max(bound, 0.0), objective)
         gap = relative_gap(objective, bound) or 0.0
         ended = TerminationStatus.OPTIMAL if gap <= PROOF_GAP else TerminationStatus.TIME_LIMIT
         if gap > PROOF_GAP and gap <= options.gap:
@@ -142,7 +142,10 @@ def _nothing() -> _States:
 
 
 def search(problem: Problem, plan: Plan, bound: float, prices: Prices, deadline: float) -> Searched:
-    """Improve ``plan`` to the optimum, or until the deadline (a time of `time.monotonic`)."""
+    """Improve ``plan`` to the optimum, or until the deadline (a time of `time.monotonic`).
+
+    ``bound`` is the value of ``prices`` (`dual_bound`): what a choice costs beyond it is its reduced cost.
+    """
     objective = evaluate(problem, plan).objective
     unfinished = Searched(plan, objective, bound)
     finite = math.isfinite(prices.exposed)

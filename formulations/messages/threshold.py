@@ -46,7 +46,7 @@ _CLOSE = 1e-5
 _SHIFTS = 64
 """Units of bits by which a round's time is shifted at most, either way."""
 _SHRINK = 1e-12
-"""Relative room under a limit for rounding."""
+"""Relative room for rounding: under a limit, and below a price."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class ThresholdFormulation:
             seconds = min(SEARCH_S, options.time_limit_s or math.inf)
             result = search(problem, plan, bound, prices, time.monotonic() + seconds)
             plan, bound, objective = result.plan, result.bound, result.objective
-        bound = min(bound, objective)
+        bound = min(max(bound, 0.0), objective)
         proved = (relative_gap(objective, bound) or 0.0) <= PROOF_GAP
         return Answer(
             termination=TerminationStatus.OPTIMAL if proved else TerminationStatus.FEASIBLE,
@@ -120,7 +120,7 @@ def infeasible(problem: Problem, tables: list[list[list[Frontier]]]) -> str | No
 
 
 def plan_by_thresholds(problem: Problem, tables: list[list[list[Frontier]]]) -> tuple[Plan, float, Prices]:
-    """A feasible plan, a lower bound of the objective, and the prices that prove it; for feasible problems."""
+    """A feasible plan, the value of the best prices (`dual_bound`), and these prices; for feasible problems."""
     pairs = [frontier for groups in tables for group in groups for frontier in group]
     grids = [_first_grid(frontier) for frontier in pairs]
     best: tuple[float, Plan] | None = None
@@ -238,7 +238,8 @@ def _first_grid(frontier: Frontier) -> Floats:
     if not gain.size or not beta.size:
         return np.array([math.inf])
     if beta.size * gain.size <= _ALL:
-        every = np.unique((beta[:, None] * gain[None, :]).ravel())[::-1]
+        # A price that equals a step's gain may round to either side of it; a hair below, the step is taken.
+        every = np.unique((beta[:, None] * gain[None, :]).ravel() * (1 - _SHRINK))[::-1]
         return np.concatenate([[math.inf], every[every > 0], [0.0]])
     positive = beta[np.searchsorted(beta, 0.0, side="right") :]
     if not positive.size:
@@ -394,7 +395,10 @@ def _slope(times: Floats, variance: Floats, index: int) -> float:
 
 
 def dual_bound(problem: Problem, pairs: list[Frontier], prices: Prices) -> float:
-    """The lower bound of the objective that prices prove, evaluated on every message."""
+    """The lower bound of the objective that prices prove, evaluated on every message; negative where they are bad.
+
+    Reduced costs at the prices are measured from this value, so that it is not raised to 0 here.
+    """
     mu = prices.exposed
     if not math.isfinite(mu):
         return 0.0
@@ -409,10 +413,10 @@ def dual_bound(problem: Problem, pairs: list[Frontier], prices: Prices) -> float
     rounding = 1e-14 * sum(map(abs, terms))
     value = math.fsum(terms) - rounding
     if problem.time_limit_ns is not None:
-        return max(0.0, value - mu * problem.time_limit_ns)
+        return value - mu * problem.time_limit_ns
     if problem.time_weight is not None:
-        return max(0.0, problem.variance_weight * value)
-    return max(0.0, (value - (problem.variance_limit or 0.0)) / mu) if mu > 0 else 0.0
+        return problem.variance_weight * value
+    return (value - (problem.variance_limit or 0.0)) / mu if mu > 0 else 0.0
 
 
 def _fill(problem: Problem, tables: list[list[list[Frontier]]], round_ns: list[list[float]]) -> Plan:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import qsync_opt
@@ -66,6 +66,8 @@ def close(first, second):
 
 @settings(max_examples=60, deadline=None)
 @given(problems(1))
+# A price equal to a step's gain hid that step from the table, and a bound below 0 was taken for 0 when pruning.
+@example(make_problem(3844, [[[1, 0], [1]]], (1, 2, 4, 8, 16, 32), "limit", 0.5, hidden=False))
 def test_every_method_agrees_with_exhaustive_search(problem):
     oracle = qsync_opt.solve(problem, "exhaustive")
     for method in ("threshold", "exact", "ilp"):
