@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         hash_of,
         read_chunk,
         read_manifest,
+        remove_older,
         restore,
         step_folder,
         steps_in,
@@ -53,6 +54,6 @@ __all__ = [
     "CHUNK_BYTES", "MANIFEST", "Box", "ChunkRead", "Copy", "Evaluation", "FileFact", "Interval", "Manifest", "Part",
     "Piece", "Plan", "Problem", "SavedPiece", "SavedTensor", "Shard", "Writer", "assign_boxes", "assign_reads", "begin",
     "best_interval", "boxes_of_interval", "check_cover", "copies_into", "evaluate", "file_facts", "files_in", "finish",
-    "flush", "hash_of", "read_chunk", "read_manifest", "read_problem", "replica_problem", "restore", "step_folder",
-    "steps_in", "verify", "verify_file", "verify_sizes", "write_manifest",
+    "flush", "hash_of", "read_chunk", "read_manifest", "read_problem", "remove_older", "replica_problem", "restore",
+    "step_folder", "steps_in", "verify", "verify_file", "verify_sizes", "write_manifest",
 ]  # fmt: skip

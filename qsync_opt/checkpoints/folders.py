@@ -204,13 +204,10 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def finish(
-    temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int, tensors: Mapping[str, SavedTensor]
-) -> None:
-    """Write the manifest of a folder from `begin`, rename it, and remove the oldest checkpoints.
+def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], tensors: Mapping[str, SavedTensor]) -> None:
+    """Write the manifest of a folder from `begin` and rename it: from then on it is a checkpoint.
 
-    ``facts`` are of every file in it, which must be on the disk; ``tensors`` says what they hold. ``keep`` checkpoints
-    stay, this one included: those of the highest steps.
+    ``facts`` are of every file in it, which must be on the disk; ``tensors`` says what they hold.
     """
     write_manifest(temporary, facts, tensors)
     folder = temporary.parent
@@ -222,18 +219,35 @@ def finish(
         os.replace(final, old)
     os.replace(temporary, final)
     flush(folder)
-    if old.exists():
-        shutil.rmtree(old)
-    if later := [other for other in steps_in(folder) if other > step]:
+
+
+def remove_older(folder: Path, step: int, keep: int) -> None:
+    """Remove what the checkpoint of a step replaces: all but the ``keep`` of the highest steps, and its own older self.
+
+    Freeing gigabytes takes the file system a while, and the checkpoint is complete without it. A folder that cannot be
+    removed is only warned of: that is no failure of the checkpoint. One that is removed in part is no checkpoint any
+    more, since it was renamed before.
+    """
+    later = [other for other in steps_in(folder) if other > step]
+    if later:
         _LOGGER.warning(
             "%r has checkpoints of later steps than %d, up to %d: load() takes these; remove them if the job went back",
             str(folder),
             step,
             later[-1],
         )
-    for other in steps_in(folder)[:-keep]:
-        if other != step:
-            shutil.rmtree(step_folder(folder, other))
+    own = step_folder(folder, step)
+    replaced = [path for path in [folder / f".{own.name}.old"] if path.exists()]
+    try:
+        for other in steps_in(folder)[:-keep]:
+            if other != step:
+                path = step_folder(folder, other)
+                replaced.append(folder / f".{path.name}.tmp")
+                os.replace(path, replaced[-1])
+        for path in replaced:
+            shutil.rmtree(path)
+    except OSError as failure:
+        _LOGGER.warning("an older checkpoint in %r was not removed: %s", str(folder), failure)
 
 
 def flush(path: Path) -> None:

@@ -30,6 +30,7 @@ from qsync_opt.checkpoints import (
     file_facts,
     finish,
     flush,
+    remove_older,
     restore,
     step_folder,
     steps_in,
@@ -287,9 +288,11 @@ class Checkpoints:
 
         def publish() -> None:
             if rank == 0:
-                finish(job.temporary, job.step, facts, self._keep, job.layout.tensors)
+                finish(job.temporary, job.step, facts, job.layout.tensors)
 
         together(_attempting(job.step, publish), group)
+        if rank == 0:
+            remove_older(self._folder, job.step, self._keep)
 
     def load(self, step: int | None = None, *, plan: str = "checkpoint", model_only: bool = False) -> Resumed | None:
         """Resume from a checkpoint, if there is one.

@@ -126,7 +126,7 @@ def test_killed_between_taking_the_old_one_away_and_putting_the_new_one_in_its_p
     with monkeypatch.context() as patch:
         patch.setattr("qsync_opt.checkpoints.folders.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            finish(begin(folder, 1), 1, {}, 1, {})
+            finish(begin(folder, 1), 1, {}, {})
     assert not path.exists()
     assert Job(folder).checkpoints.load().step == 1
     os.rename(path, folder / ".step-00000001.old")

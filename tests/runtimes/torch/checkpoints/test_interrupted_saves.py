@@ -153,3 +153,31 @@ def test_a_missing_shard_of_the_first_format_is_named(tmp_path):
     os.remove(tmp_path / "run" / "step-00000003" / name)
     with pytest.raises(ProblemError, match=f"lacks '{name}'"):
         Checkpoints(tmp_path / "run", nn.Linear(2, 2)).load()
+
+
+@pytest.mark.parametrize("refused", ["replace", "rmtree"])
+def test_an_older_checkpoint_that_cannot_be_removed_is_no_failure_of_the_new_one(
+    tmp_path, monkeypatch, caplog, refused
+):
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path, model, keep=1)
+    checkpoints.save(1)
+    original = {"replace": os.replace, "rmtree": shutil.rmtree}[refused]
+
+    def refuse(path, *rest):
+        if Path(path).name in ("step-00000001", ".step-00000001.tmp"):
+            if refused == "rmtree":
+                os.unlink(Path(path) / "state.json")  # it had begun
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"qsync_opt.checkpoints.folders.{'os' if refused == 'replace' else 'shutil'}.{refused}", refuse)
+        checkpoints.save(2)
+    assert "an older checkpoint" in caplog.text and "Permission denied" in caplog.text
+    # What was removed in part is listed no more; what was not is still whole.
+    assert checkpoints.steps == ([1, 2] if refused == "replace" else [2])
+    for step in checkpoints.steps:
+        assert Checkpoints(tmp_path, model).load(step).step == step
+    checkpoints.save(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003"]
