@@ -38,15 +38,24 @@ if TYPE_CHECKING:
     )
     from qsync_opt.gradients.plan import PLAN_FORMAT, Plan
     from qsync_opt.gradients.problem import PROBLEM_FORMAT, Bucket, Choice, Objective, Problem
+    from qsync_opt.gradients.recorded import (
+        RECORDED_FORMAT,
+        RecordedReductions,
+        Reduction,
+        load_recorded_reductions,
+        reductions_timeline,
+    )
+    from qsync_opt.gradients.stepping import ReductionModel, fit_reductions, plan_reductions
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "BLOCK", "GRADIENT_COSTS_FORMAT", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "VARIANCE_SLACK",
-    "Bucket", "BucketExplanation", "BucketStatistics", "Choice", "Code", "Evaluation", "GradientCosts",
-    "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments", "Objective", "OtherScheme",
-    "Plan", "Problem", "Scheme", "SchemeTimes", "Transport", "build_joint_problem", "build_problem",
-    "communication_problem", "evaluate", "evaluate_choices", "evaluate_joint", "explain_buckets",
-    "load_gradient_costs", "load_scheme_times", "scheme", "schemes", "training_part", "under_schemes",
-    "uniform_plan",
+    "BLOCK", "GRADIENT_COSTS_FORMAT", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "RECORDED_FORMAT",
+    "VARIANCE_SLACK", "Bucket", "BucketExplanation", "BucketStatistics", "Choice", "Code", "Evaluation",
+    "GradientCosts", "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments", "Objective",
+    "OtherScheme", "Plan", "Problem", "RecordedReductions", "Reduction", "ReductionModel", "Scheme", "SchemeTimes",
+    "Transport", "build_joint_problem", "build_problem", "communication_problem", "evaluate", "evaluate_choices",
+    "evaluate_joint", "explain_buckets", "fit_reductions", "load_gradient_costs", "load_recorded_reductions",
+    "load_scheme_times", "plan_reductions", "reductions_timeline", "scheme", "schemes", "training_part",
+    "under_schemes", "uniform_plan",
 ]  # fmt: skip

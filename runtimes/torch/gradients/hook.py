@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError, UnsupportedError
-from qsync_opt.gradients import BucketStatistics, GradientScheme, Plan, scheme
+from qsync_opt.gradients import BucketStatistics, GradientScheme, Plan, RecordedReductions, Reduction, scheme
 from qsync_opt.kernels.gradients import Codec
 from qsync_opt.runtimes.torch.ddp import naming_lost_ranks, require_agreement, together
 from qsync_opt.runtimes.torch.gradients.statistics import averaged, bucket_statistics
@@ -42,6 +43,8 @@ class GradientCompression:
         self._seen: list[int] = []
         self._samples: list[list[BucketStatistics]] = []
         self._sampling = 0
+        self._records: list[list[tuple[str, int, int, int]]] = []
+        self._recording = False
         self._schemes: tuple[GradientScheme, ...] | GradientScheme = scheme("FP32")
         self._plan: Plan | None = None
         self._codec = Codec(backend)
@@ -128,6 +131,39 @@ class GradientCompression:
             raise NotReadyError("no gradients were sampled: run at least two steps inside the block of sampling()")
         return tuple(averaged(samples) for samples in self._samples)
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note when each bucket is ready, begins and ends in all steps of the block; `recorded` returns it."""
+        self._records, self._recording = [], True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    def recorded(self) -> RecordedReductions:
+        """What `recording` noted on this rank; its first step only says when the second one begins.
+
+        Raises:
+            NotReadyError: Fewer than two steps were recorded after DDP had settled its buckets, or there is one worker.
+        """
+        steps = [step for step in self._records if self.elements is not None and len(step) == len(self.elements)]
+        if len(steps) < 2 or self.elements is None:
+            raise NotReadyError(
+                f"{len(steps)} steps were recorded, but two are needed: run at least three inside the block of "
+                "recording(), with at least two workers"
+            )
+        return RecordedReductions(
+            workers=self.workers,
+            elements=self.elements,
+            steps=tuple(
+                tuple(
+                    Reduction(scheme=name, ready_ns=ready - before, start_ns=start - before, end_ns=end - before)
+                    for name, ready, start, end in step
+                )
+                for step, before in zip(steps[1:], (step[-1][-1] for step in steps), strict=False)
+            ),
+        )
+
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce one bucket; ``DistributedDataParallel`` calls it."""
         gradient, index = bucket.buffer(), bucket.index()
@@ -135,6 +171,8 @@ class GradientCompression:
         settled = self.elements is not None
         chosen = self._scheme_of(index, gradient) if settled and not self._sampling else scheme("FP32")
         step, sample = self.step, bool(settled and self._sampling)
+        record = self._record(gradient, index) if settled and self._recording else None
+        ready_ns = time.perf_counter_ns()
         self._count(index, gradient.numel(), bucket.is_last())
         if self.workers == 1 and not sample:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -142,6 +180,7 @@ class GradientCompression:
             return done
 
         def reduce() -> None:
+            start_ns = time.perf_counter_ns()
             before = gradient.clone() if sample else gradient
             with naming_lost_ranks():
                 self._reducer.reduce(gradient, chosen, step, index)
@@ -149,10 +188,23 @@ class GradientCompression:
                     measured = bucket_statistics(before, gradient, group=self._reducer.group)
                     self._samples += [[] for _ in range(index + 1 - len(self._samples))]
                     self._samples[index].append(measured)
+            if record is not None:
+                record.append((chosen.name, ready_ns, start_ns, time.perf_counter_ns()))
 
         if self._executor is not None:
             return self._in_thread(gradient, reduce)
         return self._on_stream(gradient, reduce)
+
+    def _record(self, gradient: Tensor, index: int) -> list[tuple[str, int, int, int]]:
+        """The record of the step that is under way."""
+        if gradient.device.type != "cpu":
+            raise UnsupportedError(
+                f"gradients are on {gradient.device}, but recording() reads the host's clock; trace their kernels with "
+                "torch.profiler"
+            )
+        if index == 0:
+            self._records.append([])
+        return self._records[-1] if self._records else []
 
     def _scheme_of(self, index: int, gradient: Tensor) -> GradientScheme:
         if not isinstance(self._schemes, tuple):

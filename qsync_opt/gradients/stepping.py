@@ -1,0 +1,307 @@
+"""The time of a training step under any plan of schemes, predicted from steps that were recorded under some.
+
+Gradients are computed on one stream, buckets are reduced in order on another. While a reduction runs, its codec and its
+sums take processor (or multiprocessor) time from the computation beside it, which is slower by a share that depends on
+the scheme:
+
+    ready_k = the computation up to bucket k, at speed 1, or 1 - slowdown of the scheme that is reduced meanwhile
+    start_k = max(ready_k, end_(k-1)),    end_k = start_k + time of bucket k under its scheme
+
+A step lasts from the end of the last reduction of the step before to the end of its own, so that the iteration is the
+last end.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.gradients.build import uniform_plan
+from qsync_opt.gradients.compression import BucketStatistics, scheme
+from qsync_opt.gradients.evaluation import VARIANCE_SLACK
+from qsync_opt.gradients.plan import Plan
+from qsync_opt.gradients.problem import Bucket, Choice, Objective, Problem
+from qsync_opt.gradients.recorded import RecordedReductions, Reduction
+from qsync_opt.systems import solve
+
+_ROUNDS = 5
+"""Of planning, and predicting anew when buckets are ready under the plan."""
+_MARGIN = 0.01
+"""Share by which a mixture is to be faster than the fastest single scheme, where that is possible."""
+_RIDGE = 1e-3
+_MOST_SLOWDOWN = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionModel:
+    """What steps are predicted from: see `fit_reductions`.
+
+    Attributes:
+        workers: That reduce.
+        elements: Of each bucket.
+        segments_ns: Computation up to each bucket, from the bucket before it (the first: from the end of the step
+            before), with nothing beside it.
+        times_ns: Of each bucket's reduction, by scheme.
+        slowdowns: Share by which computation beside a reduction is slower, by scheme.
+    """
+
+    workers: int
+    elements: tuple[int, ...]
+    segments_ns: tuple[int, ...]
+    times_ns: Mapping[str, tuple[int, ...]]
+    slowdowns: Mapping[str, float]
+
+    def single(self, name: str) -> Plan:
+        """The plan that gives every bucket one scheme."""
+        return uniform_plan(name, self.elements, self.workers)
+
+    def predict(self, plan: Plan) -> tuple[Reduction, ...]:
+        """When each bucket is ready, begins and ends under a plan; the iteration takes until the last end.
+
+        Raises:
+            ProblemError: The plan is for another number of workers or buckets, or names a scheme that was not recorded.
+        """
+        names = list(plan.schemes.values())
+        if len(names) != len(self.elements) or plan.workers not in (None, self.workers):
+            raise ProblemError(
+                f"the plan has {len(names)} buckets of {plan.workers or 'some'} workers, but steps were recorded with "
+                f"{len(self.elements)} buckets and {self.workers} workers; record steps of this job"
+            )
+        result: list[Reduction] = []
+        ready = free = 0
+        for k, (name, segment_ns) in enumerate(zip(names, self.segments_ns, strict=True)):
+            if name not in self.times_ns:
+                raise ProblemError(f"scheme {name!r} was not recorded; recorded are {', '.join(self.times_ns)}")
+            ready = self._advanced(ready, segment_ns, result)
+            start = max(ready, free)
+            free = start + self.times_ns[name][k]
+            result.append(Reduction(scheme=name, ready_ns=ready, start_ns=start, end_ns=free))
+        return tuple(result)
+
+    def _advanced(self, now_ns: int, work_ns: int, under_way: Sequence[Reduction]) -> int:
+        """When ``work_ns`` of computation is done that begins at ``now_ns``, beside these reductions."""
+        now, work = float(now_ns), float(work_ns)
+        for each in under_way:
+            if each.end_ns <= now:
+                continue
+            alone = max(0.0, each.start_ns - now)
+            if work <= alone:
+                break
+            now, work = now + alone, work - alone
+            speed = 1.0 - self.slowdowns[each.scheme]
+            beside = each.end_ns - now
+            if speed * beside >= work:
+                return round(now + work / speed)
+            now, work = now + beside, work - speed * beside
+        return round(now + work)
+
+    def problem(
+        self,
+        statistics: Sequence[BucketStatistics],
+        under: Plan,
+        *,
+        latency_limit_ns: int | None = None,
+        noise_share: float | None = None,
+        schemes: Iterable[str] | None = None,
+    ) -> Problem:
+        """The compression problem of a step whose buckets are ready when they are under a plan.
+
+        Its evaluation of ``under`` is the prediction; of other plans it is close, because their reductions slow the
+        computation down by another share. With ``latency_limit_ns`` the variance is minimised, else the time, within
+        ``noise_share`` of the gradients' own noise if that is given.
+
+        Raises:
+            ProblemError: As of `predict`, or the statistics are of other buckets.
+        """
+        sizes = [each.elements for each in statistics]
+        if sizes != list(self.elements):
+            raise ProblemError(
+                f"statistics are of buckets of {sizes} elements, but steps were recorded with {list(self.elements)}; "
+                "take both from one job"
+            )
+        chosen = [scheme(name) for name in (self.times_ns if schemes is None else schemes)]
+        predicted = self.predict(under)
+        buckets = tuple(
+            Bucket(
+                name=f"b{k}",
+                ready_ns=when.ready_ns,
+                choices={
+                    each.name: Choice(
+                        time_ns=self.times_ns[each.name][k], variance=each.mean_variance(bucket, self.workers)
+                    )
+                    for each in chosen
+                },
+            )
+            for k, (bucket, when) in enumerate(zip(statistics, predicted, strict=True))
+        )
+        noise = math.fsum(bucket.noise for bucket in statistics)
+        return Problem(
+            name="recorded steps",
+            compute_end_ns=predicted[-1].ready_ns,
+            tail_ns=0,
+            latency_limit_ns=latency_limit_ns,
+            variance_limit=None if noise_share is None else noise_share * noise,
+            objective=Objective.LATENCY if latency_limit_ns is None else Objective.VARIANCE,
+            buckets=buckets,
+            extras={("x-workers",): self.workers, ("x-elements",): sizes},
+        )
+
+
+def fit_reductions(records: Iterable[RecordedReductions]) -> ReductionModel:
+    """The model of a job's steps, from some steps under each scheme (each record of one plan).
+
+    Segments and slowdowns are those of the least squares ``gap_k = segment_k + sum of slowdown * time beside``, over
+    the gaps between buckets in all records. A bucket's time under a scheme is the median of those recorded.
+
+    Raises:
+        ProblemError: There is no record, they are of unlike jobs, or a scheme was not recorded for a bucket.
+
+    Source: ours.
+    """
+    records = list(records)
+    jobs = {(record.workers, record.elements) for record in records}
+    if len(jobs) != 1:
+        raise ProblemError(
+            f"records are of {len(jobs)} jobs (numbers of workers and sizes of buckets), but one model needs records "
+            "of one"
+        )
+    workers, elements = jobs.pop()
+    count = len(elements)
+    recorded = [record.usual() for record in records]
+    names = list(dict.fromkeys(each.scheme for step in recorded for each in step))
+    times_ns = {}
+    for name in names:
+        own = [[step[k].time_ns for step in recorded if step[k].scheme == name] for k in range(count)]
+        if not all(own):
+            missing = next(k for k in range(count) if not own[k])
+            raise ProblemError(f"scheme {name!r} was not recorded for bucket b{missing}; record a step that has it there")
+        times_ns[name] = tuple(round(statistics.median(each)) for each in own)
+    gaps, beside = zip(*(_gaps(step, names) for step in recorded), strict=True)
+    segments, slowdowns = _fitted(np.array(gaps), np.array(beside))
+    return ReductionModel(
+        workers=workers,
+        elements=elements,
+        segments_ns=tuple(round(float(segment)) for segment in segments),
+        times_ns=times_ns,
+        slowdowns={name: float(share) for name, share in zip(names, slowdowns, strict=True)},
+    )
+
+
+def _gaps(step: Sequence[Reduction], names: Sequence[str]) -> tuple[list[float], list[list[float]]]:
+    """Time from bucket to bucket, and how much of it reductions under each scheme ran beside."""
+    gaps, beside, before = [], [], 0
+    for k, each in enumerate(step):
+        own = dict.fromkeys(names, 0.0)
+        for other in step[:k]:
+            own[other.scheme] += max(0, min(other.end_ns, each.ready_ns) - max(other.start_ns, before))
+        gaps.append(float(each.ready_ns - before))
+        beside.append(list(own.values()))
+        before = each.ready_ns
+    return gaps, beside
+
+
+def _fitted(gaps_RK: np.ndarray, beside_RKC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Segments, and the shares by which computation is slower."""
+    records, buckets = gaps_RK.shape
+    kinds = beside_RKC.shape[2]
+    matrix = np.concatenate([np.tile(np.eye(buckets), (records, 1)), beside_RKC.reshape(-1, kinds)], axis=1)
+    # Where every gap is filled by reductions, segments and shares are not told apart: the least shares then.
+    scale = math.sqrt(_RIDGE) * float(np.linalg.norm(beside_RKC.reshape(-1, kinds), axis=0).max(initial=0.0))
+    ridge = np.concatenate([np.zeros((kinds, buckets)), scale * np.eye(kinds)], axis=1)
+    solution = np.linalg.lstsq(
+        np.concatenate([matrix, ridge]), np.concatenate([gaps_RK.reshape(-1), np.zeros(kinds)]), rcond=None
+    )[0]
+    shares = np.clip(solution[buckets:], 0.0, _MOST_SLOWDOWN)
+    return np.maximum(gaps_RK - beside_RKC @ shares, 0.0).mean(axis=0), shares
+
+
+def plan_reductions(
+    model: ReductionModel,
+    statistics: Sequence[BucketStatistics],
+    *,
+    noise_share: float | None = None,
+    schemes: Iterable[str] | None = None,
+) -> Plan:
+    """The plan of least variance among those that are predicted to be as fast as the fastest single scheme.
+
+    Where a mixture is faster than any single scheme, the plan is faster too, by up to 1 %. Plans are made for the times
+    at which buckets are ready, predicted anew under each, and only the prediction decides.
+
+    Args:
+        model: Of the job's steps.
+        statistics: Of each bucket.
+        noise_share: Most variance, as a share of the noise that batches give the gradient; None: no limit.
+        schemes: Those to choose from; all that were recorded by default.
+
+    Raises:
+        ProblemError: A scheme was not recorded, the statistics are of other buckets, or every plan has more variance
+            than is allowed.
+
+    Source: ours.
+    """
+    names = list(model.times_ns if schemes is None else schemes)
+    choices = [bucket.choices for bucket in model.problem(statistics, model.single(names[0]), schemes=names).buckets]
+    allowed = math.inf if noise_share is None else noise_share * math.fsum(bucket.noise for bucket in statistics)
+    kept: dict[tuple[str, ...], _Weighed] = {}
+
+    def weigh(plan: Plan) -> _Weighed | None:
+        """What a plan is predicted to cost, if it has no more variance than is allowed."""
+        variance = math.fsum(own[name].variance for own, name in zip(choices, plan.schemes.values(), strict=True))
+        if variance > allowed * (1 + VARIANCE_SLACK):
+            return None
+        row = _Weighed(plan=plan, iteration_ns=model.predict(plan)[-1].end_ns, variance=variance)
+        return kept.setdefault(tuple(plan.schemes.values()), row)
+
+    def improve(plan: Plan, latency_limit_ns: int | None) -> None:
+        """Weigh the optimum for the times at which buckets are ready under a plan, and so on under that."""
+        for _ in range(_ROUNDS):
+            problem = model.problem(
+                statistics, plan, latency_limit_ns=latency_limit_ns, noise_share=noise_share, schemes=names
+            )
+            solution = solve(problem)
+            if solution.plan is None or solution.plan == plan:
+                return
+            plan = solution.plan
+            weigh(plan)
+
+    single = [model.single(name) for name in names]
+    for plan in single:
+        weigh(plan)
+    fastest_single_ns = min((row.iteration_ns for row in kept.values()), default=None)
+    improve(min(kept.values(), key=lambda row: row.iteration_ns).plan if kept else single[0], None)
+    if not kept:
+        raise ProblemError(
+            f"every plan of {', '.join(names)} has more variance than noise_share={noise_share} allows; allow more, or "
+            "record FP32 too"
+        )
+    fastest = min(kept.values(), key=lambda row: row.iteration_ns)
+    limit_ns = fastest.iteration_ns
+    if fastest_single_ns is not None:
+        limit_ns = max(limit_ns, math.floor((1 - _MARGIN) * fastest_single_ns))
+    improve(fastest.plan, limit_ns)
+    best = min((row for row in kept.values() if row.iteration_ns <= limit_ns), key=lambda row: row.variance)
+    while True:  # one bucket at a time, by what is predicted
+        changed = [
+            row
+            for bucket, own in best.plan.schemes.items()
+            for name in names
+            if name != own and (row := weigh(replace(best.plan, schemes={**best.plan.schemes, bucket: name})))
+        ]
+        better = [row for row in changed if row.iteration_ns <= limit_ns and row.variance < best.variance]
+        if not better:
+            return best.plan
+        best = min(better, key=lambda row: row.variance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weighed:
+    plan: Plan
+    iteration_ns: int
+    variance: float
