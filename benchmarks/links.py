@@ -1,4 +1,4 @@
-"""Two sides of a link of limited speed: network namespaces that are removed afterwards."""
+"""Ranks on links of limited speed: network namespaces that are removed afterwards."""
 
 from __future__ import annotations
 
@@ -19,19 +19,32 @@ ADDRESS = "10.78.0.1"
 
 
 @contextlib.contextmanager
-def namespaces(gigabits: float) -> Iterator[list[tuple[list[str], str]]]:
-    """How to start a process on either side of a link, with the name of its interface; needs root and ``tc``."""
-    names = [f"qsyncl{os.getpid()}{side}" for side in "ab"]
-    ends = [f"qg{os.getpid() % 100000}{side}" for side in "ab"]
+def namespaces(gigabits: float, count: int = 2) -> Iterator[list[tuple[list[str], str]]]:
+    """How to start a process at each of ``count`` ends, with the name of its interface; needs root and ``tc``.
+
+    Two ends are joined directly, more by a bridge in a namespace of its own. Each sends at the link's speed.
+    """
+    names = [f"qsyncl{os.getpid()}{k}" for k in range(count)]
+    ends = [f"qg{os.getpid() % 100000}{k}" for k in range(count)]
+    bridge = f"qsyncl{os.getpid()}b"
 
     def run(*command: str) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
 
     try:
-        for name in names:
+        for name in [*names, bridge]:
             run("ip", "netns", "add", name)
-        peer = ("type", "veth", "peer", "name", ends[1], "netns", names[1])
-        run("ip", "link", "add", ends[0], "netns", names[0], *peer)
+        if count == 2:
+            peer = ("type", "veth", "peer", "name", ends[1], "netns", names[1])
+            run("ip", "link", "add", ends[0], "netns", names[0], *peer)
+        else:
+            inside = ("ip", "netns", "exec", bridge)
+            run(*inside, "ip", "link", "add", "bridge", "type", "bridge")
+            run(*inside, "ip", "link", "set", "bridge", "up")
+            for name, end in zip(names, ends, strict=True):
+                peer = ("type", "veth", "peer", "name", end, "netns", bridge)
+                run("ip", "link", "add", end, "netns", name, *peer)
+                run(*inside, "ip", "link", "set", end, "master", "bridge", "up")
         for k, (name, end) in enumerate(zip(names, ends, strict=True)):
             inside = ("ip", "netns", "exec", name)
             run(*inside, "ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", end)
@@ -43,14 +56,21 @@ def namespaces(gigabits: float) -> Iterator[list[tuple[list[str], str]]]:
             run(*inside, "tc", "qdisc", "add", "dev", end, "root", "tbf", *rate)
         yield [(["ip", "netns", "exec", name], end) for name, end in zip(names, ends, strict=True)]
     finally:
-        for name in names:
+        for name in [*names, bridge]:
             subprocess.run(("ip", "netns", "delete", name), capture_output=True, check=False)
 
 
 def records_of_ranks(
-    script: str, link: str, arguments: Sequence[str], *, port: int, gigabits: float | None, timeout_s: float
+    script: str,
+    link: str,
+    arguments: Sequence[str],
+    *,
+    port: int,
+    gigabits: float | None,
+    timeout_s: float,
+    ranks: int = 2,
 ) -> list[dict[str, Any]]:
-    """What the first of two ranks of a benchmark writes; both run ``SCRIPT --worker RANK ADDRESS OUTPUT LINK ...``.
+    """What the first rank of a benchmark writes; all run ``SCRIPT --worker RANK ADDRESS OUTPUT LINK ...``.
 
     Args:
         script: The benchmark's file.
@@ -59,12 +79,13 @@ def records_of_ranks(
         port: Between namespaces.
         gigabits: Speed of the link; None: the loopback of this machine.
         timeout_s: For each rank.
+        ranks: How many.
     """
     with contextlib.ExitStack() as stack:
-        sides: list[tuple[list[str], str]] = [([], "lo"), ([], "lo")]
+        sides: list[tuple[list[str], str]] = [([], "lo")] * ranks
         address = f"127.0.0.1:{free_port()}"
         if gigabits is not None:
-            sides, address = stack.enter_context(namespaces(gigabits)), f"{ADDRESS}:{port}"
+            sides, address = stack.enter_context(namespaces(gigabits, ranks)), f"{ADDRESS}:{port}"
         output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "records.json"
         processes = []
         for rank, (prefix, interface) in enumerate(sides):

@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from qsync_opt.cli.console import EXIT_OK, Json, Verbose, option, print_json, print_table
+from qsync_opt.cli.console import (
+    EXIT_OK,
+    Json,
+    PlanFile,
+    ProblemFile,
+    Verbose,
+    check_outputs,
+    option,
+    print_json,
+    print_table,
+)
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -47,6 +57,38 @@ def schemes(
             for row in rows
         ],
     )
+    return EXIT_OK
+
+
+@app.command()
+def audit(
+    recorded: Annotated[str, typer.Argument(metavar="RECORDED", help="recorded reductions of a run under the plan")],
+    problem: ProblemFile,
+    plan: PlanFile,
+    trace: Annotated[str | None, option("FILE", "also write both as one trace for Perfetto")] = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> int:
+    """Compare recorded reductions with predicted ones, bucket by bucket."""
+    from qsync_opt.cli.joint import print_measured
+    from qsync_opt.errors import ProblemError
+    from qsync_opt.gradients import Plan, Problem, load_recorded_reductions, predicted_reductions, reductions_timeline
+    from qsync_opt.io import encode
+    from qsync_opt.systems import load_plan, load_problem
+    from qsync_opt.training import write_trace
+
+    check_outputs([trace], [recorded, problem, plan])
+    loaded, chosen = load_problem(problem), load_plan(plan)
+    if not isinstance(loaded, Problem) or not isinstance(chosen, Plan):
+        raise ProblemError(f"{problem} and {plan} must be a compression problem and its plan")
+    predicted = predicted_reductions(loaded, chosen)
+    measured = load_recorded_reductions(recorded).under([each.scheme for each in predicted], loaded.tail_ns)
+    if trace is not None:
+        write_trace(trace, reductions_timeline(loaded.name, {"predicted": predicted, "measured": measured}))
+    if json:
+        print_json({"predicted": [encode(each) for each in predicted], "measured": [encode(each) for each in measured]})
+    else:
+        print_measured(predicted, measured)
     return EXIT_OK
 
 

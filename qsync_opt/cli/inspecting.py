@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from qsync_opt.steps import AuditedWorker
     from qsync_opt.training import Alternative, Evaluation, Explanation, Overview, PlanDifference, Problem
 
+Recorded = Annotated[str | None, option("FILE", "recorded reductions, to show beside those predicted of the buckets")]
+
 _LOGGER = logging.getLogger(__name__)
 _KB = 1000
 _LEAST_SHARE = 0.005
@@ -86,14 +88,15 @@ def explain(
         ),
     ] = None,
     device: Annotated[str | None, option("NAME", "only this device type; all by default")] = None,
+    recorded: Recorded = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
     """Say why an operator has its precision, and what raising or lowering it would cost; likewise buckets' schemes."""
-    from qsync_opt.cli.joint import load_with_schemes, print_buckets
+    from qsync_opt.cli.joint import load_with_schemes, print_buckets, print_measured
     from qsync_opt.training import Explainer, overview
 
-    loaded, chosen, buckets = load_with_schemes(problem, plan)
+    loaded, chosen, buckets, measured = load_with_schemes(problem, plan, recorded)
     explainer = Explainer(loaded, chosen)
     names = [each.name for each in loaded.devices] if device is None else [loaded.device(device).name]
     name = None if operator is None else _operator(loaded, operator)
@@ -102,12 +105,16 @@ def explain(
     ]
     if json:
         schemes = {"buckets": [encode(each) for each in buckets]} if buckets else {}
+        if measured:
+            schemes["measured"] = [encode(each) for each in measured]
         print_json({"operator": name, "devices": {each.device: each.to_json() for each in results}, **schemes})
         return EXIT_OK
     for each in results:
         (_print_overview if name is None else _print_explanation)(each)
     if buckets and name is None:
         print_buckets(buckets)
+        if measured:
+            print_measured(buckets, measured)
     if name is None:
         print("all of one operator: qsync-opt explain PROBLEM PLAN OPERATOR")
     print_estimates(loaded.extras)
@@ -281,6 +288,7 @@ def report(
     measured: Annotated[
         str | None, option("FILE", "measurements of the plan, to show beside what is predicted")
     ] = None,
+    recorded: Recorded = None,
     cache: Cache = None,
     no_cache: NoCache = False,
     json: Json = False,
@@ -292,16 +300,16 @@ def report(
     from qsync_opt.io import reporting
     from qsync_opt.report import check_front, load_measured, make_report, write_report
 
-    check_outputs([output], [problem, plan, measured])
+    check_outputs([output], [problem, plan, measured, recorded])
     check_front(front)
-    loaded, loaded_plan, _ = load_with_schemes(problem, plan)
+    loaded, loaded_plan, _, reductions = load_with_schemes(problem, plan, recorded)
     measurements = None if measured is None else load_measured(measured)
     started = time.monotonic()
     _LOGGER.info("explaining %s operators, front %s", len(loaded.operators), front)
     with reporting(False if quiet else None, "report") as progress:
         contents = make_report(
             loaded, loaded_plan, front=front, measured=measurements, cache=front_cache(cache, no_cache),
-            progress=progress,
+            progress=progress, reductions=reductions,
         )  # fmt: skip
     today = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     size = write_report(contents, output, note=f"From {problem} and {plan}, {today}.")

@@ -9,7 +9,9 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.io import format_time
 
 if TYPE_CHECKING:
-    from qsync_opt.gradients import BucketExplanation, JointPlan, JointProblem
+    from collections.abc import Sequence
+
+    from qsync_opt.gradients import BucketExplanation, JointPlan, JointProblem, Reduction
     from qsync_opt.training import Plan, Problem
 
 
@@ -32,8 +34,10 @@ def _is_training(loaded: Any) -> bool:
     return isinstance(loaded, Problem)
 
 
-def load_with_schemes(problem: str, plan: str) -> tuple[Problem, Plan, tuple[BucketExplanation, ...]]:
-    """A problem and plan of precisions, and the explanation of each bucket if its scheme is planned too.
+def load_with_schemes(
+    problem: str, plan: str, recorded: str | None = None
+) -> tuple[Problem, Plan, tuple[BucketExplanation, ...], tuple[Reduction, ...]]:
+    """A problem and plan of precisions; where schemes are planned too, each bucket explained, and as ``recorded``.
 
     Raises:
         ProblemError: A file is no such problem or plan, or they do not belong together.
@@ -42,16 +46,41 @@ def load_with_schemes(problem: str, plan: str) -> tuple[Problem, Plan, tuple[Buc
     if _is_training(loaded):
         from qsync_opt.training import load_plan
 
-        return loaded, load_plan(plan), ()
+        if recorded is not None:
+            raise ProblemError(f"{problem} has no schemes of buckets that {recorded} could stand beside")
+        return loaded, load_plan(plan), (), ()
     joint: JointProblem = loaded
-    from qsync_opt.gradients import JointPlan, communication_problem, explain_buckets, training_part
+    from qsync_opt.gradients import (
+        JointPlan,
+        communication_problem,
+        explain_buckets,
+        load_recorded_reductions,
+        training_part,
+    )
     from qsync_opt.systems import load_plan as load_any
 
     both: JointPlan = load_any(plan)
     if not isinstance(both, JointPlan):
         raise ProblemError(f"{plan} is a plan of precisions or schemes alone, but problem {problem} is of both")
     buckets = explain_buckets(communication_problem(joint, both.precisions), both.schemes)
-    return training_part(joint, both), both.precisions, buckets
+    measured: tuple[Reduction, ...] = ()
+    if recorded is not None:
+        steps = load_recorded_reductions(recorded)
+        measured = steps.under([each.scheme for each in buckets], joint.training.optimizer_ns)
+    return training_part(joint, both), both.precisions, buckets, measured
+
+
+def print_measured(predicted: Sequence[Any], measured: Sequence[Reduction]) -> None:
+    """Predicted and measured times of each bucket; ``predicted`` are reductions, or explanations of buckets."""
+    rows = []
+    for k, (before, after) in enumerate(zip(predicted, measured, strict=True)):
+        pairs = ((before.ready_ns, after.ready_ns), (before.start_ns, after.start_ns), (before.time_ns, after.time_ns))
+        rows.append((f"  b{k}", after.scheme, *(format_time(value) for pair in pairs for value in pair)))
+    header = ("  bucket", "scheme", "ready", "measured", "begins", "measured", "takes", "measured")
+    print_table(header, rows)
+    end, real = predicted[-1].end_ns, measured[-1].end_ns
+    share = f" ({end / real - 1:+.1%})" if real else ""
+    print(f"  the last bucket ends at {format_time(end)} as predicted, {format_time(real)} as measured{share}")
 
 
 def print_buckets(buckets: tuple[BucketExplanation, ...]) -> None:

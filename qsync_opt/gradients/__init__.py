@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         RecordedReductions,
         Reduction,
         load_recorded_reductions,
+        predicted_reductions,
         reductions_timeline,
     )
     from qsync_opt.gradients.stepping import ReductionModel, fit_reductions, plan_reductions
@@ -56,6 +57,6 @@ __all__ = [
     "OtherScheme", "Plan", "Problem", "RecordedReductions", "Reduction", "ReductionModel", "Scheme", "SchemeTimes",
     "Transport", "build_joint_problem", "build_problem", "communication_problem", "evaluate", "evaluate_choices",
     "evaluate_joint", "explain_buckets", "fit_reductions", "load_gradient_costs", "load_recorded_reductions",
-    "load_scheme_times", "plan_reductions", "reductions_timeline", "scheme", "schemes", "training_part",
-    "under_schemes", "uniform_plan",
+    "load_scheme_times", "plan_reductions", "predicted_reductions", "reductions_timeline", "scheme", "schemes",
+    "training_part", "under_schemes", "uniform_plan",
 ]  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.gradients.evaluation import evaluate
+from qsync_opt.gradients.plan import Plan
+from qsync_opt.gradients.problem import Problem
 from qsync_opt.io import Document, Extras, Json, Name, check_fields, freeze, read_json
 from qsync_opt.training import COMMUNICATION, COMPUTE, Timeline, TimelineEvent
 
@@ -110,6 +113,37 @@ class RecordedReductions(Document):
             )
         return tuple(result)
 
+    def under(self, schemes: Sequence[str], tail_ns: int = 0) -> tuple[Reduction, ...]:
+        """Each bucket's median times, to stand beside those predicted of a plan: zero is the end of the optimizer.
+
+        Args:
+            schemes: Of each bucket, as planned.
+            tail_ns: What is predicted to follow the last reduction, such as the optimizer's step.
+
+        Raises:
+            ProblemError: The steps were recorded under another plan; the text names the bucket.
+        """
+        usual = self.usual()
+        if len(usual) != len(schemes):
+            raise ProblemError(
+                f"{len(usual)} buckets were recorded, but the plan has {len(schemes)}; record steps under this plan"
+            )
+        for k, (each, name) in enumerate(zip(usual, schemes, strict=True)):
+            if each.scheme != name:
+                raise ProblemError(
+                    f"bucket b{k} was recorded under {each.scheme}, but the plan says {name}; record steps under this "
+                    "plan"
+                )
+        return tuple(
+            Reduction(
+                scheme=each.scheme,
+                ready_ns=max(0, each.ready_ns - tail_ns),
+                start_ns=max(0, each.start_ns - tail_ns),
+                end_ns=max(0, each.end_ns - tail_ns),
+            )
+            for each in usual
+        )
+
 
 def load_recorded_reductions(path: str | os.PathLike[str]) -> RecordedReductions:
     """Read and check a file of `RecordedReductions`.
@@ -120,33 +154,48 @@ def load_recorded_reductions(path: str | os.PathLike[str]) -> RecordedReductions
     return RecordedReductions.from_json(read_json(path, (RECORDED_FORMAT,)), os.fspath(path))
 
 
-def reductions_timeline(reductions: Sequence[Reduction], worker: str) -> Timeline:
-    """One step as a timeline for `qsync_opt.training.write_trace`: what is computed up to each bucket, and reductions.
+def predicted_reductions(problem: Problem, plan: Plan) -> tuple[Reduction, ...]:
+    """When each bucket is ready, begins and ends under a plan, as its evaluation says.
 
-    Times begin at the end of the step before.
+    Raises:
+        ProblemError: The plan does not fit the problem.
     """
-    events, clock = [], 0
+    evaluation = evaluate(problem, plan)
+    rows = zip(problem.buckets, evaluation.start_ns, evaluation.end_ns, strict=True)
+    return tuple(
+        Reduction(scheme=plan.schemes[bucket.name], ready_ns=bucket.ready_ns, start_ns=start, end_ns=end)
+        for bucket, start, end in rows
+    )
+
+
+def reductions_timeline(name: str, steps: Mapping[str, Sequence[Reduction]]) -> Timeline:
+    """Steps beside one another as a timeline for `qsync_opt.training.write_trace`.
+
+    Each step, such as ``"predicted"`` and ``"measured"``, has a lane of what is computed up to each bucket, and one of
+    reductions.
+    """
+    events = [event for worker, reductions in steps.items() for event in _lanes(worker, reductions)]
+    return Timeline(name=name, iteration_ns=max((event.end_ns for event in events), default=0), events=tuple(events))
+
+
+def _lanes(worker: str, reductions: Sequence[Reduction]) -> Iterator[TimelineEvent]:
+    clock = 0
     for k, each in enumerate(reductions):
-        events.append(
-            TimelineEvent(
-                worker=worker,
-                stream=COMPUTE,
-                name=f"until bucket {k} is ready",
-                kind=COMPUTE,
-                start_ns=clock,
-                duration_ns=each.ready_ns - clock,
-            )
+        yield TimelineEvent(
+            worker=worker,
+            stream=COMPUTE,
+            name=f"until bucket {k} is ready",
+            kind=COMPUTE,
+            start_ns=clock,
+            duration_ns=max(0, each.ready_ns - clock),
         )
-        clock = each.ready_ns
-        events.append(
-            TimelineEvent(
-                worker=worker,
-                stream=COMMUNICATION,
-                name=f"all-reduce {k} ({each.scheme})",
-                kind="all-reduce",
-                start_ns=each.start_ns,
-                duration_ns=each.time_ns,
-                details={"bucket": k, "scheme": each.scheme},
-            )
+        clock = max(clock, each.ready_ns)
+        yield TimelineEvent(
+            worker=worker,
+            stream=COMMUNICATION,
+            name=f"all-reduce {k} ({each.scheme})",
+            kind="all-reduce",
+            start_ns=each.start_ns,
+            duration_ns=each.time_ns,
+            details={"bucket": k, "scheme": each.scheme},
         )
-    return Timeline(name=worker, iteration_ns=reductions[-1].end_ns, events=tuple(events))

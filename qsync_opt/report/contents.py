@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.gradients import Reduction
 from qsync_opt.io import Json, check_fields, decode, freeze, read_json, split_extras
 from qsync_opt.training import (
     GAPS,
@@ -95,6 +96,8 @@ class Report:
     timeline: Timeline
     memory: Mapping[str, MemoryTimeline | None]
     measured: Measured | None
+    reductions: tuple[Reduction, ...] = ()
+    """What was measured of each gradient bucket under the plan; empty: nothing."""
 
 
 def make_report(
@@ -105,6 +108,7 @@ def make_report(
     measured: Measured | None = None,
     cache: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    reductions: Sequence[Reduction] = (),
 ) -> Report:
     """Evaluate and explain a plan, and compare it with others.
 
@@ -116,6 +120,7 @@ def make_report(
         measured: What was measured of the plan, to stand beside what is predicted.
         cache: Folder in which points of fronts are kept, so that an interrupted report resumes; None: nowhere.
         progress: Called with each point of the fronts: points so far, points in all, which front it is.
+        reductions: Measured times of the gradient buckets (`qsync_opt.gradients.RecordedReductions.under`).
 
     Raises:
         ProblemError: The plan or the measurements do not belong to the problem.
@@ -128,6 +133,11 @@ def make_report(
     explainer = Explainer(problem, plan)
     for name in () if measured is None else measured.devices:
         problem.device(name)  # an unknown device type is an error there
+    if len(reductions) not in (0, len(problem.communication.allreduce_ns)):
+        raise ProblemError(
+            f"{len(reductions)} buckets were measured, but problem {problem.name!r} reduces "
+            f"{len(problem.communication.allreduce_ns)}; measure them under this plan"
+        )
     labels: list[str | None] = [*reversed(tuple(problem.formats)), None]
     return Report(
         problem=problem,
@@ -142,6 +152,7 @@ def make_report(
         timeline=replay(problem, plan),
         memory={name: memory_timeline(problem, device) for name, device in explainer.evaluation.devices.items()},
         measured=measured,
+        reductions=tuple(reductions),
     )
 
 

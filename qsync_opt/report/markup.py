@@ -221,7 +221,12 @@ def _schemes_markup(report: Report) -> str:
         [f"b{k}", str(name), format_time(start), format_time(span), format_time(start + span)]
         for k, (name, start, span) in enumerate(spans)
     ]
-    return table("Schemes of the gradient buckets", ["Bucket", "Scheme", "Begins", "Takes", "Ends"], body)
+    header = ["Bucket", "Scheme", "Begins", "Takes", "Ends"]
+    if report.reductions:
+        header += ["Begins, measured", "Takes, measured", "Ends, measured"]
+        for row, each in zip(body, report.reductions, strict=True):
+            row += [format_time(each.start_ns), format_time(each.time_ns), format_time(each.end_ns)]
+    return table("Schemes of the gradient buckets", header, body)
 
 
 def memory_markup(report: Report) -> str:

@@ -96,7 +96,7 @@ def _check_buckets(allreduce_ns: Sequence[int], after_segment: Sequence[int], se
 
 
 def slowed_segments(
-    allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int, share: float
+    allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int, share: float | Sequence[float]
 ) -> tuple[int, ...]:
     """Nanoseconds by which each segment takes longer on the device because of all-reduces that run beside it.
 
@@ -108,17 +108,22 @@ def slowed_segments(
         after_segment: Segment after which each bucket is ready.
         segments: How many there are (`StepPredictor.segments`).
         share: Of an all-reduce's time, by which concurrent computation takes longer on this worker
-            (`qsync_opt.runtimes.torch.ddp.collectives.measure_slowdown`).
+            (`qsync_opt.runtimes.torch.ddp.collectives.measure_slowdown`); or one for each bucket, where they are
+            reduced under schemes (`qsync_opt.gradients.SchemeTimes.network`).
 
     Source: ours.
     """
     _check_buckets(allreduce_ns, after_segment, segments)
-    check_number(share, "share of an all-reduce's time")
+    shares = [share] * len(allreduce_ns) if isinstance(share, int | float) else list(share)
+    if len(shares) != len(allreduce_ns):
+        raise ProblemError(f"{len(shares)} shares were given for {len(allreduce_ns)} all-reduces; give one for each")
+    for each in shares:
+        check_number(each, "share of an all-reduce's time")
     slowed = [0] * segments
     last = max(after_segment, default=0)
-    for duration, segment in zip(allreduce_ns, after_segment, strict=True):
+    for duration, segment, each in zip(allreduce_ns, after_segment, shares, strict=True):
         if segment < last:
-            slowed[segment + 1] += round(share * duration)
+            slowed[segment + 1] += round(each * duration)
     return tuple(slowed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -10,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qsync_opt.errors import NotReadyError
+from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.gradients import GradientScheme, SchemeTimes, scheme
 from qsync_opt.kernels.gradients import Codec
+from qsync_opt.runtimes.torch.ddp import clamped_share
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
 
 DEFAULT_ELEMENTS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 23)
@@ -26,6 +29,7 @@ def measure_schemes(
     device: torch.device | str = "cpu",
     group: Any = None,
     backend: str = "auto",
+    beside: bool = False,
 ) -> SchemeTimes:
     """Time the reduction of buckets of some sizes under each scheme; every worker of the group must call it.
 
@@ -36,13 +40,18 @@ def measure_schemes(
         device: Where gradients are.
         group: Process group; None: the default one.
         backend: Of the codec.
+        beside: Also measure by how much computation takes longer beside a reduction of the largest size, all workers
+            computing: on CPUs codec and sums take processor time from the backward pass.
 
     Raises:
         NotReadyError: There is no process group, or it has one worker.
+        UnsupportedError: ``beside`` on a card, where `qsync_opt.runtimes.torch.ddp.measure_slowdown` has streams.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         raise NotReadyError("no process group of at least two workers: measure inside process_group(...)")
     workers, device = dist.get_world_size(group), torch.device(device)
+    if beside and device.type != "cpu":
+        raise UnsupportedError(f"beside=True times threads of the host, but device is {device}; leave it out")
     reducer = Reducer(group=group, codec=Codec(backend))
     chosen = [each for each in map(scheme, schemes) if each.supports(workers)]
     times: dict[str, list[int]] = {each.name: [] for each in chosen}
@@ -61,9 +70,46 @@ def measure_schemes(
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
         for each, seconds in zip(chosen, own.tolist(), strict=True):
             times[each.name].append(round(seconds * 1e9))
+    slowdowns = {}
+    if beside:
+        for each in chosen:
+            share = _slowdown(reducer, each, elements[-1], times[each.name][-1] / 1e9, repeats)
+            slowdowns[each.name] = clamped_share(share)
     return SchemeTimes(
-        workers=workers, elements=tuple(elements), times_ns={name: tuple(own) for name, own in times.items()}
+        workers=workers,
+        elements=tuple(elements),
+        times_ns={name: tuple(own) for name, own in times.items()},
+        slowdowns=slowdowns,
     )
+
+
+def _slowdown(reducer: Reducer, each: GradientScheme, size: int, alone_s: float, repeats: int) -> float:
+    """Share of a reduction's time by which products of matrices beside it take longer; the mean over workers."""
+    gradient, a, b = torch.randn(size), torch.randn(128, 128), torch.randn(128, 128)
+
+    def work(times: int) -> float:
+        began = time.perf_counter()
+        for _ in range(times):
+            torch.tanh(a @ b)
+        return time.perf_counter() - began
+
+    work(3)
+    # Longer than a reduction that is itself slowed down by as much.
+    own = torch.tensor([2.5 * alone_s / (work(16) / 16)], dtype=torch.float64)
+    dist.all_reduce(own, op=dist.ReduceOp.MAX, group=reducer.group)
+    times = max(1, math.ceil(float(own)))
+    longer = []
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        for turn in range(repeats):
+            dist.barrier(reducer.group)
+            without = work(times)
+            dist.barrier(reducer.group)
+            reducing = thread.submit(reducer.reduce, gradient, each, turn)
+            longer.append(work(times) - without)
+            reducing.result()
+    share = torch.tensor([statistics.median(longer) / alone_s], dtype=torch.float64)
+    dist.all_reduce(share, group=reducer.group)
+    return float(share) / dist.get_world_size(reducer.group)
 
 
 def _now(device: torch.device) -> float:

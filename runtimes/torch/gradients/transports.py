@@ -24,7 +24,9 @@ FORMS = {Code.INTEGER: "int8", Code.SCALED_FLOAT: "fp8", Code.FLOAT: "bf16"}
 _DRAWS = 2
 """Random streams of one piece and rank."""
 _PIECE = 1 << 19
-"""Elements of a piece, about."""
+"""Least elements of a piece, about."""
+_PIECES = 4
+"""Most pieces of a bucket: each costs gloo half a millisecond of processor time."""
 
 
 @dataclass(slots=True)
@@ -160,7 +162,8 @@ def _pieces(x: Tensor, unit: int) -> Sequence[Tensor]:
     """Views of ``x`` that end at multiples of ``unit``; on cards all of it, because launches would take longer."""
     if x.device.type != "cpu":
         return (x,)
-    return torch.split(x, max(_PIECE // unit, 1) * unit)
+    size = max(_PIECE, -(-len(x) // _PIECES))
+    return torch.split(x, max(-(-size // unit), 1) * unit)
 
 
 def _put(values: Tensor, x: Tensor) -> None:
