@@ -33,8 +33,10 @@ from qsync_opt.systems import solve
 
 _ROUNDS = 5
 """Of planning, and predicting anew when buckets are ready under the plan."""
-_MARGIN = 0.02
-"""Share by which a mixture is to be faster than the fastest single scheme, where that is possible."""
+_FASTER = 0.02
+"""Share by which a mixture is to be faster than the fastest single scheme, where that costs no variance."""
+_CLEARLY_FASTER = 0.05
+"""Share by which it must be faster if it has more variance: more than predictions err."""
 _RIDGE = 1e-3
 _MOST_SLOWDOWN = 0.95
 
@@ -239,7 +241,8 @@ def plan_reductions(
 ) -> Plan:
     """The plan of least variance among those that are predicted to be as fast as the fastest single scheme.
 
-    Where a mixture is faster than any single scheme by 2 %, the plan is too. Plans are made for the times
+    Where a mixture without more variance than that scheme is faster by 2 %, the plan is too; more variance must make it
+    faster by 5 %. Plans are made for the times
     at which buckets are ready, predicted anew under each, and only the prediction decides.
 
     Args:
@@ -282,30 +285,41 @@ def plan_reductions(
     single = [model.single(name) for name in names]
     for plan in single:
         weigh(plan)
-    fastest_single_ns = min((row.iteration_ns for row in kept.values()), default=None)
-    improve(min(kept.values(), key=lambda row: row.iteration_ns).plan if kept else single[0], None)
+    fastest_single = min(kept.values(), key=lambda row: row.iteration_ns, default=None)
+    improve(single[0] if fastest_single is None else fastest_single.plan, None)
     if not kept:
         raise ProblemError(
             f"every plan of {', '.join(names)} has more variance than noise_share={noise_share} allows; allow more, or "
             "record FP32 too"
         )
     fastest = min(kept.values(), key=lambda row: row.iteration_ns)
-    limit_ns = fastest.iteration_ns if fastest_single_ns is None else fastest_single_ns
-    if fastest.iteration_ns <= (1 - _MARGIN) * limit_ns:
-        limit_ns = math.floor((1 - _MARGIN) * limit_ns)
-    improve(fastest.plan, limit_ns)
-    best = min((row for row in kept.values() if row.iteration_ns <= limit_ns), key=lambda row: row.variance)
-    while True:  # one bucket at a time, by what is predicted
-        changed = [
-            row
-            for bucket, own in best.plan.schemes.items()
-            for name in names
-            if name != own and (row := weigh(replace(best.plan, schemes={**best.plan.schemes, bucket: name})))
-        ]
-        better = [row for row in changed if row.iteration_ns <= limit_ns and row.variance < best.variance]
-        if not better:
-            return best.plan
-        best = min(better, key=lambda row: row.variance)
+
+    def quietest(limit_ns: int) -> _Weighed:
+        """The plan of least variance found within a time."""
+        improve(fastest.plan, limit_ns)
+        best = min((row for row in kept.values() if row.iteration_ns <= limit_ns), key=lambda row: row.variance)
+        while True:  # one bucket at a time, by what is predicted
+            changed = [
+                row
+                for bucket, own in best.plan.schemes.items()
+                for name in names
+                if name != own and (row := weigh(replace(best.plan, schemes={**best.plan.schemes, bucket: name})))
+            ]
+            better = [row for row in changed if row.iteration_ns <= limit_ns and row.variance < best.variance]
+            if not better:
+                return best
+            best = min(better, key=lambda row: row.variance)
+
+    if fastest_single is None:
+        return quietest(fastest.iteration_ns).plan
+    single_ns = fastest_single.iteration_ns
+    if (
+        better := quietest(max(fastest.iteration_ns, int((1 - _FASTER) * single_ns)))
+    ).variance <= fastest_single.variance:
+        return better.plan
+    if fastest.iteration_ns <= (1 - _CLEARLY_FASTER) * single_ns:
+        return quietest(int((1 - _CLEARLY_FASTER) * single_ns)).plan
+    return quietest(single_ns).plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

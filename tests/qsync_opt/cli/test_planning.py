@@ -27,7 +27,16 @@ from qsync_opt import (
 )
 from qsync_opt.cluster import DeviceType
 from qsync_opt.costs import ESTIMATES_KEY, estimate_lines
-from qsync_opt.gradients import BucketStatistics, GradientCosts, Moments, SchemeTimes, training_part
+from qsync_opt.gradients import (
+    BucketStatistics,
+    GradientCosts,
+    Moments,
+    RecordedReductions,
+    SchemeTimes,
+    communication_problem,
+    predicted_reductions,
+    training_part,
+)
 from qsync_opt.sensitivity import FROM_FORMATS, FROM_WEIGHTS
 from qsync_opt.testing import make_profile
 from qsync_opt.training import replay
@@ -108,6 +117,17 @@ def test_precisions_and_schemes_in_one_plan(run, files):
     page = files / "page.html"
     assert run("report", joint, chosen, "--output", page, "--front", "none")[0] == 0
     assert "Schemes of the gradient buckets" in page.read_text()
+    assert "Takes, measured" not in page.read_text()
+    step = predicted_reductions(communication_problem(loaded, load_plan(chosen).precisions), load_plan(chosen).schemes)
+    record = RecordedReductions(workers=4, elements=(400_000,) * buckets, steps=(step,))
+    record.save(files / "recorded.json")
+    measured = ("--recorded", files / "recorded.json")
+    assert run("report", joint, chosen, "--output", page, "--front", "none", *measured)[0] == 0
+    assert "Takes, measured" in page.read_text()
+    status, out, _ = run("explain", joint, chosen, *measured)
+    assert status == 0 and "as predicted" in out and "as measured" in out
+    status, out, err = run("explain", files / "training.json", files / "both.json", *measured)
+    assert (status, out) == (2, "") and "has no schemes of buckets" in err
     events = replay(training_part(loaded, load_plan(chosen)), load_plan(chosen).precisions).events
     names = [event.name for event in events if event.kind == "all-reduce"]
     assert f"all-reduce 0 ({printed['schemes']['b0']})" in names

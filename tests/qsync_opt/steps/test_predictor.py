@@ -102,6 +102,13 @@ def test_all_reduces_slow_down_what_is_computed_beside_them():
             StepPredictor(graph, costs, borders, wrong)
 
 
+def test_each_bucket_slows_the_segment_after_it_down_by_its_own_share():
+    assert slowed_segments([100, 200, 300], [0, 1, 2], 4, [0.5, 0.1, 0.9]) == (0, 50, 20, 0)
+    assert slowed_segments([100, 200], [0, 1], 3, 0.5) == slowed_segments([100, 200], [0, 1], 3, [0.5, 0.5])
+    with pytest.raises(ProblemError, match="1 shares were given for 2 all-reduces"):
+        slowed_segments([100, 200], [0, 1], 3, [0.5])
+
+
 def brute_force_peak(predictor: StepPredictor, step) -> int:
     """Walk through all moments and count, at each, every result that somebody still needs."""
     graph, costs = predictor.graph, step.costs

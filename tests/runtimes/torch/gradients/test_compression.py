@@ -114,6 +114,17 @@ def test_a_plan_from_sampled_gradients_and_measured_times(everything):
         assert one["variance"] <= one["limit"] * (1 + 1e-9)
 
 
+def test_reductions_are_recorded_step_by_step(everything):
+    for outcome in everything:
+        one = outcome["recorded"]
+        assert "0 steps were recorded, but two are needed" in one["refused"]
+        assert one["steps"] == [3, 3]  # the first says when the second begins
+        assert one["schemes"] == [["FP32"], ["sum8"]]
+        assert len(one["elements"]) == one["buckets"] >= 3
+        assert one["predicted"] > 0 and one["shortest"] > 0
+        assert len(one["slowdowns"]) == 2 and all(0 <= share <= 1 for share in one["slowdowns"])
+
+
 def test_a_job_plans_its_compression(everything):
     same(everything, "by_the_job", "bits")
     for outcome in everything:

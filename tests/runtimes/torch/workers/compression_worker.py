@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.errors import QSyncError
-from qsync_opt.gradients import Plan, build_problem, schemes, uniform_plan
+from qsync_opt.gradients import Plan, build_problem, fit_reductions, schemes, uniform_plan
 from qsync_opt.runtimes.torch.ddp import digest, process_group
 from qsync_opt.runtimes.torch.gradients import Reducer, measure_schemes
 
@@ -252,6 +252,31 @@ def planned_by_the_job(rank):
     }  # fmt: skip
 
 
+def recorded(rank):
+    """Recorded steps under two schemes, the model that is fitted to them, and a mixture predicted by it."""
+    model = wrapped()
+    state = qsync_opt.compress_gradients(model, "FP32")
+    step_of(model, rank, 0)
+    refused = refusal(state.recorded)
+    records = []
+    for name in ("FP32", "sum8"):
+        state.use(name)
+        with state.recording():
+            for step in range(4):
+                step_of(model, rank, 1 + step)
+        step_of(model, rank, 9)  # of the block alone
+        records.append(state.recorded())
+    fitted = fit_reductions(records)
+    mixture = Plan(schemes={f"b{k}": ("FP32", "sum8")[k % 2] for k in range(len(state.elements))})
+    times = measure_schemes(("FP32", "two8"), (256, 4096), repeats=1, beside=True)
+    return {
+        "refused": refused, "steps": [len(each.steps) for each in records], "elements": fitted.elements,
+        "schemes": [sorted({r.scheme for step in each.steps for r in step}) for each in records],
+        "buckets": len(state.elements), "predicted": fitted.predict(mixture)[-1].end_ns,
+        "shortest": min(each.iteration_ns for each in records), "slowdowns": list(times.slowdowns.values()),
+    }  # fmt: skip
+
+
 def subgroup(rank):
     """The first two of three workers train; the third never hears of it."""
     group = dist.new_group([0, 1])
@@ -297,6 +322,7 @@ def main():
                 "trained": trained(rank), "plain": plain_equals_ddp(rank), "accumulated": accumulated(rank),
                 "not_finite": not_finite(rank), "half": half(rank), "refused": refused(rank, size),
                 "planned": planned(rank), "pieces": in_pieces(rank, size), "by_the_job": planned_by_the_job(rank),
+                "recorded": recorded(rank),
             }  # fmt: skip
         if what == "subgroup":
             result["subgroup"] = subgroup(rank)
