@@ -313,9 +313,8 @@ def plan_reductions(
     if fastest_single is None:
         return quietest(fastest.iteration_ns).plan
     single_ns = fastest_single.iteration_ns
-    if (
-        better := quietest(max(fastest.iteration_ns, int((1 - _FASTER) * single_ns)))
-    ).variance <= fastest_single.variance:
+    better = quietest(max(fastest.iteration_ns, int((1 - _FASTER) * single_ns)))
+    if better.variance <= fastest_single.variance:
         return better.plan
     if fastest.iteration_ns <= (1 - _CLEARLY_FASTER) * single_ns:
         return quietest(int((1 - _CLEARLY_FASTER) * single_ns)).plan

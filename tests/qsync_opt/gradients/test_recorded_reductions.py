@@ -148,9 +148,12 @@ def test_too_little_variance_for_every_plan_is_said():
 
 def test_files_round_trip_and_medians_count(tmp_path):
     steps = tuple(
-        (Reduction(scheme="sum8", ready_ns=5, start_ns=5, end_ns=end), Reduction(scheme="FP32", ready_ns=6, start_ns=end, end_ns=2 * end))
+        (
+            Reduction(scheme="sum8", ready_ns=5, start_ns=5, end_ns=end),
+            Reduction(scheme="FP32", ready_ns=6, start_ns=end, end_ns=2 * end),
+        )
         for end in (10, 12, 90)
-    )  # fmt: skip
+    )
     record = RecordedReductions(workers=3, elements=(10, 20), steps=steps)
     record.save(tmp_path / "r.json")
     assert load_recorded_reductions(tmp_path / "r.json") == record
