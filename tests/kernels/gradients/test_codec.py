@@ -89,9 +89,21 @@ LOSSY = [
 
 @pytest.mark.parametrize(("name", "workers"), LOSSY)
 def test_the_mean_is_unbiased(name, workers):
+    check_unbiased(name, workers, draws=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [4, 5, 6, 7, 16, 33, 64])
+@pytest.mark.parametrize("name", [name for name in schemes() if name != "FP32"])
+def test_the_mean_is_unbiased_among_up_to_64_workers(name, workers):
+    if not scheme(name).supports(workers):
+        pytest.skip("so many workers leave no level")
+    check_unbiased(name, workers, draws=60)
+
+
+def check_unbiased(name, workers, draws):
     gradients = rows_of_unequal_scale(workers)
     exact = torch.stack(gradients).double().mean(0)
-    draws = 200
     errors = torch.stack([reduced(name, gradients, 7919 * draw).double() for draw in range(draws)]) - exact
     # Projections see the bias of all elements together: toward zero, away from it, and in some random directions.
     directions = torch.cat([exact.sign()[None], torch.randn(12, len(exact)).sign().double()])

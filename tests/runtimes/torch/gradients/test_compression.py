@@ -55,6 +55,14 @@ def test_three_workers_and_a_group_of_two_of_them(run_workers):
     assert outcomes[2]["subgroup"] is None
 
 
+@pytest.mark.slow
+def test_every_scheme_is_unbiased_among_one_to_eight_processes(run_workers):
+    outcome = run_workers("compression_worker.py", "unbiased", world_size=8)[0]["unbiased"]
+    assert {int(name.split()[1]) for name in outcome} == set(range(1, 9))
+    assert len(outcome) >= 8 * 10
+    assert max(outcome.values()) < 5.5, outcome
+
+
 def test_training_under_a_mixture_of_schemes(everything):
     same(everything, "trained", "bits")
     for outcome in everything:

@@ -252,6 +252,36 @@ def planned_by_the_job(rank):
     }  # fmt: skip
 
 
+def unbiased(rank, size, draws=60):
+    """For groups of 1 to all workers, by scheme: how far projections of the mean error lie from 0, in their spreads."""
+    result = {}
+    for workers in range(1, size + 1):
+        group = dist.new_group(range(workers))
+        if rank >= workers:
+            continue
+        torch.manual_seed(rank)
+        own = torch.randn(1024) * torch.logspace(-3, 1, 1024)
+        exact, largest = own.double() / workers, own.abs()
+        dist.all_reduce(exact, group=group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        drawn = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0)).sign()
+        directions = torch.cat([exact.sign()[None], drawn])
+        directions = directions.double() / largest
+        for name, each in schemes().items():
+            if name == "FP32" or not each.supports(workers):
+                continue
+            errors = []
+            for step in range(draws):
+                x = own.clone()
+                Reducer(seed=5, group=group).reduce(x, each, step=step)
+                errors.append(x.double() - exact)
+            projected = torch.stack(errors) @ directions.T
+            spread = projected.std(0) / draws**0.5 + 1e-9
+            result[f"{name} {workers}"] = float((projected.mean(0).abs() / spread).max())
+    dist.barrier()
+    return result
+
+
 def recorded(rank):
     """Recorded steps under two schemes, the model that is fitted to them, and a mixture predicted by it."""
     model = wrapped()
@@ -324,6 +354,8 @@ def main():
                 "planned": planned(rank), "pieces": in_pieces(rank, size), "by_the_job": planned_by_the_job(rank),
                 "recorded": recorded(rank),
             }  # fmt: skip
+        if what == "unbiased":
+            result["unbiased"] = unbiased(rank, size)
         if what == "subgroup":
             result["subgroup"] = subgroup(rank)
         with contextlib.suppress(RuntimeError):
