@@ -265,8 +265,9 @@ def main() -> None:
                 records += of_link(link, workers, 0 if arguments.predict else arguments.rounds)
                 print(workers, link, flush=True)
     head = results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__})
-    path = arguments.output or (PREDICTIONS if arguments.predict else HERE / "results" / "gradient-mixtures.json")
-    if arguments.predict or (records and "ms" not in records[0]):
+    only_predicted = "ms" not in records[0]
+    path = arguments.output or (PREDICTIONS if only_predicted else HERE / "results" / "gradient-mixtures.json")
+    if only_predicted:
         write_json(path, {**head, "asked": [], "records": records})
         return
     log = ("git", "log", "-1", "--format=%h", "--", str(PREDICTIONS))
