@@ -273,7 +273,7 @@ def main() -> None:
     log = ("git", "log", "-1", "--format=%h", "--", str(PREDICTIONS))
     commit = subprocess.run(log, cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
     rows = asked(records)
-    write_json(path, {**head, "predictions_commit": commit, "asked": rows, "records": records})
+    write_json(path, {**head, "asked": rows, "records": [{**each, "predictions_commit": commit} for each in records]})
     for each in rows:
         print(f"{each['what']}: asked {each['asked']}, measured {each['measured']} ({each['note']})")
 
