@@ -189,7 +189,8 @@ def test_prices_rise_no_further_than_to_the_level_that_is_asked_for(seed, random
     if not ((excess <= 0) & (cost > cost.min())).any() or excess[cost.argmin()] <= 0:
         pytest.skip("the limit costs nothing, or cannot be kept")
     level = (cost.min() + best_bound(cost, excess)) / 2
-    least = ((level - cost) / excess)[cost < level].max()  # no line of a labelling is below the level from there on
+    below = cost < level
+    least = ((level - cost[below]) / excess[below]).max()  # from there on no labelling's line is below the level
     _, result = dual_of(model, upper=level)
     assert result.bound >= level * (1 - 1e-9)
     assert least * (1 - 1e-6) <= result.prices_R[0] <= least * 1.01
