@@ -57,12 +57,14 @@ def _learned_costs(data: Record) -> dict[str, str]:
 
 
 def _plain_processor(data: Record) -> dict[str, str]:
-    """Times of operators in low precisions against FP32 where a processor has AVX2 alone: from the least to the most."""
+    """Times of operators in low precisions against FP32 on a processor with AVX2 alone: the least and the most."""
     kinds = {"depthwise": ("depthwise",), "convolution": ("convolution",), "product": ("linear", "batched")}
     result = {"plain.date": data["date"], "plain.operators": str(len(data["records"]))}
     for precision in ("bf16", "int8"):
         for kind, beginnings in kinds.items():
-            times = [row[f"{precision}_both_times"] for row in data["records"] if row["operator"].startswith(beginnings)]
+            times = [
+                row[f"{precision}_both_times"] for row in data["records"] if row["operator"].startswith(beginnings)
+            ]
             result[f"plain.{precision}.{kind}"] = f"{min(times):.2f} to {max(times):.2f}"
     return result
 
