@@ -5,9 +5,12 @@ copy of the tree, and runs the tests that execute the changed line, the nearest 
 
     python benchmarks/mutants.py --seed 1 --count 240      # about half an hour
     python benchmarks/mutants.py --again                   # what survived in the results file, after tests were added
+    python benchmarks/mutants.py --add --seed 2 --count 60 # mutants that nobody has looked at, to the same file
 
 A mutant is caught if a test fails, or if the tests run past a limit of several times what they need. Those that
-compute the same as the original are listed by hand, with the reason, in mutants_equivalent.json.
+compute the same as the original are listed by hand, with the reason, in mutants_equivalent.json. Tests are added for
+what survives, so a sample says most before that: the file keeps what it missed as ``missed_at_first``. Mutants of lines
+that have changed since are dropped, whatever became of them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from results_head import results_head  # noqa: E402
 
 WORK = Path(tempfile.gettempdir()) / f"qsync-mutants-{os.getuid()}"
 ASKED = 0.95
+CAUGHT = ("caught", "timed out")
 MODULES = {
     "sensitivities": ("qsync_opt/sensitivity/*.py",),
     "times": (
@@ -83,19 +87,25 @@ MOST_S = 20.0
 """Recorded seconds of tests in each of these two stages."""
 
 
-def sample(seed: int, count: int) -> tuple[list[Change], dict[str, str], int]:
-    """Changes to try, as many from every group of modules, the sources and how many changes there are."""
-    random_ = random.Random(seed)
-    sources, chosen, total = {}, [], 0
-    for group, patterns in enumerate(MODULES.values()):
+def all_changes() -> tuple[dict[str, list[Change]], dict[str, str]]:
+    """Every change that can be made, by group of modules, and the sources."""
+    sources, changes = {}, {}
+    for group, patterns in MODULES.items():
         files = sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
         files = [file for file in files if not file.endswith("__init__.py")]
         sources.update({file: (ROOT / file).read_text() for file in files})
-        changes = [change for file in files for change in changes_of(file, sources[file])]
-        total += len(changes)
-        here = count // len(MODULES) + (group < count % len(MODULES))
-        chosen += random_.sample(changes, min(here, len(changes)))
-    return chosen, sources, total
+        changes[group] = [change for file in files for change in changes_of(file, sources[file])]
+    return changes, sources
+
+
+def sample(changes: dict[str, list[Change]], seed: int, count: int) -> list[Change]:
+    """Changes to try, as many from every group of modules."""
+    random_ = random.Random(seed)
+    chosen = []
+    for place, group in enumerate(changes.values()):
+        here = count // len(changes) + (place < count % len(changes))
+        chosen += random_.sample(group, min(here, len(group)))
+    return chosen
 
 
 def tests_of(change: Change, tests: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -156,29 +166,46 @@ def _failure(log: str) -> str:
     return lines[-1].partition(" ")[2] if lines else ""
 
 
-def record_of(change: Change, source: str, outcome: str, by: str, seconds: float) -> dict[str, Any]:
+def record_of(change: Change, seed: int, source: str, outcome: str, by: str, seconds: float) -> dict[str, Any]:
     """One row of the results file."""
-    record = {"change": change.name, "kind": change.kind, "place": f"{change.file}:{change.line}", "outcome": outcome}
-    if outcome in ("caught", "timed out"):
+    place = f"{change.file}:{change.line}"
+    record = {"change": change.name, "seed": seed, "kind": change.kind, "place": place, "outcome": outcome}
+    if outcome in CAUGHT:
         return {**record, "by": by, "seconds": round(seconds, 1)}
     lines = difflib.unified_diff(source.splitlines(), change.made(source).splitlines(), lineterm="", n=0)
     return {**record, "diff": list(lines)[2:], "seconds": round(seconds, 1)}
 
 
-def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def asked(
+    records: list[dict[str, Any]], samples: list[dict[str, Any]], equivalent: dict[str, str]
+) -> list[dict[str, Any]]:
     """The figures that were set as targets."""
-    counted = [record for record in records if record["outcome"] != "equivalent"]
-    caught = sum(record["outcome"] in ("caught", "timed out") for record in counted)
-    share = round(caught / len(counted), 4) if counted else None
+
+    def share(what: str, tried: int, missed: list[str]) -> dict[str, Any]:
+        same = sum(name in equivalent for name in missed)
+        counted, caught = tried - same, tried - len(missed)
+        measured = round(caught / counted, 4) if counted else None
+        met = measured is not None and measured >= ASKED
+        note = f"{caught} of {counted}, without {same} that compute the same"
+        return {"what": what, "asked": f">= {ASKED}", "measured": measured, "met": met, "note": note}
+
+    tried = len(records)
     return [
-        {"what": "mutants tried", "asked": ">= 200", "measured": len(records), "met": len(records) >= 200, "note": ""},
-        {
-            "what": "share of mutants that the tests catch",
-            "asked": f">= {ASKED}",
-            "measured": share,
-            "met": share is not None and share >= ASKED,
-            "note": f"{caught} of {len(counted)}, without {len(records) - len(counted)} that compute the same",
-        },
+        {"what": "mutants tried", "asked": ">= 200", "measured": tried, "met": tried >= 200, "note": ""},
+        share(
+            "share of mutants that the tests catch",
+            tried,
+            [record["change"] for record in records if record["outcome"] not in CAUGHT],
+        ),
+        *(
+            share(
+                f"the same of the sample of seed {each['seed']}, before anyone saw what survived",
+                each["tried"],
+                each["missed_at_first"],
+            )
+            for each in samples
+            if "missed_at_first" in each
+        ),
     ]
 
 
@@ -193,42 +220,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=240)
-    parser.add_argument("--again", action="store_true", help="only what was not caught in the results file")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--again", action="store_true", help="only what was not caught in the results file")
+    what.add_argument("--add", action="store_true", help="add the sample to those in the results file")
     parser.add_argument("--work", type=Path, default=WORK, help="folder of the copy; one run at a time")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "mutants.json")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a test run ends with this one
-    before = json.loads(arguments.output.read_text()) if arguments.again else None
-    seed, count = (before["seed"], before["count"]) if before else (arguments.seed, arguments.count)
-    chosen, sources, total = sample(seed, count)
-    print(f"seed {seed}: {len(chosen)} of {total} changes in {len(sources)} modules", flush=True)
+    changes, sources = all_changes()
+    by_name = {change.name: change for group in changes.values() for change in group}
+    before = json.loads(arguments.output.read_text()) if arguments.again or arguments.add else {}
+    samples: list[dict[str, Any]] = before.get("samples", [])
+    known = {record["change"]: record for record in before.get("records", []) if record["change"] in by_name}
+    seeds = {name: record["seed"] for name, record in known.items()}
+    if not arguments.again:
+        this = {"seed": arguments.seed, "count": arguments.count, "changes": len(by_name)}
+        samples = [*samples, this]
+        for change in sample(changes, arguments.seed, arguments.count):
+            seeds.setdefault(change.name, arguments.seed)
+    print(f"{len(seeds)} of {len(by_name)} changes in {len(sources)} modules", flush=True)
     equivalent = json.loads((HERE / "mutants_equivalent.json").read_text())
-    known = {record["change"]: record for record in before["records"]} if before else {}
-    records: list[dict[str, Any]] = []
     copy = Copy(arguments.work)
     tests = coverage_map(copy, sorted(sources), TESTS)
     idle = idle_asserts(copy, tests)
     print(f"asserts that no test reaches: {', '.join(idle) or 'none'}", flush=True)
     head = {
         **results_head(f"{platform.machine()}, {os.cpu_count()} processors"),
-        "seed": seed,
-        "count": count,
-        "changes": total,
+        "samples": samples,
         "idle_asserts": idle,
     }
-    for number, change in enumerate(chosen, 1):
-        begin = time.monotonic()
-        record = known.get(change.name)
-        if change.name in equivalent:
-            record = record_of(change, sources[change.file], "equivalent", "", 0.0)
-            record["reason"] = equivalent[change.name]
-        elif record is None or record["outcome"] not in ("caught", "timed out"):
+    records: list[dict[str, Any]] = []
+    for number, (name, seed) in enumerate(seeds.items(), 1):
+        begin, change, record = time.monotonic(), by_name[name], known.get(name)
+        if name in equivalent:
+            record = record_of(change, seed, sources[change.file], "equivalent", "", 0.0)
+            record["reason"] = equivalent[name]
+        elif record is None or (arguments.again and record["outcome"] not in CAUGHT):
             outcome, by = attempt(change, copy, tests)
-            record = record_of(change, sources[change.file], outcome, by, time.monotonic() - begin)
-            print(f"{number}: {outcome} {change.file}:{change.line} {change.name} {by}", flush=True)
+            record = record_of(change, seed, sources[change.file], outcome, by, time.monotonic() - begin)
+            print(f"{number}: {outcome} {change.file}:{change.line} {name} {by}", flush=True)
         records.append(record)
-        write_json(arguments.output, {**head, "asked": asked(records), "records": records})  # kept if this one is ended
-    for each in asked(records):
+        if not arguments.again:
+            tried = [record for record in records if record["seed"] == arguments.seed]
+            this["tried"] = len(tried)
+            this["missed_at_first"] = [record["change"] for record in tried if record["outcome"] not in CAUGHT]
+        # Kept if this run is ended.
+        write_json(arguments.output, {**head, "asked": asked(records, samples, equivalent), "records": records})
+    for each in asked(records, samples, equivalent):
         print(f"{each['what']}: asked {each['asked']}, measured {each['measured']} ({each['note']})")
 
 

@@ -39,6 +39,7 @@ def figures() -> dict[str, str]:
         **quality_figures(results["quality.json"]),
         **runtime_figures(results["runtime.json"]),
         **_learned_costs(results["learned-costs.json"]),
+        **_plain_processor(results["plain-processor.json"]),
     }
 
 
@@ -52,6 +53,19 @@ def _learned_costs(data: Record) -> dict[str, str]:
         if row["peer"] == "trees":
             result[f"costs.{row['split']}"] = percent(row["median"])
             result[f"costs.{row['split']}.coverage"] = percent(row["coverage"])
+    return result
+
+
+def _plain_processor(data: Record) -> dict[str, str]:
+    """Times of operators in low precisions against FP32 on a processor with AVX2 alone: the least and the most."""
+    kinds = {"depthwise": ("depthwise",), "convolution": ("convolution",), "product": ("linear", "batched")}
+    result = {"plain.date": data["date"], "plain.operators": str(len(data["records"]))}
+    for precision in ("bf16", "int8"):
+        for kind, beginnings in kinds.items():
+            times = [
+                row[f"{precision}_both_times"] for row in data["records"] if row["operator"].startswith(beginnings)
+            ]
+            result[f"plain.{precision}.{kind}"] = f"{min(times):.2f} to {max(times):.2f}"
     return result
 
 

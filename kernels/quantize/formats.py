@@ -121,16 +121,36 @@ def _in_one_pass(values: Tensor) -> bool:
     return values.device.type == "cpu" and not torch.compiler.is_compiling() and type(values) in _PLAIN_TENSORS
 
 
+def _host_values(values: Tensor) -> Any:
+    return values.detach().to(torch.float32).view(-1).numpy()
+
+
+def _host_key(key: int | Tensor | None) -> tuple[Any, bool]:
+    return np.uint64(0 if key is None else int(key) & ((1 << 64) - 1)), key is not None
+
+
+def int8_rows(dense: Tensor, rows: int, rounding: str, key: int, step: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Codes of a contiguous tensor in FP32 or 16 bits and the scales (rows,) of its equal parts, in one call.
+
+    The bits are those of :func:`scale_from` and :func:`codes_of`. None where no compiled loop can read the tensor.
+    """
+    if not _in_one_pass(dense) or dense.element_size() > 4 or not dense.numel() or (loops := _loops()) is None:
+        return None
+    codes = torch.empty(dense.shape, dtype=torch.int8)
+    scales = torch.empty(rows, dtype=torch.float32)
+    stream = _host_key(stepped_key(key, step) if rounding == "stochastic" else None)
+    loops.int8_rows(_host_values(dense), *stream, codes.view(-1).numpy(), scales.numpy())
+    return codes, scales
+
+
 def _int8_codes(values: Tensor, factor: Tensor | None, key: int | Tensor | None) -> Tensor:
     """INT8 codes, piece by piece on CPU; None as key rounds to nearest."""
     if factor is not None and factor.numel() != 1:
         values, factor = values * factor, None
     codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     if _in_one_pass(values) and (loops := _loops()) is not None:
-        number = 0 if key is None else int(key) & ((1 << 64) - 1)
-        scale = np.float32(1.0 if factor is None else factor.item())
-        flat_values = values.detach().to(torch.float32).view(-1).numpy()
-        loops.int8_codes(flat_values, scale, np.uint64(number), key is not None, codes.view(-1).numpy())
+        factors = np.full(1, 1.0 if factor is None else factor.item(), np.float32)
+        loops.int8_codes(_host_values(values), factors, *_host_key(key), codes.view(-1).numpy())
         return codes
     flat, flat_codes, count = values.view(-1), codes.view(-1), values.numel()
     # A graph that is compiled for any size cannot say how many pieces there are.

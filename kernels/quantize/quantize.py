@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E4M3, INT8, EightBits, amax, codes_of, factor_of, scale_from
+from qsync_opt.kernels.quantize.formats import E4M3, INT8, EightBits, amax, codes_of, factor_of, int8_rows, scale_from
 from qsync_opt.kernels.quantize.operators import UNIT, dequantize_matrix, drawing, quantize_matrix, quantize_unchecked
 from qsync_opt.kernels.quantize.random_bits import stream_key
 
@@ -56,21 +56,46 @@ def _on_card(
         return Quantized(*quantize_unchecked(x, form.dtype, granularity, **drawing(options, stream))[:2])
     order = _dense_order(x)
     dense = x.permute(order).contiguous()
+    slices = _slices(order, dims)
+    if slices is None:
+        return None
+    granularity, lead = slices
+    matrix = dense.reshape(math.prod(dense.shape[:lead]), math.prod(dense.shape[lead:]))
+    result = quantize_matrix(matrix, form.dtype, granularity=granularity, **drawing(options, stream))
+    sizes = [1 if dims is None or dim in dims else x.shape[dim] for dim in order]
+    back = _inverse(order)
+    return Quantized(result.codes.view(dense.shape).permute(back), result.scale.view(sizes).permute(back))
+
+
+def _slices(order: list[int], dims: tuple[int, ...] | None) -> tuple[str, int] | None:
+    """Granularity of ``dims`` in the matrix of a tensor in memory order, and the leading dimensions that are its rows.
+
+    None if they are neither the rows nor the columns of one.
+    """
     shared = [dims is None or dim in dims for dim in order]
     count = sum(shared)
     if all(shared):
-        granularity, lead = "tensor", 0
-    elif all(shared[-count:]) or count == 0:
-        granularity, lead = "row", len(shared) - count
-    elif all(shared[:count]):
-        granularity, lead = "channel", count
-    else:
+        return "tensor", 0
+    if all(shared[-count:]) or count == 0:
+        return "row", len(shared) - count
+    return ("channel", count) if all(shared[:count]) else None
+
+
+def _on_host(x: Tensor, dims: tuple[int, ...] | None, options: KernelOptions, stream: int) -> Quantized | None:
+    """INT8 codes by one call of the compiled loops, where memory order makes ``dims`` the rows of a matrix."""
+    plain = x.is_contiguous()
+    order = list(range(x.dim())) if plain else _dense_order(x)
+    slices = _slices(order, dims)
+    if slices is None or slices[0] == "channel":
         return None
-    matrix = dense.reshape(math.prod(dense.shape[:lead]), math.prod(dense.shape[lead:]))
-    result = quantize_matrix(matrix, form.dtype, granularity=granularity, **drawing(options, stream))
-    sizes = [1 if together else size for together, size in zip(shared, dense.shape, strict=True)]
-    back = _inverse(order)
-    return Quantized(result.codes.view(dense.shape).permute(back), result.scale.view(sizes).permute(back))
+    dense = x if plain else x.permute(order).contiguous()
+    key = stream_key(options.seed, options.offset, stream)
+    result = int8_rows(dense, math.prod(dense.shape[: slices[1]]), options.rounding, key, options.step)
+    if result is None:
+        return None
+    codes, scale = result
+    scale = scale.view([1 if dims is None or dim in dims else x.shape[dim] for dim in range(x.dim())])
+    return Quantized(codes if plain else codes.permute(_inverse(order)), scale)
 
 
 def _quantize(
@@ -79,6 +104,10 @@ def _quantize(
     options = options or KernelOptions()
     if x.device.type == "cuda" and options.backend != "reference" and library.activate(UNIT):
         quantized = _on_card(x, dims, form, options, stream)
+        if quantized is not None:
+            return quantized
+    elif form is INT8 and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        quantized = _on_host(x, dims, options, stream)
         if quantized is not None:
             return quantized
     order = _dense_order(x)

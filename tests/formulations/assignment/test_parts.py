@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import AssignmentModel, BoundAndFix, Effort, blend, relax, schedule
+from qsync_opt.formulations.assignment import (
+    AssignmentModel,
+    BoundAndFix,
+    Effort,
+    Pricer,
+    blend,
+    maximise,
+    relax,
+    schedule,
+)
 from qsync_opt.formulations.assignment import incumbent as blending
 from qsync_opt.formulations.assignment.core import close, extract, frontier, search
 from qsync_opt.formulations.assignment.core.frontier import _narrow
@@ -142,3 +151,55 @@ def test_a_solver_may_stop_early_and_its_bound_says_so(random_model, every_label
             assert (model.excess(found.labels_N) <= 0).all()
             assert model.objective(found.labels_N) >= truth - 1e-9
         assert found.bound <= truth + 1e-6
+
+
+def dual_of(model, upper=np.inf):
+    relaxation = relax(model)
+    assert relaxation.entry_Y is None
+    pricer = Pricer(model, relaxation.elimination)
+    result = maximise(pricer, model.allowed_Z, prices_R=None, plans=[], upper=upper, tolerance=1e-11, max_steps=400)
+    return pricer, result
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e15])
+@pytest.mark.parametrize(("seed", "rows"), [*((seed, 2) for seed in range(8)), *((seed, 4) for seed in range(8, 12))])
+def test_the_best_prices_are_proved_by_a_mix_of_plans_that_costs_as_much(
+    seed, rows, unit, random_model, every_labelling
+):
+    model = random_model(seed, nodes=7, rows=rows, density=0.3)
+    model.objective_Z[:] *= unit
+    if best_of(model, every_labelling(model)) == np.inf:
+        pytest.skip("no labelling keeps these limits")
+    pricer, result = dual_of(model)
+    assert pricer.count == len(result.plans)
+    excess_IR = np.stack([plan.excess_R for plan in result.plans])
+    mix = result.weights_I
+    assert mix.min() >= 0 and mix.sum() == pytest.approx(1)
+    assert (mix @ excess_IR <= 1e-6).all()
+    cost = float(mix @ [plan.objective for plan in result.plans])
+    assert result.bound == pytest.approx(cost, rel=1e-7, abs=1e-9 * unit)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prices_rise_no_further_than_to_the_level_that_is_asked_for(seed, random_model, every_labelling):
+    model = random_model(seed, nodes=7, rows=1, density=0.3)
+    labellings = every_labelling(model)
+    cost = np.array([model.objective(x) for x in labellings])
+    excess = np.array([float(model.excess(x)[0]) for x in labellings])
+    if not ((excess <= 0) & (cost > cost.min())).any() or excess[cost.argmin()] <= 0:
+        pytest.skip("the limit costs nothing, or cannot be kept")
+    level = (cost.min() + best_bound(cost, excess)) / 2
+    below = cost < level
+    least = ((level - cost[below]) / excess[below]).max()  # from there on no labelling's line is below the level
+    _, result = dual_of(model, upper=level)
+    assert result.bound >= level * (1 - 1e-9)
+    assert least * (1 - 1e-6) <= result.prices_R[0] <= least * 1.01
+
+
+def best_bound(cost, excess):
+    """The maximum over prices of the least priced cost: lines of kept and broken limits cross there."""
+    kept, broken = excess <= 0, excess > 0
+    (a, b), (c, d) = (cost[kept], excess[kept]), (cost[broken], excess[broken])
+    crossing = (a[:, None] - c[None, :]) / (d[None, :] - b[:, None])
+    prices = np.concatenate([[0.0], crossing[crossing > 0]])
+    return max(float((cost + price * excess).min()) for price in np.unique(prices))

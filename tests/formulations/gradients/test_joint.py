@@ -3,6 +3,7 @@
 import itertools
 import random
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,15 @@ def test_what_remains_for_the_schemes_is_no_better_than_the_joint_plan():
     assert own.iteration_ns == solution.evaluation.iteration_ns
     assert own.feasible
     assert qsync_opt.solve(remaining).objective == pytest.approx(solution.evaluation.variance, abs=1e-9)
+
+
+@pytest.mark.parametrize("method", ["default", "ilp"])
+def test_the_seconds_of_a_solution_are_part_of_those_that_passed(method):
+    problem, began = random_joint(3), time.monotonic()
+    solution = qsync_opt.solve(problem, method)
+    passed = time.monotonic() - began
+    assert solution.build_seconds >= 0 and solution.solve_seconds >= 0
+    assert solution.build_seconds + solution.solve_seconds <= passed
 
 
 def test_files_round_trip(tmp_path):

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -117,6 +118,26 @@ def test_keys_differ_by_every_part_and_give_the_same_bytes_again():
     x, index = rows_of((6, 40))
     assert torch.equal(pack_rows(x, index, 4, 9), pack_rows(x, index, 4, 9))
     assert not torch.equal(pack_rows(x, index, 4, 9), pack_rows(x, index, 4, 10))
+
+
+def test_every_bit_of_a_key_depends_on_every_bit_of_its_parts():
+    flips = np.zeros((16, 64))
+    for seed in range(200):
+        for bit in range(16):
+            changed = (row_key(seed, 3) ^ row_key(seed, 3 ^ (1 << bit))) & ((1 << 64) - 1)
+            flips[bit] += [changed >> place & 1 for place in range(64)]
+    assert flips.min() > 0.3 * 200 and flips.max() < 0.7 * 200  # five standard deviations
+
+
+def test_without_a_compiler_compiled_loops_are_refused_and_the_reference_runs(monkeypatch):
+    x, index = rows_of((6, 40))
+    expected = pack_rows(x, index, 4, 9)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for bits in (4, 16):
+        with pytest.raises(UnsupportedError, match="numba"):
+            pack_rows(x, index, bits, 9, backend="compiled")
+    for backend in ("auto", "reference"):
+        assert torch.equal(pack_rows(x, index, 4, 9, backend=backend), expected)
 
 
 def test_sizes_on_the_wire():

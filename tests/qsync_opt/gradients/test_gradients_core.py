@@ -140,6 +140,17 @@ def test_powers_of_two_are_rounded_once_more_at_every_level_of_the_tree():
     assert scheme("exponential").mean_variance(statistics, 3) == pytest.approx(three / 3**2)
 
 
+def test_the_bound_of_bf16_is_met_where_the_mean_of_exact_codes_lies_between_two_numbers():
+    workers, elements, step = 64, 100, 2.0**-7
+    none = dict.fromkeys(("block_square", "block_absolute", "bucket_square", "bucket_absolute"), 0.0)
+    # Half of the workers hold 1, the others the next number of BF16: only the second rounding errs, by half a step.
+    local = Moments(square=elements * (1 + (1 + step) ** 2) / 2, **none)
+    mean = Moments(square=elements * (1 + step / 2) ** 2, **none)
+    bound = scheme("BF16").mean_variance(BucketStatistics(elements=elements, local=local, mean=mean), workers)
+    variance = elements * (step / 2) ** 2
+    assert variance <= bound <= 1.05 * variance
+
+
 def test_variances_fall_with_levels_and_are_none_for_fp32():
     moments = Moments(square=1e3, block_square=1e4, block_absolute=2e3, bucket_square=1e6, bucket_absolute=2e4)
     statistics = BucketStatistics(elements=1000, local=moments, mean=moments.scaled(0.25))
