@@ -93,6 +93,10 @@ def _training_figures(data: Record) -> dict[str, str]:
                 name = f"quality.{model}.x{factor}.progress-{rival}"
                 found[name] = _ahead(record["runs"], setting, "progress", rival)
             for policy in every:
+                if every[policy]["worse_than_full_error"] is not None:
+                    found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}.worse"] = (
+                        f"{every[policy]['worse_than_full']:.3f} ± {every[policy]['worse_than_full_error']:.3f}"
+                    )
                 if policy not in ("full precision", "uniform INT8"):
                     found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}"] = recovered(every, policy)
         for policy in record["plans"]:
