@@ -14,6 +14,7 @@ import qsync_opt
 from qsync_opt.model import Role
 from qsync_opt.numerics import FORMATS, formats_for
 from qsync_opt.sensitivity import ModelStatistics
+from qsync_opt.solving import TerminationStatus
 from qsync_opt.training import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
 
 CARD = "L4"
@@ -109,7 +110,7 @@ def plan(problem: Problem) -> dict[str, str]:
         RuntimeError: None was proved, which cannot happen for so few operators: uniform lowest fits.
     """
     solution = qsync_opt.solve(problem, method="exact")
-    if solution.plan is None or solution.status != "optimal":
+    if solution.plan is None or solution.termination is not TerminationStatus.OPTIMAL:
         raise RuntimeError(f"no proved plan: {solution}")
     return dict(solution.plan.devices[CARD])
 

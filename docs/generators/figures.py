@@ -15,6 +15,7 @@ from kernel_figures import host_figures, kernel_figures
 from quality_figures import quality_figures
 from results_pages import ROOT, Record, environment, load_results, percent, span, table
 from runtime_figures import NOT_MEASURED, runtime_figures
+from trained_figures import trained_figures
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _PLACE = re.compile(r"\{\{ ([\w.-]+) \}\}")
@@ -39,6 +40,8 @@ def figures() -> dict[str, str]:
         **quality_figures(results["quality.json"]),
         **runtime_figures(results["runtime.json"]),
         **_by_hand(results["by-hand.json"]),
+        **trained_figures(results["training-quality.json"]),
+        **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs(results["learned-costs.json"]),
     }
 
@@ -54,6 +57,24 @@ def _learned_costs(data: Record) -> dict[str, str]:
             result[f"costs.{row['split']}"] = percent(row["median"])
             result[f"costs.{row['split']}.coverage"] = percent(row["coverage"])
     return result
+
+
+def _unseen(data: Record) -> dict[str, str]:
+    """Errors of predictions that stood in a commit before they were measured."""
+    every = data["summary"]["all"]
+    time, memory = every["time"], every["memory"]
+    ranks = [row["spearman"] for name, row in data["summary"].items() if name != "all"]
+    return {
+        "unseen.cases": str(data["asked"][0]["measured"]),
+        "unseen.models": str(len(ranks)),
+        "unseen.time": f"{100 * time['mean_absolute']:.1f} % on average and {100 * time['worst']:.1f} % at worst",
+        "unseen.span": f"{percent(time['lowest'])} to {percent(time['highest'])}",
+        "unseen.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
+        "unseen.rank": span(ranks, ".2f"),
+        "unseen.hardware": data["hardware"],
+        "unseen.date": data["date"],
+        "unseen.predicted": data["predictions_commit"],
+    }
 
 
 def _by_hand(data: Record) -> dict[str, str]:
@@ -240,6 +261,13 @@ _ROWS = (
         "off by {{ steps.new }}; {{ steps.new-host }} paced by the host",
         "40 plans, written down before: missed",
         "predictor.json",
+    ),
+    (
+        "Iteration time of {{ unseen.cases }} plans never run, {{ unseen.models }} fresh models on one thread of a "
+        "processor, predicted in a commit before they were measured",
+        "off by {{ unseen.time }}; peak memory {{ unseen.memory }}",
+        "40 plans",
+        "predictor-unseen-cpu.json",
     ),
     ("Peak memory of {{ steps.cases }} plans on both, as above", "{{ steps.memory }}", "", "predictor.json"),
     (

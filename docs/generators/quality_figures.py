@@ -47,10 +47,10 @@ def _baselines(ranks: Mapping[str, float | None]) -> list[float]:
     return [value for kind, value in ranks.items() if value is not None and kind not in OURS]
 
 
-def _ahead(runs: Sequence[Record], setting: str, policy: str, rival: str) -> str:
-    """By how much less a policy loses than another, seed by seed: mean and standard error."""
+def _ahead(runs: Sequence[Record], setting: str, policy: str, rival: str, measure: str = "score") -> str:
+    """By how much less a policy has of a measure than another, seed by seed: mean and standard error."""
     ours, theirs = (
-        {run["seed"]: run["score"] for run in runs if (run["policy"], run["setting"]) == (which, setting)}
+        {run["seed"]: run[measure] for run in runs if (run["policy"], run["setting"]) == (which, setting)}
         for which in (policy, rival)
     )
     gains = [theirs[seed] - ours[seed] for seed in sorted(ours.keys() & theirs.keys())]
@@ -99,6 +99,9 @@ def _training_figures(data: Record) -> dict[str, str]:
                     )
                 if policy not in ("full precision", "uniform INT8"):
                     found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}"] = recovered(every, policy)
+        for name, measure in (("", "score"), (".loss", "last_training_loss")):
+            own = _ahead(record["runs"], record["chosen"], "probed", "random", measure)
+            found[f"quality.{model}.random-probed{name}"] = own
         for policy in record["plans"]:
             found[f"quality.{model}.{policy}"] = recovered(harsh, policy)
             found[f"quality.{model}.{policy}.loss"] = percent(harsh[policy]["recovered_in_training_loss"])
