@@ -3,9 +3,9 @@
     python benchmarks/predictor_unseen.py --predict      writes benchmarks/predictions/steps-cpu.json: commit it
     python benchmarks/predictor_unseen.py --measure      writes benchmarks/results/predictor-unseen-cpu.json
 
-For one thread of a processor. A processor computes what its program asks for at once: host and device are one, so that
-the two limits of a card, its own and its host's, cannot be told apart here. Models are such that the predictor was never
-tried on. ``--predict`` records steps under uniform plans and a few mixed ones (`profile_steps`) and predicts others from
+For one thread of a processor. It computes at once what its program asks for: host and device are one, so that the two
+limits of a card, its own and its host's, cannot be told apart here. Models are such that the predictor was never tried
+on. ``--predict`` records steps under uniform plans and a few mixed ones (`profile_steps`) and predicts others from
 them; ``--measure`` refuses predictions that are not committed as they are.
 """
 
@@ -25,9 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE / "quality_bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "quality_bench"))
 
 import digits
 from predictor import errors
@@ -41,6 +40,7 @@ from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.execution import apply
 from qsync_opt.runtimes.torch.steps import RecordingOptions
 
+HERE = Path(__file__).resolve().parent
 PREDICTIONS = HERE / "predictions" / "steps-cpu.json"
 RESULTS = HERE / "results" / "predictor-unseen-cpu.json"
 FORMAT = "qsync-results/1"

@@ -38,7 +38,7 @@ from noisy import MagnifiedPlan, added_variance, exact_gradient
 from plans import magnified
 from results_head import results_head
 from runs import rate_at
-from subjects import Batch, Subject, gpt, train_briefly
+from subjects import Subject, gpt, train_briefly
 from torch import nn
 from work import significant
 
@@ -141,9 +141,7 @@ class Planner:
             o.name: tuple(p for p in (*case.lowest, "BF16", "FP32") if ops.supports(o.op_type, p, "cpu"))
             for o in adjustable
         }
-        self.sizes = {
-            name: size for name, size in budgets.sizes(self.statistics).items() if len(self._menu[name]) > 2
-        }
+        self.sizes = {name: size for name, size in budgets.sizes(self.statistics).items() if len(self._menu[name]) > 2}
 
     def plan(self, policy: str, seed: int) -> dict[str, str]:
         """Precision of every operator; those without 8 bits run in BF16, but for full precision."""
@@ -170,9 +168,7 @@ class Planner:
         batch = self.batches[0]
         exact = exact_gradient(self.model, batch)
         draws = 1 if set(plan.values()) <= {"BF16", "FP32"} else DRAWS
-        found = added_variance(
-            self.model, batch, exact, plan, self.graph, options(0), draws, factor=self.case.factor
-        )
+        found = added_variance(self.model, batch, exact, plan, self.graph, options(0), draws, factor=self.case.factor)
         mean = statistics.fmean(found)
         own = self.statistics.gradient_noise
         if own is None:
@@ -333,9 +329,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(differences), float(t.ppf(0.975, count - 1)) * error
 
 
-def differences(
-    found: Sequence[Mapping[str, Any]], policy: str, other: str, measure: str
-) -> list[float]:
+def differences(found: Sequence[Mapping[str, Any]], policy: str, other: str, measure: str) -> list[float]:
     """Seed by seed, one policy's measure minus another's; plans by random tables are averaged within a seed."""
 
     def values(which: str) -> dict[int, float]:
@@ -377,9 +371,7 @@ def summary(case: Case, found: Sequence[Mapping[str, Any]], plans: Mapping[str, 
 
 def converged(found: Sequence[Mapping[str, Any]], steps: int) -> float | None:
     """By what the held-out loss of full precision changed over the last fifth, as a share of what it ended at."""
-    shares = [
-        r["held_out_loss"] / r["on_the_way"][str(round(0.8 * steps))] - 1 for r in found if r["policy"] == FULL
-    ]
+    shares = [r["held_out_loss"] / r["on_the_way"][str(round(0.8 * steps))] - 1 for r in found if r["policy"] == FULL]
     return statistics.fmean(shares) if shares else None
 
 

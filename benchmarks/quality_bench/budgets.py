@@ -21,8 +21,8 @@ CARD = "L4"
 SCALE = 1000
 """Batches of the simulated card over those that are trained, so that limits are not of single bytes."""
 COST_MODEL = (
-    f"simulated, {CARD} at its data sheet's rates: multiplications alone (with a backward pass in 16 bits one product of "
-    "three is in 8 bits), memory of saved inputs; both limits half way between uniform lowest and uniform BF16"
+    f"simulated, {CARD} at its data sheet's rates: multiplications alone (with a backward pass in 16 bits one product "
+    "of three is in 8 bits), memory of saved inputs; both limits half way between uniform lowest and uniform BF16"
 )
 _BYTES = {"INT8-BWD8": 1, "INT8": 1, "BF16": 2, "FP32": 4}
 
@@ -72,7 +72,8 @@ def problem(
         menu: Operator to precisions, the lowest first; BF16 is among them.
     """
     tables = {
-        name: {p: operator_cost(size, p, sensitivities[name][p]) for p in menu[name]} for name, size in operators.items()
+        name: {p: operator_cost(size, p, sensitivities[name][p]) for p in menu[name]}
+        for name, size in operators.items()
     }
 
     def half_way(cost: str) -> int:

@@ -80,7 +80,9 @@ def _unseen(data: Record) -> dict[str, str]:
 def _by_hand(data: Record) -> dict[str, str]:
     """Steps of default plans over the best that people set by hand, and which of them miss what was asked."""
     rows = [(row["what"].partition(":")[0], row) for row in data["asked"]]
-    ways = {name: len({r["way"] for r in data["records"] if r["model"] == name and r["way"] != "plan"}) for name, _ in rows}
+    ways = {
+        name: len({r["way"] for r in data["records"] if r["model"] == name and r["way"] != "plan"}) for name, _ in rows
+    }
     return {
         "by-hand.steps": ", ".join(f"{name} {row['measured']:.2f} ({ways[name]} by hand)" for name, row in rows),
         "by-hand.missed": "missed by " + ", ".join(name for name, row in rows if not row["met"]),
@@ -271,8 +273,8 @@ _ROWS = (
     ),
     ("Peak memory of {{ steps.cases }} plans on both, as above", "{{ steps.memory }}", "", "predictor.json"),
     (
-        "Throughput of the plan on a whole card and 16 multiprocessors of another, equal batches, beside the best other "
-        "way with equal batches, launched or captured",
+        "Throughput of the plan on a whole card and 16 multiprocessors of another, equal batches, beside the best "
+        "other way with equal batches, launched or captured",
         "{{ runtime.equal }}",
         ">= 0.98 x, at less sensitivity: missed by resnet50's",
         "runtime.json",
@@ -335,11 +337,12 @@ _ROWS = (
         "indicator.json",
     ),
     (
-        "GPT of 25.6 M parameters, {{ quality.gpt.steps }} steps, held-out loss above full precision, mean and standard "
-        "error over {{ quality.gpt.x4.seeds }} seeds of several runs, the last of which is dated: uniform INT8 as it is; "
-        "with errors times 4 uniform INT8, plans by `progress`, `probed`, `fisher`, `random`",
+        "GPT of 25.6 M parameters, {{ quality.gpt.steps }} steps, held-out loss above full precision, mean and "
+        "standard error over {{ quality.gpt.x4.seeds }} seeds of several runs, the last of which is dated: uniform "
+        "INT8 as it is; with errors times 4 uniform INT8, plans by `progress`, `probed`, `fisher`, `random`",
         "{{ quality.gpt.x1.gap }}; {{ quality.gpt.x4.gap }}, {{ quality.gpt.x4.progress.worse }}, "
-        "{{ quality.gpt.x4.probed.worse }}, {{ quality.gpt.x4.fisher.worse }}, {{ quality.gpt.x4.random.worse }} nats per byte",
+        "{{ quality.gpt.x4.probed.worse }}, {{ quality.gpt.x4.fisher.worse }}, "
+        "{{ quality.gpt.x4.random.worse }} nats per byte",
         "errors as they are, to convergence: missed",
         "quality.json",
         "train",

@@ -13,7 +13,8 @@ PLAIN = ("FP32", "TF32", "BF16 autocast", "FP16 autocast", "uniform INT8", "unif
 AS_FAST = 0.98
 BY_SPEED, CAPTURED = "local batches by speed, ", ", captured"
 _NAMES = (
-    "fp32", "bf16", "bf16-operators", "cpu-fp32", "cpu-bf16", "cpu-bf16-operators", "throughput", "sensitivity", "equal", "of-by-speed", "by-speed-missed",
+    "fp32", "bf16", "bf16-operators", "cpu-fp32", "cpu-bf16", "cpu-bf16-operators", "throughput", "sensitivity",
+    "equal", "of-by-speed", "by-speed-missed",
     "less-sensitive", "less-sensitive-rounds", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction",
     "soak-drifts", "soak-moved", "predicted", "hardware", "many", "many-first-step", "scaling", "many-plain",
     "many-by-speed",
