@@ -156,16 +156,15 @@ def committed(path: Path) -> str:
     """The commit that the predictions stand in.
 
     Raises:
-        SystemExit: They are in none, or not as they are there.
+        SystemExit: They are in none as they are.
     """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed, commit = git("status", "--porcelain", "--", str(path)), git("log", "-1", "--format=%h", "--", str(path))
-    if changed or not commit:
+    if git("status", "--porcelain", "--", str(path)):
         raise SystemExit(f"{path.name} is not committed as it is: predictions count if they stood in a commit before")
-    return commit
+    return git("log", "-1", "--format=%h", "--", str(path))
 
 
 def measure(path: Path, output: Path) -> None:

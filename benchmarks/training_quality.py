@@ -60,6 +60,7 @@ FULL, HALF, LOWEST = "full precision", "uniform BF16", "uniform lowest"
 LAST = 50
 """Steps at the end whose training loss is averaged."""
 MEASURES = ("held_out_loss", "held_out_loss_recalibrated", "accuracy", "accuracy_recalibrated", "last_training_loss")
+PROBES, CURVATURE_PROBES = 3, 16
 DRAWS = 12
 """Of the rounding, for the gradient variance of a plan."""
 
@@ -94,8 +95,8 @@ class Case:
 
 
 def _digits_cnn() -> Subject:
-    words = "5 convolutions with batch normalization, rectifiers, shortcuts and max-pooling, 2 linear layers"
-    return digits.digits("cnn", lambda: digits.Cnn(8), rows=32, adam=False, rate=0.05, words=words)
+    words = "8 convolutions with batch normalization, rectifiers, shortcuts and max-pooling, 2 linear layers"
+    return digits.digits("cnn", lambda: digits.Cnn(8, (4, 4, 0)), rows=32, adam=False, rate=0.05, words=words)
 
 
 def _digits_vit() -> Subject:
@@ -108,10 +109,10 @@ def _source_gpt() -> Subject:
 
 
 CASES: Mapping[str, Case] = {
-    "cnn": Case(make=_digits_cnn, steps=450, ours="probed"),
-    "vit": Case(make=_digits_vit, steps=450, ours="progress"),
+    "cnn": Case(make=_digits_cnn, steps=300, ours="probed"),
+    "vit": Case(make=_digits_vit, steps=400, ours="progress"),
     "gpt": Case(make=_source_gpt, steps=600, ours="progress"),
-    "cnn-x4": Case(make=_digits_cnn, steps=450, ours="probed", lowest=("INT8",), factor=4.0, random_plans=2),
+    "cnn-x4": Case(make=_digits_cnn, steps=300, ours="probed", lowest=("INT8",), factor=4.0, random_plans=2),
 }
 
 
@@ -131,9 +132,9 @@ class Planner:
             self.model,
             self.batches,
             graph=self.graph,
-            probes=3,
-            adaptive_probes=3,
-            curvature_probes=16,
+            probes=PROBES,
+            adaptive_probes=PROBES,
+            curvature_probes=CURVATURE_PROBES,
             whole_batches=True,
         )
         adjustable = [o for o in self.graph.by_role(Role.ADJUSTABLE)]
@@ -296,11 +297,11 @@ def missing(
                 yield policy, seed, plan, None if same == policy else same
 
 
-def train(names: Sequence[str], folder: Path, seeds: int) -> None:
+def train(names: Sequence[str], folder: Path, seeds: int, *, only_plans: bool = False) -> None:
     """Make the runs that are missing, seed by seed over all subjects."""
     cases = {name: (CASES[name], CASES[name].make()) for name in names}
     plans = {n: planned(case, subject, seeds, folder / f"{n}-plans.json") for n, (case, subject) in cases.items()}
-    for count in range(1, seeds + 1):
+    for count in range(1, 1 if only_plans else seeds + 1):
         for name, (case, subject) in cases.items():
             path = folder / f"{name}-runs.jsonl"
             graph = load_graph(graph_path(folder / f"{name}-plans.json"))
@@ -346,7 +347,7 @@ def differences(found: Sequence[Mapping[str, Any]], policy: str, other: str, mea
 def summary(case: Case, found: Sequence[Mapping[str, Any]], plans: Mapping[str, Any]) -> dict[str, Any]:
     """Per policy: noise of its plans, and every measure against full precision and against random plans."""
     policies = [p for p in case.policies if not p.startswith("random ")]
-    measures = [m for m in MEASURES if all(r[m] is not None for r in found)]
+    measures = [m for m in MEASURES if found and all(r[m] is not None for r in found)]
     rows: dict[str, Any] = {}
     for policy in policies:
         noise = [
@@ -372,7 +373,7 @@ def summary(case: Case, found: Sequence[Mapping[str, Any]], plans: Mapping[str, 
 def converged(found: Sequence[Mapping[str, Any]], steps: int) -> float | None:
     """By what the held-out loss of full precision changed over the last fifth, as a share of what it ended at."""
     shares = [r["held_out_loss"] / r["on_the_way"][str(round(0.8 * steps))] - 1 for r in found if r["policy"] == FULL]
-    return statistics.fmean(shares) if shares else None
+    return significant(statistics.fmean(shares)) if shares else None
 
 
 def asked(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -404,7 +405,7 @@ def merge(folder: Path, output: Path) -> None:
     records = []
     for name, case in CASES.items():
         found = runs_of(folder / f"{name}-runs.jsonl")
-        if not found:
+        if not (folder / f"{name}-plans.json").is_file():
             continue
         plans = read_json(folder / f"{name}-plans.json", (PLANS,))["plans"]
         records.append(
@@ -417,7 +418,7 @@ def merge(folder: Path, output: Path) -> None:
                 "lowest": list(case.lowest),
                 "cost_model": budgets.COST_MODEL,
                 "scales": "one per tensor",
-                "change_of_held_out_loss_in_last_fifth": significant(converged(found, case.steps)),
+                "change_of_held_out_loss_in_last_fifth": converged(found, case.steps),
                 "summary": summary(case, found, plans),
                 "plans": plans,
                 "runs": found,
@@ -440,6 +441,7 @@ def main() -> int:
     parser.add_argument("--subject", action="append", default=[], choices=CASES)
     parser.add_argument("--folder", type=Path, help="where runs are kept")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only-plans", action="store_true", help="make plans with the noise that they add; no runs")
     parser.add_argument("--merge", type=Path, metavar="FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -450,7 +452,7 @@ def main() -> int:
     if not arguments.subject or arguments.folder is None:
         parser.error("give --subject and --folder, or --merge")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    train(arguments.subject, arguments.folder, arguments.seeds)
+    train(arguments.subject, arguments.folder, arguments.seeds, only_plans=arguments.only_plans)
     return 0
 
 

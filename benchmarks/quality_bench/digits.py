@@ -49,11 +49,17 @@ class Classifier(nn.Module):
 
 
 class Cnn(Classifier):
-    """Convolutions with batch normalization, rectifiers, shortcuts and max-pooling."""
+    """Convolutions with batch normalization, rectifiers, shortcuts and max-pooling.
 
-    def __init__(self, width: int) -> None:
+    ``stages`` are numbers of convolutions at 8 x 8, 4 x 4 and 2 x 2; all but the first have as many multiplications at
+    8 x 8 as at 4 x 4, where there are twice as many channels.
+    """
+
+    def __init__(self, width: int, stages: tuple[int, int, int] = (2, 2, 1)) -> None:
         super().__init__()
-        sizes = ((1, width), (width, width), (width, 2 * width), (2 * width, 2 * width), (2 * width, 2 * width))
+        outputs = [width] * stages[0] + [2 * width] * (stages[1] + stages[2])
+        sizes = list(zip([1, *outputs], outputs, strict=False))
+        self.pooled = (stages[0] - 1, stages[0] + stages[1] - 1)
         self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1, bias=False) for i, o in sizes)
         self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o in sizes)
         self.hidden, self.head = nn.Linear(2 * width * 4, 2 * width), nn.Linear(2 * width, CLASSES)
@@ -63,7 +69,7 @@ class Cnn(Classifier):
         for number, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             branch = torch.relu(norm(conv(x)))
             x = x + branch if branch.shape == x.shape else branch
-            if number in (1, 3):
+            if number in self.pooled:
                 x = F.max_pool2d(x, 2)
         return self.head(torch.relu(self.hidden(x.flatten(1))))
 

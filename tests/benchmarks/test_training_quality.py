@@ -115,7 +115,8 @@ def test_a_case_is_planned_and_trained_and_goes_on_where_its_files_end(quality, 
     case = dataclasses.replace(quality.CASES["cnn"], make=make, steps=6)
     monkeypatch.setattr(type(case), "policies", (quality.FULL, quality.LOWEST, "probed", "random"))
     monkeypatch.setattr(quality, "CASES", {"cnn": case})
-    monkeypatch.setattr(quality, "DRAWS", 1)
+    for name, value in (("DRAWS", 1), ("PROBES", 2), ("CURVATURE_PROBES", 2)):
+        monkeypatch.setattr(quality, name, value)
     quality.train(["cnn"], tmp_path, 1)
     found = quality.runs_of(tmp_path / "cnn-runs.jsonl")
     assert [run["policy"] for run in found] == list(case.policies)
