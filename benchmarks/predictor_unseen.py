@@ -168,34 +168,40 @@ def committed(path: Path) -> str:
 
 
 def measure(path: Path, output: Path) -> None:
-    """Run every predicted plan."""
+    """Run every predicted plan; a further round is added to those that the output has of the same predictions."""
     commit, predictions = committed(path), read_json(path, (FORMAT,))
+    before = read_json(output, (FORMAT,)) if output.is_file() else {"predictions_commit": ""}
+    known = before["records"] if before["predictions_commit"] == commit else []
     cases = []
-    for case in predictions["records"]:
+    for number, case in enumerate(predictions["records"]):
         gc.collect()  # a model under a plan refers to itself
         model, batch = subject(case["model"])
         graph = qsync_opt.capture(model, batch)
         apply(model, case["precisions"], graph=graph)
         example = qsync_opt.TrainingExample(model=model, args=batch)
         found = qsync_opt.measure_iteration(example, optimizer_of(model), repeats=REPEATS, warm_up=2)
+        rounds = [*(known[number]["rounds_ms"] if known else []), found.iteration_ns / 1e6]
+        measured = statistics.fmean(rounds)
         case = {
             **case,
-            "measured_ms": found.iteration_ns / 1e6,
+            "measured_ms": measured,
+            "rounds_ms": rounds,
+            "spread": (max(rounds) - min(rounds)) / measured,
             "measured_peak_bytes": found.peak_memory_bytes,
-            "time_error": case["predicted_ms"] / (found.iteration_ns / 1e6) - 1,
+            "time_error": case["predicted_ms"] / measured - 1,
             "memory_error": case["predicted_peak_bytes"] / found.peak_memory_bytes - 1,
         }
         cases.append(case)
         print(
-            f"{case['model']:11s} {case['plan']:10s} {case['predicted_ms']:7.2f} / {case['measured_ms']:7.2f} ms "
+            f"{case['model']:11s} {case['plan']:10s} {case['predicted_ms']:7.2f} / {measured:7.2f} ms "
             f"{100 * case['time_error']:+5.1f} %, memory {100 * case['memory_error']:+5.1f} %",
             flush=True,
         )
-        write_record(output, commit, cases)
+    write_record(output, commit, cases)
 
 
 def write_record(output: Path, commit: str, cases: list[dict[str, Any]]) -> None:
-    """What is known so far."""
+    """The cases with their errors, by model and all together."""
     models = list(dict.fromkeys(case["model"] for case in cases))
     groups = {"all": cases, **{m: [c for c in cases if c["model"] == m] for m in models}}
     head = results_head(processor(), {"torch": torch.__version__})
@@ -212,6 +218,8 @@ def write_record(output: Path, commit: str, cases: list[dict[str, Any]]) -> None
             "time": errors(group, "predicted_ms", "measured_ms"),
             "memory": errors(group, "predicted_peak_bytes", "measured_peak_bytes"),
             "spearman": spearman([c["predicted_ms"] for c in group], [c["measured_ms"] for c in group]),
+            "spread_of_rounds": statistics.fmean(c["spread"] for c in group),
+            "worst_spread": max(c["spread"] for c in group),
             "median_time_error": statistics.median(c["time_error"] for c in group),
         }
         for name, group in groups.items()

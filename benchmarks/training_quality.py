@@ -91,12 +91,13 @@ class Case:
         more = tuple(f"random {i}" for i in range(2, self.random_plans + 1))
         if self.factor != 1.0:
             return (FULL, LOWEST, "probed", "random", "fisher", *more)
-        return (FULL, LOWEST, *INDICATORS, *more, HALF)
+        others = tuple(kind for kind in INDICATORS if kind not in (self.ours, "random"))
+        return (FULL, LOWEST, self.ours, "random", *others, *more, HALF)
 
 
 def _digits_cnn() -> Subject:
     words = "8 convolutions with batch normalization, rectifiers, shortcuts and max-pooling, 2 linear layers"
-    return digits.digits("cnn", lambda: digits.Cnn(8, (4, 4, 0)), rows=32, adam=False, rate=0.05, words=words)
+    return digits.digits("cnn", lambda: digits.Cnn(8, (4, 4, 0)), rows=32, adam=False, rate=0.02, words=words)
 
 
 def _digits_vit() -> Subject:
@@ -301,11 +302,15 @@ def train(names: Sequence[str], folder: Path, seeds: int, *, only_plans: bool = 
     """Make the runs that are missing, seed by seed over all subjects."""
     cases = {name: (CASES[name], CASES[name].make()) for name in names}
     plans = {n: planned(case, subject, seeds, folder / f"{n}-plans.json") for n, (case, subject) in cases.items()}
-    for count in range(1, 1 if only_plans else seeds + 1):
+    # What is asked first over all seeds, then the other indicators.
+    turns = [(count, first) for first in (True, False) for count in range(1, 1 if only_plans else seeds + 1)]
+    for count, first in turns:
         for name, (case, subject) in cases.items():
             path = folder / f"{name}-runs.jsonl"
             graph = load_graph(graph_path(folder / f"{name}-plans.json"))
             for policy, seed, plan, same in missing(case, plans[name]["plans"], count, runs_of(path)):
+                if first and policy not in (FULL, LOWEST, case.ours, "random"):
+                    continue
                 if same is None:
                     record = run(case, subject, graph, plan, policy, seed)
                 else:
