@@ -64,17 +64,28 @@ def _unseen(data: Record) -> dict[str, str]:
     every = data["summary"]["all"]
     time, memory = every["time"], every["memory"]
     ranks = [row["spearman"] for name, row in data["summary"].items() if name != "all"]
+    rounds = len(data["records"][0]["rounds_ms"])
     return {
         "unseen.cases": str(data["asked"][0]["measured"]),
         "unseen.models": str(len(ranks)),
         "unseen.time": f"{100 * time['mean_absolute']:.1f} % on average and {100 * time['worst']:.1f} % at worst",
         "unseen.span": f"{percent(time['lowest'])} to {percent(time['highest'])}",
         "unseen.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
+        "unseen.median": percent(every["median_time_error"]),
+        "unseen.rounds": "one round" if rounds == 1 else f"{rounds} rounds",
+        "unseen.spread": _spread(every, rounds),
         "unseen.rank": span(ranks, ".2f"),
         "unseen.hardware": data["hardware"],
         "unseen.date": data["date"],
         "unseen.predicted": data["predictions_commit"],
     }
+
+
+def _spread(summary: Record, rounds: int) -> str:
+    """How far the rounds of one plan are apart, where there are several."""
+    if rounds == 1:
+        return "an unknown amount"
+    return f"{100 * summary['spread_of_rounds']:.0f} % on average and {100 * summary['worst_spread']:.0f} % at most"
 
 
 def _by_hand(data: Record) -> dict[str, str]:

@@ -303,7 +303,7 @@ class Stepper:
     def peak_bytes(self) -> tuple[int, int]:
         """Bytes in use between steps, and at the peak of one.
 
-        On a cpu, whose allocator does not count: what model and optimizer keep, and beyond it what the profiler reports.
+        On a cpu, whose allocator does not count: what model and optimizer keep, and what the profiler reports.
         """
         if self.device.type != "cuda":
             resident = resident_bytes(self.example.model) + state_bytes(self.optimizer)
