@@ -2,63 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from results_pages import Record, table
 
-FULL = "full precision"
+FULL, LOWEST, RANDOM = "full precision", "uniform lowest", "random"
+_WORDS = {"held_out_loss": "held-out loss", "accuracy": "accuracy", "last_training_loss": "training loss"}
 
 
 def trained_figures(data: Record) -> dict[str, str]:
-    """A table per subject, and what was asked."""
-    found = {"trained.hardware": data["hardware"], "trained.date": data["date"]}
-    for record in data["records"]:
-        name = f"trained.{record['subject']}"
-        found[f"{name}.table"] = _table(record)
-        found[f"{name}.what"] = record["what"]
-        found[f"{name}.steps"] = str(record["steps"])
-        found[f"{name}.seeds"] = _seeds(record)
-        found[f"{name}.change"] = f"{100 * record['change_of_held_out_loss_in_last_fifth']:+.1f} %"
-        for policy, row in record["summary"].items():
-            key = f"{name}.{policy.replace(' ', '-')}"
-            found[f"{key}.noise"] = f"{row['gradient_variance_over_batch_noise']:.2g}"
-            for other, label in (("minus_full_precision", "worse"), ("minus_random", "random")):
-                for measure, difference in row.get(other, {}).items():
-                    found[f"{key}.{label}.{measure.replace('_', '-')}"] = _interval(difference)
+    """The noise that plans add, and what their runs lose, per subject."""
+    records = {record["subject"]: record for record in data["records"]}
     asked = [row for row in data["asked"] if row["measured"] is not None]
-    found["trained.asked"] = str(len(asked))
-    found["trained.met"] = str(sum(row["met"] for row in asked))
+    found = {
+        "trained.hardware": data["hardware"],
+        "trained.date": data["date"],
+        "trained.table.noise": _noise_table(records),
+        "trained.table.runs": _runs_table(records),
+        "trained.asked": str(len(asked)),
+        "trained.met": str(sum(row["met"] for row in asked)),
+        "trained.subjects": "; ".join(f"*{name}*: {r['what']}, {r['steps']} steps" for name, r in records.items()),
+    }
+    for name, record in records.items():
+        for policy, row in record["summary"].items():
+            noise = row["gradient_variance_over_batch_noise"]
+            found[f"trained.{name}.{policy.replace(' ', '-')}.noise"] = _percent(noise)
     return found
 
 
-def _interval(difference: Record) -> str:
-    half = difference["half_width"]
-    return f"{difference['mean']:+.4f}" + ("" if half is None else f" ± {half:.4f}")
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
 
 
-def _seeds(record: Record) -> str:
-    counts = [
-        difference["seeds"]
-        for row in record["summary"].values()
-        for difference in row.get("minus_full_precision", {}).values()
-    ]
-    return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-
-
-def _table(record: Record) -> str:
-    measures = [m for m in ("held_out_loss", "accuracy", "last_training_loss") if m in _first(record)]
-    words = {"held_out_loss": "held-out loss", "accuracy": "accuracy", "last_training_loss": "training loss"}
-    header = ["plan", "added gradient variance over that of batches"]
-    header += [f"{words[m]} minus full precision's" for m in measures] + ["held-out loss minus that of random plans"]
+def _noise_table(records: Mapping[str, Record]) -> str:
+    """Plans against subjects: gradient variance that each adds, as a share of that between batches."""
+    policies = list(dict.fromkeys(policy for record in records.values() for policy in record["summary"]))
     rows = []
-    for policy, row in record["summary"].items():
-        cells: list[object] = [policy, f"{row['gradient_variance_over_batch_noise']:.2g}"]
-        cells += [_cell(row.get("minus_full_precision", {}).get(m)) for m in measures]
-        rows.append([*cells, _cell(row.get("minus_random", {}).get("held_out_loss"))])
-    return table(header, rows)
+    for policy in policies:
+        found = [record["summary"].get(policy) for record in records.values()]
+        rows.append(
+            [policy, *(None if row is None else _percent(row["gradient_variance_over_batch_noise"]) for row in found)]
+        )
+    return table(["plan", *records], rows)
 
 
-def _first(record: Record) -> Record:
-    return next(row["minus_full_precision"] for row in record["summary"].values() if "minus_full_precision" in row)
+def _runs_table(records: Mapping[str, Record]) -> str:
+    """Every subject and plan that was trained with two seeds or more: differences with their 95 % intervals."""
+    rows = []
+    for name, record in records.items():
+        for policy, row in record["summary"].items():
+            worse, random = row.get("minus_full_precision", {}), row.get("minus_random", {})
+            if "held_out_loss" not in worse or worse["held_out_loss"]["half_width"] is None:
+                continue
+            cells = [_cell(worse.get(measure)) for measure in _WORDS]
+            seeds = worse["held_out_loss"]["seeds"]
+            rows.append([name, policy, str(seeds), *cells, _cell(random.get("held_out_loss"))])
+    header = ["", "plan", "seeds", *(f"{words} minus full precision's" for words in _WORDS.values())]
+    return table([*header, "held-out loss minus that of random plans"], rows)
 
 
 def _cell(difference: Record | None) -> str | None:
-    return None if difference is None else _interval(difference)
+    if difference is None or difference["half_width"] is None:
+        return None
+    return f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}"
