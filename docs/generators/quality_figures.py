@@ -108,6 +108,29 @@ def _training_figures(data: Record) -> dict[str, str]:
     return found
 
 
+def _plan_noise_figures(data: Record) -> dict[str, str]:
+    """What plans of one time add to the gradient's variance, as shares of that between batches."""
+    section = data["sections"]["plan-noise"]
+    found = {"plan-noise.date": section["date"], "plan-noise.hardware": section["hardware"]}
+    for record in section["records"]:
+        name, rows = f"plan-noise.{record['model']}", record["plans"]
+        measured = {row["plan"].replace(" ", "-"): row["measured"] for row in rows if row["plan"] != "random"}
+        found |= {f"{name}.{plan}": f"{100 * share:.1f} %" for plan, share in measured.items()}
+        random = [row["measured"] for row in rows if row["plan"] == "random"]
+        ratios = [row["predicted"] / row["measured"] for row in rows if not row["plan"].startswith("uniform")]
+        better = sum(share < measured["probed"] for share in random)
+        found |= {
+            f"{name}.what": record["what"].partition(",")[0],
+            f"{name}.rank": f"{record['rank']:.2f}",
+            f"{name}.ratio": _span(ratios),
+            f"{name}.random": f"{100 * min(random):.1f} to {100 * max(random):.1f} %",
+            f"{name}.random-count": str(len(random)),
+            f"{name}.random-better": str(better) if better else "none",
+            f"{name}.gain": f"{100 * (statistics.fmean(random) - measured['probed']):.1f} %",
+        }
+    return found
+
+
 def quality_figures(data: Record) -> dict[str, str]:
     """Figures and tables by the names under which pages ask for them."""
     harm, sections = harm_record(data), data["sections"]
@@ -184,7 +207,8 @@ def quality_figures(data: Record) -> dict[str, str]:
     for kind in OURS:
         found[f"quality.clear.{kind}"] = "–" if clear.get(kind) is None else f"{clear[kind]:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
-    return found | _operator_figures(data) | _training_figures(data) | _noise_figures(data)
+    parts = (_operator_figures, _training_figures, _noise_figures, _plan_noise_figures)
+    return found | {name: text for part in parts for name, text in part(data).items()}
 
 
 def _operator_figures(data: Record) -> dict[str, str]:
