@@ -60,6 +60,8 @@ FULL, HALF, LOWEST = "full precision", "uniform BF16", "uniform lowest"
 LAST = 50
 """Steps at the end whose training loss is averaged."""
 MEASURES = ("held_out_loss", "held_out_loss_recalibrated", "accuracy", "accuracy_recalibrated", "last_training_loss")
+SEEDS, CONVERGED = 5, 0.02
+"""Asked for: runs of each policy, and the most that the held-out loss may still change, as a share."""
 PROBES, CURVATURE_PROBES = 3, 16
 DRAWS = 12
 """Of the rounding, for the gradient variance of a plan."""
@@ -388,6 +390,19 @@ def asked(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if record["factor"] != 1.0:
             continue
         found, ours = record["runs"], record["ours"]
+        seeds = min(sum(r["policy"] == policy for r in found) for policy in (FULL, LOWEST, ours, "random"))
+        change = record["change_of_held_out_loss_in_last_fifth"]
+        for what, target, measured, met in (
+            (f"seeds of full precision, uniform lowest, {ours} and random", f">= {SEEDS}", seeds, seeds >= SEEDS),
+            (
+                "change of full precision's held-out loss in the last fifth",
+                f"within {CONVERGED}",
+                change,
+                change is not None and abs(change) <= CONVERGED,
+            ),
+        ):
+            row = {"what": f"{record['subject']}: {what}", "asked": target, "measured": measured, "met": met}
+            rows.append({**row, "note": "" if found else "no run yet"})
         for other in ("random", "fisher", "hessian", "published", LOWEST):
             values = differences(found, ours, other, "held_out_loss")
             if not values:
@@ -445,7 +460,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", action="append", default=[], choices=CASES)
     parser.add_argument("--folder", type=Path, help="where runs are kept")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only-plans", action="store_true", help="make plans with the noise that they add; no runs")
     parser.add_argument("--merge", type=Path, metavar="FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS)

@@ -359,6 +359,16 @@ _ROWS = (
         "train",
     ),
     (
+        "Gradient variance that a small ViT's plan of one simulated time and memory adds, as a share of that between "
+        "batches: uniform lowest (8 bits forward and backward); by `probed`, `progress`, `fisher`, `hessian`, QSync's "
+        "indicator, `random`",
+        "{{ trained.vit.uniform-lowest.noise }}; {{ trained.vit.probed.noise }}, {{ trained.vit.progress.noise }}, "
+        "{{ trained.vit.fisher.noise }}, {{ trained.vit.hessian.noise }}, {{ trained.vit.published.noise }}, "
+        "{{ trained.vit.random.noise }}",
+        "better models than by `random`, 5 seeds: not shown",
+        "training-quality.json",
+    ),
+    (
         "`exact`, 1,000 operators: proved; median time",
         "{{ solvers.exact.1000.proved }}; {{ solvers.exact.1000.seconds }}",
         "",
