@@ -23,6 +23,12 @@ def trained_figures(data: Record) -> dict[str, str]:
         "trained.met": str(sum(row["met"] for row in asked)),
         "trained.subjects": "; ".join(f"*{name}*: {r['what']}, {r['steps']} steps" for name, r in records.items()),
     }
+    for row in asked:
+        subject, _, what = row["what"].partition(": ")
+        if " minus that of " in what:
+            other = what.partition(" minus that of ")[2].replace(" ", "-")
+            spread = row["note"].partition(" over")[0].replace("+-", "±")
+            found[f"trained.{subject}.minus-{other}"] = f"{row['measured']:+.3f} {spread}"
     for name, record in records.items():
         for policy, row in record["summary"].items():
             noise = row["gradient_variance_over_batch_noise"]
