@@ -72,8 +72,7 @@ def _unseen(data: Record) -> dict[str, str]:
         "unseen.span": f"{percent(time['lowest'])} to {percent(time['highest'])}",
         "unseen.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
         "unseen.median": percent(every["median_time_error"]),
-        "unseen.rounds": "one round" if rounds == 1 else f"{rounds} rounds",
-        "unseen.spread": _spread(every, rounds),
+        "unseen.repeated": _repeated(every, rounds),
         "unseen.rank": span(ranks, ".2f"),
         "unseen.hardware": data["hardware"],
         "unseen.date": data["date"],
@@ -81,11 +80,12 @@ def _unseen(data: Record) -> dict[str, str]:
     }
 
 
-def _spread(summary: Record, rounds: int) -> str:
+def _repeated(summary: Record, rounds: int) -> str:
     """How far the rounds of one plan are apart, where there are several."""
     if rounds == 1:
-        return "an unknown amount"
-    return f"{100 * summary['spread_of_rounds']:.0f} % on average and {100 * summary['worst_spread']:.0f} % at most"
+        return "every plan was measured in one round, so that how far it repeats itself is not known"
+    spread = f"{100 * summary['spread_of_rounds']:.0f} % on average and {100 * summary['worst_spread']:.0f} % at most"
+    return f"{rounds} rounds of the same plan differed by {spread}"
 
 
 def _by_hand(data: Record) -> dict[str, str]:
