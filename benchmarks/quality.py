@@ -8,8 +8,9 @@ parts can run side by side and nothing is lost; ``--merge`` makes one file of th
 repeats and runs that the file has of the same subject. Parts: operators[:MODEL], whole-model[:MODEL], cost[:MODEL],
 harm:MODEL:SHARD[:own|sgd[:eight[:falling[:shared]]]] (small-gpt, cnn; shards have repeats of their own; by the own
 optimizer or by SGD; backward in 16 bits or in 8; at a constant rate or one that falls to zero; errors of each run, or
-those of one run in all), noise:MODEL[:eight] (beside each parameter's gradient), train:MODEL[:SHARD] (gpt, cnn; shards
-have seeds of their own; goes on where its file in FOLDER ends).
+those of one run in all), noise:MODEL[:eight] (beside each parameter's gradient), plan-noise:MODEL (gpt, cnn; what plans
+of one time add to the gradient's variance), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on
+where its file in FOLDER ends).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import cost
 import harm
 import operators
 import parameter_noise
+import plan_noise
 import runs
 import training
 import whole_model
@@ -85,6 +87,9 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
         found = parameter_noise.section(
             device, scale, clock, rest[0], arguments.factor, backward=(rest[1:] or ["half"])[0]
         )
+    elif kind == "plan-noise":
+        name, steps = rest[0], arguments.steps
+        found = plan_noise.section(device, scale, clock, name=name, factor=arguments.factor, folder=folder, steps=steps)
     elif kind == "operators":
         found = operators.section(device, scale, clock, rest or operators.MODELS)
     else:
@@ -92,7 +97,7 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
         found = sections[kind](device, scale, clock, rest or None)
     records: list[dict[str, Any]] = []
     for record in found:
-        if kind in ("train", "harm"):
+        if kind in ("train", "harm", "plan-noise"):
             records = [record]  # each holds all that is known so far
         elif kind == "cost":
             records = [*(known for known in records if known["model"] != record["model"]), record]
@@ -152,7 +157,7 @@ def merge(folder: Path, output: Path, join: bool = False) -> None:
     if output.is_file():
         sections = dict(read_json(output, (FORMAT,))["sections"])
     parts = [read_json(path, (PART,)) for path in sorted(folder.glob("*.json")) if not path.stem.endswith("-graph")]
-    for kind in ("operators", "whole-model", "cost", "harm", "noise", "train"):
+    for kind in ("operators", "whole-model", "cost", "harm", "noise", "plan-noise", "train"):
         chosen = [part for part in parts if part["part"].split(":")[0] == kind]
         if not chosen:
             continue

@@ -15,6 +15,7 @@ from kernel_figures import host_figures, kernel_figures
 from quality_figures import quality_figures
 from results_pages import ROOT, Record, environment, load_results, percent, span, table
 from runtime_figures import NOT_MEASURED, runtime_figures
+from trained_figures import trained_figures
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _PLACE = re.compile(r"\{\{ ([\w.-]+) \}\}")
@@ -38,6 +39,9 @@ def figures() -> dict[str, str]:
         **host_figures(results["host-cost.json"]["sections"]),
         **quality_figures(results["quality.json"]),
         **runtime_figures(results["runtime.json"]),
+        **_by_hand(results["by-hand.json"]),
+        **trained_figures(results["training-quality.json"]),
+        **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs(results["learned-costs.json"]),
         **_plain_processor(results["plain-processor.json"]),
     }
@@ -67,6 +71,47 @@ def _plain_processor(data: Record) -> dict[str, str]:
             ]
             result[f"plain.{precision}.{kind}"] = f"{min(times):.2f} to {max(times):.2f}"
     return result
+
+
+def _unseen(data: Record) -> dict[str, str]:
+    """Errors of predictions that stood in a commit before they were measured."""
+    every = data["summary"]["all"]
+    time, memory = every["time"], every["memory"]
+    ranks = [row["spearman"] for name, row in data["summary"].items() if name != "all"]
+    rounds = len(data["records"][0]["rounds_ms"])
+    return {
+        "unseen.cases": str(data["asked"][0]["measured"]),
+        "unseen.models": str(len(ranks)),
+        "unseen.time": f"{100 * time['mean_absolute']:.1f} % on average and {100 * time['worst']:.1f} % at worst",
+        "unseen.span": f"{percent(time['lowest'])} to {percent(time['highest'])}",
+        "unseen.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
+        "unseen.median": percent(every["median_time_error"]),
+        "unseen.repeated": _repeated(every, rounds),
+        "unseen.rank": span(ranks, ".2f"),
+        "unseen.hardware": data["hardware"],
+        "unseen.date": data["date"],
+        "unseen.predicted": data["predictions_commit"],
+    }
+
+
+def _repeated(summary: Record, rounds: int) -> str:
+    """How far the rounds of one plan are apart, where there are several."""
+    if rounds == 1:
+        return "every plan was measured in one round, so that how far it repeats itself is not known"
+    spread = f"{100 * summary['spread_of_rounds']:.0f} % on average and {100 * summary['worst_spread']:.0f} % at most"
+    return f"{rounds} rounds of the same plan differed by {spread}"
+
+
+def _by_hand(data: Record) -> dict[str, str]:
+    """Steps of default plans over the best that people set by hand, and which of them miss what was asked."""
+    rows = [(row["what"].partition(":")[0], row) for row in data["asked"]]
+    ways = {
+        name: len({r["way"] for r in data["records"] if r["model"] == name and r["way"] != "plan"}) for name, _ in rows
+    }
+    return {
+        "by-hand.steps": ", ".join(f"{name} {row['measured']:.2f} ({ways[name]} by hand)" for name, row in rows),
+        "by-hand.missed": "missed by " + ", ".join(name for name, row in rows if not row["met"]),
+    }
 
 
 def with_figures(text: str, known: Mapping[str, str]) -> str:
@@ -120,6 +165,8 @@ def _steps(data: Record) -> dict[str, str]:
         for name, errors in summary["time_by_cluster"].items()
     }
     slowdowns = list(zip(*data["slowdowns"].values(), strict=True))
+    new = [c for c in data["cases"] if c["predicted_ms"] is not None and not c["plan_recorded_alone"]]
+    new_hosts = sum(c["bound_by"] == "host" for c in new if c.get("way", "eager") == "eager")
     host_spread = max(case["spread"] for case in data["cases"] if case["bound_by"] == "host")
     return {
         **clusters,
@@ -130,6 +177,7 @@ def _steps(data: Record) -> dict[str, str]:
         "steps.cases": str(summary["time"]["cases"]),
         "steps.all": both("time"),
         "steps.new": both("time_plans_never_run"),
+        "steps.new-host": "none" if not new_hosts else str(new_hosts),
         "steps.new-cases": str(summary["time_plans_never_run"]["cases"]),
         "steps.device": both("time_device_far_above_host"),
         "steps.device-cases": str(summary["time_device_far_above_host"]["cases"]),
@@ -186,6 +234,7 @@ def _indicator(data: Record) -> dict[str, str]:
         "indicator.cases": str(len(ratios)),
         "indicator.networks": str(len(probed)),
         "indicator.probed.rank": span((n["all"]["spearman"] for n in probed), ".2f"),
+        "indicator.probed.rank-int8": span((n["INT8"]["spearman"] for n in probed), ".2f"),
         "indicator.propagated.rank": span((n["all"]["spearman"] for n in swept), ".2f"),
         "indicator.depth.rank": span((n["all"]["spearman"] for n in by_depth), ".2f"),
         "indicator.probed.plans": span(
@@ -232,73 +281,152 @@ def _capture(data: Record) -> dict[str, str]:
 
 
 _ROWS = (
-    # what, result, file, its sections where they may be of several days
-    ("Predicted iteration time of {{ steps.cases }} plans", "off by {{ steps.all }}", "predictor.json"),
-    ("Predicted peak memory, {{ steps.memory-plans }} peaks", "{{ steps.memory }}", "predictor.json"),
+    # what, result, what was asked of it, file, its sections where they may be of several days
     (
-        "Throughput of the plan on a whole card and 16 multiprocessors of another, beside the best single mode",
-        "{{ runtime.throughput }}",
+        "Iteration time of {{ steps.new-cases }} plans never run, one card and part of another; predicted again after "
+        "they were measured, with costs fitted anew to recordings of other plans",
+        "off by {{ steps.new }}; {{ steps.new-host }} paced by the host",
+        "40 plans, written down before: missed",
+        "predictor.json",
+    ),
+    (
+        "Iteration time of {{ unseen.cases }} plans never run, {{ unseen.models }} fresh models on one thread of a "
+        "processor, predicted in a commit before they were measured",
+        "off by {{ unseen.time }}; peak memory {{ unseen.memory }}",
+        "40 plans",
+        "predictor-unseen-cpu.json",
+    ),
+    ("Peak memory of {{ steps.cases }} plans on both, as above", "{{ steps.memory }}", "", "predictor.json"),
+    (
+        "Throughput of the plan on a whole card and 16 multiprocessors of another, equal batches, beside the best "
+        "other way with equal batches, launched or captured",
+        "{{ runtime.equal }}",
+        ">= 0.98 x, at less sensitivity: missed by resnet50's",
         "runtime.json",
     ),
     (
-        "Step of BERT-base, 16 x 128 tokens: BF16 autocast; BF16 plan, INT8 plan; both as CUDA graphs",
-        "{{ host.bert-base.eager.bf16-autocast }}; {{ host.bert-base.eager.plan-bf16 }}, "
-        "{{ host.bert-base.eager.plan-int8 }}; {{ host.bert-base.graphs.plan-bf16 }}, "
-        "{{ host.bert-base.graphs.plan-int8 }}",
-        "host-cost.json",
+        "The same with local batches by speed, beside the best other way with local batches by speed",
+        "{{ runtime.by-speed }}",
+        "> 1 x: {{ runtime.by-speed-missed }}",
+        "runtime.json",
     ),
     (
-        "Step of two transformers under INT8 and FP8 plans, against BF16 autocast",
-        "eager {{ kernels.model.eager }}; CUDA graph {{ kernels.model.graph }}",
+        "The plan with equal batches beside the best with local batches by speed",
+        "{{ runtime.of-by-speed }}",
+        "",
+        "runtime.json",
+    ),
+    (
+        "Step of the plan that `auto_plan` makes by default over the best of those ways by hand, compiled or captured, "
+        "that were timed",
+        "{{ by-hand.steps }}",
+        "<= 1.02: {{ by-hand.missed }}",
+        "by-hand.json",
+    ),
+    (
+        "Step of BERT-base, 16 x 128 tokens: BF16 autocast, BF16 plan, INT8 plan",
+        "launched {{ host.bert-base.eager.bf16-autocast }}, {{ host.bert-base.eager.plan-bf16 }}, "
+        "{{ host.bert-base.eager.plan-int8 }}; CUDA graphs {{ host.bert-base.graphs.bf16-autocast }}, "
+        "{{ host.bert-base.graphs.plan-bf16 }}, {{ host.bert-base.graphs.plan-int8 }}",
+        "",
+        "host-cost.json",
+        "steps",
+    ),
+    (
+        "Speed of two transformers under INT8 and FP8 plans, against BF16 autocast run the same way",
+        "launched {{ kernels.model.eager.mean }} ({{ kernels.model.eager }}), CUDA graphs "
+        "{{ kernels.model.graph.mean }} ({{ kernels.model.graph }})",
+        "",
         "kernels.json",
         "model",
     ),
     (
-        "INT8 products, INT8 convolutions, against BF16",
-        "{{ kernels.product.int8 }} x, {{ kernels.convolution }} x",
+        "Speed of INT8 products of {{ kernels.product.shapes }} shapes, against BF16",
+        "{{ kernels.product.int8.all }} x, {{ kernels.product.int8.least }} x at worst",
+        "1.6 x",
         "kernels.json",
         "product",
+    ),
+    (
+        "Speed of INT8 convolutions, forward, against BF16: 23 shapes; the 53 layers of ResNet-50",
+        "{{ kernels.convolution }} x, {{ kernels.convolution.least }} x at worst; {{ kernels.convolution.layers }} x",
+        "1.3 x",
+        "kernels.json",
         "convolution",
     ),
     (
-        "Rank correlation of predicted and measured sensitivities, {{ indicator.networks }} networks",
-        "{{ indicator.probed.rank }}",
+        "Rank correlation of predicted and measured gradient variance, 5 small networks before and after training: "
+        "INT8 and BF16 together; INT8 alone",
+        "{{ indicator.probed.rank }}; {{ indicator.probed.rank-int8 }}",
+        "",
         "indicator.json",
+    ),
+    (
+        "GPT of 25.6 M parameters, {{ quality.gpt.steps }} steps, held-out loss above full precision, mean and "
+        "standard error over {{ quality.gpt.x4.seeds }} seeds of several runs, the last of which is dated: uniform "
+        "INT8 as it is; with errors times 4 uniform INT8, plans by `progress`, `probed`, `fisher`, `random`",
+        "{{ quality.gpt.x1.gap }}; {{ quality.gpt.x4.gap }}, {{ quality.gpt.x4.progress.worse }}, "
+        "{{ quality.gpt.x4.probed.worse }}, {{ quality.gpt.x4.fisher.worse }}, "
+        "{{ quality.gpt.x4.random.worse }} nats per byte",
+        "errors as they are, to convergence: missed",
+        "quality.json",
+        "train",
+    ),
+    (
+        "Gradient variance that a small ViT's plan of one simulated time and memory adds, as a share of that between "
+        "batches: uniform lowest (8 bits forward and backward); by `probed`, `progress`, `fisher`, `hessian`, QSync's "
+        "indicator, `random`",
+        "{{ trained.vit.uniform-lowest.noise }}; {{ trained.vit.probed.noise }}, {{ trained.vit.progress.noise }}, "
+        "{{ trained.vit.fisher.noise }}, {{ trained.vit.hessian.noise }}, {{ trained.vit.published.noise }}, "
+        "{{ trained.vit.random.noise }}",
+        "better models than by `random` and uniform lowest, 5 seeds: missed by a CNN's, not trained for this one",
+        "training-quality.json",
     ),
     (
         "`exact`, 1,000 operators: proved; median time",
         "{{ solvers.exact.1000.proved }}; {{ solvers.exact.1000.seconds }}",
+        "",
         "solvers.json",
     ),
     (
         "`greedy`, 1,000 operators: worst distance from the optimum; median time",
         "{{ solvers.greedy.1000.worst-error }}; {{ solvers.greedy.1000.seconds }}",
+        "",
         "solvers.json",
     ),
     (
         "Capture of {{ capture.models }} models with {{ capture.operators }} operators",
         "{{ capture.seconds }}",
+        "",
         "capture.json",
     ),
 )
-"""Results that a user chooses by; the page of results has all."""
+"""Results that a user chooses by, each beside its like; the page of results has all."""
+
+
+def _hardware(part: Record) -> str:
+    """The machine of what a row shows; where a file has several kinds of records, that of pairs of workers."""
+    pairs = [r["hardware"] for r in part.get("throughput", ()) if len(r["local_batches"]) == 2]
+    return str(pairs[0]) if pairs else environment(part)["hardware"]
 
 
 def readme_table() -> str:
     """The table of measured results that README shows; a test compares the two."""
     known, results = figures(), load_results()
 
-    def row(what: str, result: str, name: str, *sections: str) -> tuple[str, str, str]:
+    def row(what: str, result: str, asked: str, name: str, *sections: str) -> tuple[str, str, str, str]:
         parts = [results[name]["sections"][section] for section in sections] or [results[name]]
         days = sorted({environment(part)["date"][: len("2026-11-22")] for part in parts})
+        if len(days) > 1:
+            raise ValueError(f"the row {what!r} is of several days, {', '.join(days)}: split it")
         # Of several machines their cards; the file has the rest.
-        machines = [text.split(",")[0] for text in environment(results[name])["hardware"].split("; ")]
+        machines = [text.split(",")[0] for part in parts for text in _hardware(part).split("; ")]
         cards = list(dict.fromkeys(text for text in machines if "NVIDIA" in text)) or machines[:1]
-        date = f"{days[0]} and {days[-1]}" if len(days) > 1 else days[0]
-        return with_figures(what, known), with_figures(result, known), f"`{name}`: {'; '.join(cards)}, {date}"
+        texts = (with_figures(text, known) for text in (what, result, asked))
+        return *texts, f"`{name}`: {'; '.join(cards)}, {days[0]}"
 
     rows = [row(*each) for each in _ROWS if known.get(_PLACE.findall(each[1])[0]) != NOT_MEASURED]
-    return table(("measured", "result", "file in `benchmarks/results/`"), rows)
+    return table(("measured", "result", "asked", "file in `benchmarks/results/`"), rows)
 
 
 def write_readme_table(path: Path) -> None:

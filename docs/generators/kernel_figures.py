@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 
 from results_pages import Record, span
 from runtime_figures import NOT_MEASURED
@@ -17,9 +18,14 @@ def kernel_figures(sections: Record) -> dict[str, str]:
             name = implementation.split()[1].lower() + ("-tensor" if "per tensor" in implementation else "")
             place = {"times_bf16": "", "times_rival": "-rival", "times_row_scaled_rival": "-row-rival"}[ratio]
             found[f"kernels.product.{name}{place}"] = f"{record['geometric_mean_mlp']:.2f}"
+            found[f"kernels.product.{name}{place}.all"] = f"{record['geometric_mean_all']:.2f}"
+            found[f"kernels.product.{name}{place}.least"] = f"{record['smallest']:.2f}"
+            found["kernels.product.shapes"] = str(record["shapes"][1])
     for record in sections["convolution"]["records"]:
         if record.get("device") == "whole card" and "geometric_mean_of_23_shapes" in record:
             found.setdefault("kernels.convolution", f"{record['geometric_mean_of_23_shapes']:.2f}")
+            found.setdefault("kernels.convolution.layers", f"{record['geometric_mean_of_53_layers']:.2f}")
+            found.setdefault("kernels.convolution.least", f"{record['least']:.2f}")
     layers = [r for r in sections["layer"]["records"] if "speed_up" in r]
     found["kernels.layer"] = span(
         (r["speed_up"] for r in layers if r["implementation"].endswith("one operation")), ".2f"
@@ -58,6 +64,7 @@ def _kernel_layers(sections: Record) -> dict[str, str]:
     for how in ("eager", "graph", "compiled"):
         gains = [record["speed_up"] for record in models if record["how"] == how and "speed_up" in record]
         found[f"kernels.model.{how}"] = f"{span(gains, '.2f')} x" if gains else NOT_MEASURED
+        found[f"kernels.model.{how}.mean"] = f"{statistics.geometric_mean(gains):.2f} x" if gains else NOT_MEASURED
         for width, precision in itertools.product(("768", "2048"), ("bf16", "int8", "fp8")):
             found[f"kernels.model.{width}.{how}.{precision}"] = NOT_MEASURED
     for record in models:

@@ -47,10 +47,10 @@ def _baselines(ranks: Mapping[str, float | None]) -> list[float]:
     return [value for kind, value in ranks.items() if value is not None and kind not in OURS]
 
 
-def _ahead(runs: Sequence[Record], setting: str, policy: str, rival: str) -> str:
-    """By how much less a policy loses than another, seed by seed: mean and standard error."""
+def _ahead(runs: Sequence[Record], setting: str, policy: str, rival: str, measure: str = "score") -> str:
+    """By how much less a policy has of a measure than another, seed by seed: mean and standard error."""
     ours, theirs = (
-        {run["seed"]: run["score"] for run in runs if (run["policy"], run["setting"]) == (which, setting)}
+        {run["seed"]: run[measure] for run in runs if (run["policy"], run["setting"]) == (which, setting)}
         for which in (policy, rival)
     )
     gains = [theirs[seed] - ours[seed] for seed in sorted(ours.keys() & theirs.keys())]
@@ -93,11 +93,41 @@ def _training_figures(data: Record) -> dict[str, str]:
                 name = f"quality.{model}.x{factor}.progress-{rival}"
                 found[name] = _ahead(record["runs"], setting, "progress", rival)
             for policy in every:
+                if every[policy]["worse_than_full_error"] is not None:
+                    found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}.worse"] = (
+                        f"{every[policy]['worse_than_full']:.3f} ± {every[policy]['worse_than_full_error']:.3f}"
+                    )
                 if policy not in ("full precision", "uniform INT8"):
                     found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}"] = recovered(every, policy)
+        for name, measure in (("", "score"), (".loss", "last_training_loss")):
+            own = _ahead(record["runs"], record["chosen"], "probed", "random", measure)
+            found[f"quality.{model}.random-probed{name}"] = own
         for policy in record["plans"]:
             found[f"quality.{model}.{policy}"] = recovered(harsh, policy)
             found[f"quality.{model}.{policy}.loss"] = percent(harsh[policy]["recovered_in_training_loss"])
+    return found
+
+
+def _plan_noise_figures(data: Record) -> dict[str, str]:
+    """What plans of one time add to the gradient's variance, as shares of that between batches."""
+    section = data["sections"]["plan-noise"]
+    found = {"plan-noise.date": section["date"], "plan-noise.hardware": section["hardware"]}
+    for record in section["records"]:
+        name, rows = f"plan-noise.{record['model']}", record["plans"]
+        measured = {row["plan"].replace(" ", "-"): row["measured"] for row in rows if row["plan"] != "random"}
+        found |= {f"{name}.{plan}": f"{100 * share:.1f} %" for plan, share in measured.items()}
+        random = [row["measured"] for row in rows if row["plan"] == "random"]
+        ratios = [row["predicted"] / row["measured"] for row in rows if not row["plan"].startswith("uniform")]
+        better = sum(share < measured["probed"] for share in random)
+        found |= {
+            f"{name}.what": record["what"].partition(",")[0],
+            f"{name}.rank": f"{record['rank']:.2f}",
+            f"{name}.ratio": _span(ratios),
+            f"{name}.random": f"{100 * min(random):.1f} to {100 * max(random):.1f} %",
+            f"{name}.random-count": str(len(random)),
+            f"{name}.random-better": str(better) if better else "none",
+            f"{name}.gain": f"{100 * (statistics.fmean(random) - measured['probed']):.1f} %",
+        }
     return found
 
 
@@ -177,7 +207,8 @@ def quality_figures(data: Record) -> dict[str, str]:
     for kind in OURS:
         found[f"quality.clear.{kind}"] = "–" if clear.get(kind) is None else f"{clear[kind]:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
-    return found | _operator_figures(data) | _training_figures(data) | _noise_figures(data)
+    parts = (_operator_figures, _training_figures, _noise_figures, _plan_noise_figures)
+    return found | {name: text for part in parts for name, text in part(data).items()}
 
 
 def _operator_figures(data: Record) -> dict[str, str]:

@@ -14,6 +14,7 @@ AS_FAST = 0.98
 BY_SPEED, CAPTURED = "local batches by speed, ", ", captured"
 _NAMES = (
     "fp32", "bf16", "bf16-operators", "cpu-fp32", "cpu-bf16", "cpu-bf16-operators", "throughput", "sensitivity",
+    "equal", "of-by-speed", "by-speed-missed",
     "less-sensitive", "less-sensitive-rounds", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction",
     "soak-drifts", "soak-moved", "predicted", "hardware", "many", "many-first-step", "scaling", "many-plain",
     "many-by-speed",
@@ -159,6 +160,33 @@ def best_beside(ways: Mapping[str, Record], *, launched: bool = False) -> str | 
     return max(others, key=lambda name: ways[name]["samples_per_s"])
 
 
+def best_of_equal_batches(ways: Mapping[str, Record]) -> str:
+    """The fastest way beside the plan that gives all workers equal batches, launched or captured."""
+    others = [name for name in ways if name != "plan" and not name.startswith(BY_SPEED)]
+    return max(others, key=lambda name: ways[name]["samples_per_s"])
+
+
+def _beside_equal(ways: Mapping[str, Record]) -> str:
+    """Speed and sensitivity of a plan over those of the best way with equal batches."""
+    plan, best = ways["plan"], ways[best_of_equal_batches(ways)]
+    speed = f"{plan['samples_per_s'] / best['samples_per_s']:.2f} x"
+    if not best.get("sensitivity") or plan.get("sensitivity") is None:
+        return speed
+    return f"{speed} (sensitivity {plan['sensitivity'] / best['sensitivity']:.2g} x)"
+
+
+def _missed(ratios: Mapping[str, float]) -> str:
+    """The models whose ratio is not above 1."""
+    missed = [model for model, ratio in ratios.items() if ratio <= 1]
+    return f"missed by {', '.join(missed)}" if missed else "met"
+
+
+def _of_by_speed(ways: Mapping[str, Record]) -> str | None:
+    """Throughput of the plan with equal batches as a share of the best with local batches by speed."""
+    sized = [record["samples_per_s"] for name, record in ways.items() if name.startswith(BY_SPEED)]
+    return f"{ways['plan']['samples_per_s'] / max(sized):.2f} x" if sized else None
+
+
 def same_way(record: Record, name: str) -> bool:
     """Whether a plan is this plain way on every device type."""
     return {*record.get("taken", {}).values()} == {name.removeprefix(BY_SPEED).removeprefix("uniform ")}
@@ -183,6 +211,9 @@ def _of_pairs(pairs: Mapping[str, Mapping[str, Record]]) -> dict[str, str]:
     said = {
         "predicted": percent(max(errors)).removeprefix("+") if errors else NOT_MEASURED,
         "throughput": ", ".join(f"{model} {ratio:.2f} x" for model, ratio in ratios.items()),
+        "equal": ", ".join(f"{model} {_beside_equal(pairs[model])}" for model in models),
+        "of-by-speed": ", ".join(f"{m} {share}" for m in models if (share := _of_by_speed(pairs[m])) is not None),
+        "by-speed-missed": _missed({model: ratio for model, ratio in together.items() if ratio is not None}),
         "by-speed": ", ".join(f"{model} {ratio:.2f} x" for model, ratio in together.items() if ratio is not None),
         "first-step": f"{min(steps):.0f} to {max(steps):.0f} s",
         "sensitivity": f"{min(shares):.2g} to {max(shares):.2g}" if shares else NOT_MEASURED,

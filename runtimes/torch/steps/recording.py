@@ -23,9 +23,12 @@ from qsync_opt.runtimes.torch.execution import applied_plan
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.support import (
     TrainingExample,
+    allocation_of,
     bare_model,
     intervals_ns,
+    resident_bytes,
     silent_profiler,
+    state_bytes,
     storage_of,
     synchronize,
     tensors_in,
@@ -298,9 +301,14 @@ class Stepper:
         }, wholes
 
     def peak_bytes(self) -> tuple[int, int]:
-        """Bytes in use between steps, and at the peak of one; zeros on a cpu, whose allocator does not count."""
+        """Bytes in use between steps, and at the peak of one.
+
+        On a cpu, whose allocator does not count: what model and optimizer keep, and what the profiler reports.
+        """
         if self.device.type != "cuda":
-            return 0, 0
+            resident = resident_bytes(self.example.model) + state_bytes(self.optimizer)
+            _, allocation = allocation_of(self.step, self.device)
+            return resident, resident + allocation.peak_bytes
         torch.cuda.synchronize(self.device)
         resident = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)

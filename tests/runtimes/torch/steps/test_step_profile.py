@@ -24,7 +24,7 @@ from qsync_opt.runtimes.torch.steps import (
     step_labels,
 )
 from qsync_opt.runtimes.torch.steps import profile as step_profile
-from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.runtimes.torch.support import TrainingExample, measure_iteration
 from qsync_opt.steps import FORWARD, PHASES, StepCosts, StepPredictor, charge_step, scaled_operators
 from qsync_opt.training import Plan
 
@@ -181,6 +181,16 @@ def test_peak_memory_of_recorded_and_of_new_plans(setting):
         # A few bytes (the gradient of the loss) exist outside of every operator.
         tolerance = 1e-4 if number < 2 else 0.02
         assert predicted == pytest.approx(sample.memory.peak_bytes, rel=tolerance), number
+
+
+def test_the_peak_on_a_cpu_counts_what_stays_between_steps(setting):
+    parameters = sum(4 * p.numel() for p in setting.example.model.parameters())
+    predictor = StepPredictor(setting.graph, setting.costs)
+    predicted = predictor.memory(predictor.plan(dict.fromkeys(setting.names, "FP32"))).peak_bytes
+    measured = measure_iteration(setting.example, setting.optimizer, repeats=1, warm_up=0)
+    assert setting.costs.resident_bytes >= 3 * parameters  # with both states of AdamW
+    assert predicted == pytest.approx(measured.peak_memory_bytes, rel=0.05)
+    assert all(check.measured_bytes > 0 for check in setting.costs.checks)
 
 
 def test_formats_follow_what_really_ran(setting):
