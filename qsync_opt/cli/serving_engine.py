@@ -39,7 +39,17 @@ Running = Annotated[int, option("N", "most requests that run at once", "--max-ru
 Waiting = Annotated[int, option("N", "most requests that wait; more are answered 429", "--max-waiting", min=0)]
 Cached = Annotated[int | None, option("N", "tokens that caches hold in all (default: 4 times the context)", min=1)]
 Speculate = Annotated[
-    str, option("off|lookup:N", "draft up to N tokens that followed the latest ones earlier in the text", "--speculate")
+    str,
+    option(
+        "auto|off|lookup:N|A8:N|FILE",
+        "drafts: what followed the latest tokens earlier in the text, or the model's own at activations of 8 bits; auto and "
+        "a file of 'decoding measure' choose by what pays",
+        "--speculate",
+    ),
+]
+Reproducible = Annotated[
+    bool,
+    typer.Option("--reproducible", help="tokens do not depend on what else runs, to the last bit; slower"),
 ]
 Timeout = Annotated[float, option("S", "longest wait for a pass through the stages", "--timeout")]
 
@@ -57,6 +67,7 @@ def run(
     dtype: Dtype = None,
     kv_bits: KvBits = None,
     head: Head = None,
+    reproducible: Reproducible = False,
     device: Devices = None,
     threads: Threads = None,
     context: Context = 4096,
@@ -70,13 +81,14 @@ def run(
 ) -> int:
     """Serve a model over HTTP as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
     runtime = importlib.import_module(_RUNTIME)
+    runtime.check_speculation(speculate)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(runtime.bind(host, port))  # a taken port is said before the model is loaded
-        stages = _stages(model, plan, scheme, dtype, kv_bits, head, device, threads, timeout, quiet)
+        stages = _stages(model, plan, scheme, dtype, kv_bits, head, reproducible, device, threads, timeout, quiet)
         stack.callback(stages.close)
-        limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens, speculate)
+        limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens)
         tokenizer = runtime.load_tokenizer(model, stages.config)
-        engine = stack.enter_context(runtime.start_engine(stages, limits))
+        engine = stack.enter_context(_engine(runtime, model, stages, limits, speculate, quiet))
         for line in runtime.describe(stages):
             print(line, file=sys.stderr)
         if tokenizer is None:
@@ -100,6 +112,7 @@ def bench(
     dtype: Dtype = None,
     kv_bits: KvBits = None,
     head: Head = None,
+    reproducible: Reproducible = False,
     device: Devices = None,
     threads: Threads = None,
     prompts: Annotated[int, option("N", "prompts of the batch", min=1)] = 8,
@@ -124,10 +137,11 @@ def bench(
     if problem is not None and plan is None:
         raise ProblemError("a problem is given without a plan; give the plan that was made for it by --plan")
     runtime = importlib.import_module(_RUNTIME)
+    runtime.check_speculation(speculate)
     option_, predicted = _prediction(problem, plan)
     new_tokens = new_tokens or (32 if predicted is None else predicted["new_tokens"])
     with contextlib.ExitStack() as stack:
-        stages = _stages(model, plan, scheme, dtype, kv_bits, head, device, threads, timeout, quiet)
+        stages = _stages(model, plan, scheme, dtype, kv_bits, head, reproducible, device, threads, timeout, quiet)
         stack.callback(stages.close)
         batch = runtime.measure_batches(
             stages, prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens, rounds=rounds,
@@ -135,8 +149,8 @@ def bench(
         )  # fmt: skip
         result: dict[str, Any] = {"batch": batch, "predicted": predicted}
         if clients:
-            limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens, speculate)
-            engine = stack.enter_context(runtime.start_engine(stages, limits))
+            limits = _limits(runtime, stages, context, max_running, max_waiting, cache_tokens)
+            engine = stack.enter_context(_engine(runtime, model, stages, limits, speculate, quiet or json))
             with _served(runtime, engine) as port, runtime.MemoryWatch(stages.pids, every_s=0.5) as memory:
                 load = runtime.load_test(
                     "127.0.0.1", port, clients=clients, seconds=seconds, vocabulary=stages.config.vocabulary
@@ -236,8 +250,17 @@ def _served(runtime: Any, engine: Any) -> Iterator[int]:
             thread.join()
 
 
+def _engine(runtime: Any, model: str, stages: Any, limits: Any, speculate: str, quiet: bool) -> Any:
+    """An engine, after its speculation was measured where that is asked for; says what is drafted."""
+    say = None if quiet else lambda text: print(text, file=sys.stderr, flush=True)
+    started = runtime.start_speculation(speculate, model, stages, limits, say=say)
+    for line in () if quiet else started.lines:
+        print(line, file=sys.stderr)
+    return runtime.start_engine(stages, limits, started.speculation)
+
+
 def _limits(
-    runtime: Any, stages: Any, context: int, running: int, waiting: int, cached: int | None, speculate: str
+    runtime: Any, stages: Any, context: int, running: int, waiting: int, cached: int | None
 ) -> Any:
     return runtime.EngineLimits(
         context=context,
@@ -245,17 +268,7 @@ def _limits(
         waiting=waiting,
         cached=cached or 4 * context,
         microbatches=len(stages.plan.stages),
-        drafts=_drafts(speculate),
     )
-
-
-def _drafts(speculate: str) -> int:
-    kind, separator, length = speculate.partition(":")
-    if speculate == "off":
-        return 0
-    if kind != "lookup" or not separator or not length.isdigit() or int(length) < 1:
-        raise ProblemError(f"--speculate is {speculate!r}, but allowed are off and lookup:N, such as lookup:4")
-    return int(length)
 
 
 def _stages(
@@ -265,6 +278,7 @@ def _stages(
     dtype: str | None,
     kv_bits: int | None,
     head: str | None,
+    reproducible: bool,
     device: list[str] | None,
     threads: list[str] | None,
     timeout: float,
@@ -287,6 +301,7 @@ def _stages(
             dtype=dtype,
             kv_bits=kv_bits,
             head=head,
+            reproducible=reproducible,
             devices=_pairs(device, "--device"),
             threads=counts,
             timeout_s=timeout,

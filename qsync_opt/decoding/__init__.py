@@ -14,14 +14,21 @@ if TYPE_CHECKING:
     from qsync_opt.decoding.controller import Controller, ControllerOptions, Graph
     from qsync_opt.decoding.evaluation import Evaluation, RegimeEvaluation, evaluate
     from qsync_opt.decoding.explanation import explain
-    from qsync_opt.decoding.measurements import Measurements, RegimeTimes, build_problem, load_measurements
+    from qsync_opt.decoding.measurements import (
+        DraftMeasurement,
+        Measurements,
+        RegimeTimes,
+        build_problem,
+        load_measurements,
+        load_speculation,
+    )
     from qsync_opt.decoding.plan import Plan, Selection
     from qsync_opt.decoding.problem import Choice, Draft, Problem, Regime
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Acceptance", "AcceptanceCounts", "Choice", "Controller", "ControllerOptions", "Draft", "Evaluation", "Graph",
+    "Acceptance", "AcceptanceCounts", "Choice", "Controller", "ControllerOptions", "Draft", "DraftMeasurement", "Evaluation", "Graph",
     "Measurements", "Plan", "Problem", "Regime", "RegimeEvaluation", "RegimeTimes", "Selection", "build_problem",
-    "evaluate", "expected_tokens", "explain", "load_measurements", "wilson_interval",
+    "evaluate", "expected_tokens", "explain", "load_measurements", "load_speculation", "wilson_interval",
 ]  # fmt: skip

@@ -72,6 +72,11 @@ class _Belief:
         self.accepted = [0.0] * positions
         self.rejected = [0.0] * positions
 
+    @property
+    def positions(self) -> int:
+        """Draft positions that are counted."""
+        return len(self.accepted)
+
     def observe(self, length: int, accepted: Sequence[int]) -> None:
         """Add one cycle, which counts as one however large its batch: sequences of a batch are alike."""
         self.accepted = [count * self.fading for count in self.accepted]
@@ -102,6 +107,7 @@ class Controller:
         regime: Name of the regime.
         graphs: The choices whose graphs were captured, as (draft, length); plain decoding always is one.
         options: See `ControllerOptions`.
+        like: A controller of another regime of the same text: both believe the same of each draft that both have.
 
     Raises:
         ProblemError: The problem has no such regime or choice.
@@ -115,13 +121,19 @@ class Controller:
         regime: str,
         graphs: Sequence[tuple[str, int]],
         options: ControllerOptions | None = None,
+        *,
+        like: Controller | None = None,
     ) -> None:
         self.options = options or ControllerOptions()
         self.regime: Regime = problem.regime(regime)
         choices = [self.regime.choice(draft, length) for draft, length in dict.fromkeys(graphs)]
         self.plain = Graph(draft=None, length=0, cycle_ns=self.regime.plain_ns)
         self.graphs = (self.plain, *(Graph(draft=c.draft, length=c.length, cycle_ns=c.cycle_ns) for c in choices))
-        self._beliefs = self._planned_beliefs(problem, choices)
+        shared = {} if like is None else like._beliefs
+        self._beliefs = {
+            draft: shared[draft] if draft in shared and shared[draft].positions >= belief.positions else belief
+            for draft, belief in self._planned_beliefs(problem, choices).items()
+        }
         # Trials take the draft's shortest graph, which costs least where all is rejected; the drafts take turns.
         self._trials = [min(self._of(draft), key=lambda graph: graph.length) for draft in self._beliefs]
         worst_ns = max((graph.cycle_ns for graph in self._trials), default=0)

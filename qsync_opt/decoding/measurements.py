@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from qsync_opt.decoding.acceptance import AcceptanceCounts
-from qsync_opt.decoding.problem import Choice, Draft, Problem, Regime
+from qsync_opt.decoding.problem import PROBLEM_FORMAT, Choice, Draft, Problem, Regime
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
     Document,
@@ -170,8 +170,9 @@ def load_measurements(path: str | os.PathLike[str]) -> Measurements:
 def build_problem(measurements: Measurements, confidence: str = "low") -> Problem:
     """The speculation problem of measurements.
 
-    A draft's acceptance at a length is the Wilson interval over its first positions. Lengths beyond the largest
-    measured pass of a regime, or beyond the measured positions of a draft, are left out: nothing is extrapolated.
+    A draft's acceptance at a length is the Wilson interval over its first positions. Lengths beyond the largest measured
+    pass of a regime, or beyond the measured positions of a draft, are left out: nothing is extrapolated. Extension keys
+    of the file and of its regimes are kept.
 
     Args:
         measurements: What was measured.
@@ -203,4 +204,23 @@ def build_problem(measurements: Measurements, confidence: str = "low") -> Proble
         confidence=confidence,
         drafts={name: Draft(memory_kib=draft.memory_kib) for name, draft in measurements.drafts.items()},
         regimes=tuple(regimes),
+        extras={path: value for path, value in measurements.extras.items() if path[0] != "drafts"},
     )
+
+
+def load_speculation(path: str | os.PathLike[str]) -> Problem:
+    """The problem of a file that holds one, or measurements that make one.
+
+    Raises:
+        ProblemError: The file is missing, truncated, of another format, or holds unusable values.
+
+    Source: ours.
+    """
+    problem: Problem = load_file(
+        path,
+        {
+            PROBLEM_FORMAT: Problem.from_json,
+            MEASUREMENTS_FORMAT: lambda data: build_problem(Measurements.from_json(data)),
+        },
+    )
+    return problem

@@ -10,7 +10,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.decoding.cache import RaggedCache
-    from qsync_opt.runtimes.torch.decoding.drafting import Drafter, Drafts, LookupDrafter, ModelDrafter
+    from qsync_opt.runtimes.torch.decoding.drafting import Drafter, Drafts, LookupDrafter, ModelDrafter, TextIndex
     from qsync_opt.runtimes.torch.decoding.generation import FixedPolicy, Generation, Policy, generate
     from qsync_opt.runtimes.torch.decoding.models import LanguageModel, TransformersModel
     from qsync_opt.runtimes.torch.decoding.packed_linear import PackedLinear, activations, pack_linears
@@ -21,6 +21,6 @@ else:
 
 __all__ = [
     "Drafter", "Drafts", "FixedPolicy", "Generation", "LanguageModel", "LookupDrafter", "ModelDrafter", "PackedLinear",
-    "Policy", "RaggedCache", "Sampling", "TransformersModel", "Verified", "activations", "generate", "pack_linears",
+    "Policy", "RaggedCache", "Sampling", "TextIndex", "TransformersModel", "Verified", "activations", "generate", "pack_linears",
     "verify_greedily", "verify_sampled",
 ]  # fmt: skip

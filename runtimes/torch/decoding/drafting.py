@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -93,6 +93,40 @@ class ModelDrafter:
         return Drafts(torch.stack(tokens, 1), lengths_B, torch.stack(probabilities, 1) if probabilities else None)
 
 
+class TextIndex:
+    """Where the endings of a growing text stood in it before; adding a token and finding what followed takes no scan.
+
+    Args:
+        longest: Most tokens of an ending.
+        shortest: Least tokens of it.
+    """
+
+    def __init__(self, longest: int = 3, shortest: int = 1) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        self._text: list[int] = []
+        self._followed: dict[tuple[int, ...], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Add tokens to the text."""
+        for token in tokens:
+            for ending in self._endings():
+                self._followed[ending] = len(self._text)
+            self._text.append(token)
+
+    def following(self, length: int) -> list[int]:
+        """At most ``length`` tokens that followed the latest earlier occurrence of the longest ending that has one."""
+        for ending in self._endings():
+            if (place := self._followed.get(ending)) is not None:
+                return self._text[place : place + length]
+        return []
+
+    def _endings(self) -> Iterator[tuple[int, ...]]:
+        return (tuple(self._text[-size:]) for size in self._sizes if size <= len(self._text))
+
+
 class LookupDrafter:
     """Drafts what followed the last occurrence of the text's latest tokens in the text itself.
 
@@ -116,12 +150,9 @@ class LookupDrafter:
 
     def find(self, text: Sequence[int], length: int) -> list[int]:
         """At most ``length`` tokens that followed the latest earlier occurrence of the text's last tokens."""
-        for size in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
-            ending = list(text[-size:])
-            for begin in range(len(text) - size - 1, -1, -1):
-                if list(text[begin : begin + size]) == ending:
-                    return list(text[begin + size : begin + size + length])
-        return []
+        index = TextIndex(self.longest, self.shortest)
+        index.extend(text)
+        return index.following(length)
 
     def draft(
         self,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.demo import ServingDemo, measure_plan, run_serving_demo
     from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, FullError, Request, Update
     from qsync_opt.runtimes.torch.serving.export import Exported, export_llama_cpp, export_vllm
+    from qsync_opt.runtimes.torch.serving.fingerprint import fingerprint
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
     from qsync_opt.runtimes.torch.serving.launching import describe, start_engine, start_stages, uniform_plan
     from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch, measure_batches
@@ -45,8 +46,29 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
     from qsync_opt.runtimes.torch.serving.sensitivity import measure_harm, output_divergence
     from qsync_opt.runtimes.torch.serving.server import bind, make_app, metrics_text, serve, serve_quietly
+    from qsync_opt.runtimes.torch.serving.speculating import (
+        StartedSpeculation,
+        check_speculation,
+        measure_model,
+        start_speculation,
+    )
+    from qsync_opt.runtimes.torch.serving.speculation import (
+        PLAIN,
+        AdaptiveSpeculation,
+        Cycle,
+        FixedSpeculation,
+        Speculation,
+        parse_speculation,
+    )
+    from qsync_opt.runtimes.torch.serving.speculation_measuring import (
+        answer,
+        measure_acceptance,
+        measure_speculation,
+        measure_times,
+        random_prompts,
+    )
     from qsync_opt.runtimes.torch.serving.stage import StageModel, check_plan, group_names
-    from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, Step, pages_of
+    from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, SelfDraft, Step, pages_of
     from qsync_opt.runtimes.torch.serving.tokens import TextStream, Tokenizer, load_tokenizer
     from qsync_opt.runtimes.torch.serving.weights import (
         GgufSource,
@@ -57,6 +79,7 @@ if TYPE_CHECKING:
     )
     from qsync_opt.runtimes.torch.serving.workers import (
         LocalWorkers,
+        Result,
         StageError,
         StageOptions,
         StageProcesses,
@@ -66,15 +89,16 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "GROUP", "PAGE", "SCHEMES", "Attention", "Choice", "DecoderConfig", "Engine", "EngineLimits", "Exported",
-    "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemoryWatch",
-    "Mlp", "PackedWeight", "PageStore", "PagedCache", "Pipeline", "Request", "Rotary", "SafetensorsSource",
-    "ServingDemo", "StageError", "StageModel", "StageOptions", "StageProcesses", "StateSource", "Step", "TextStream",
-    "Tokenizer", "Update", "WeightSource", "Workers", "bind", "check_plan", "choose", "config_from_json", "describe",
-    "export_llama_cpp", "export_vllm", "generate", "generate_here", "group_names", "linear", "load_test",
-    "load_tokenizer", "make_app", "measure_batches", "measure_harm", "measure_plan", "metrics_text", "microbatch_rows",
-    "open_model", "output_divergence", "pack", "pages_of", "percentiles", "process_kib", "profile_serving",
-    "random_state", "read_ask", "read_config", "run_serving_demo", "sample_config", "scheme_bits", "serve",
-    "serve_model", "serve_quietly", "start_engine", "start_stages", "steady_allocator", "uniform_plan", "unpack",
+    "GROUP", "PAGE", "PLAIN", "SCHEMES", "AdaptiveSpeculation", "Attention", "Choice", "Cycle", "DecoderConfig", "Engine", "EngineLimits", "Exported",
+    "FixedSpeculation", "FullError", "Generation", "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemoryWatch",
+    "Mlp", "PackedWeight", "PageStore", "PagedCache", "Pipeline", "Request", "Result", "Rotary", "SafetensorsSource", "SelfDraft",
+    "ServingDemo", "Speculation", "StageError", "StageModel", "StageOptions", "StageProcesses", "StartedSpeculation", "StateSource", "Step", "TextStream",
+    "Tokenizer", "Update", "WeightSource", "Workers", "answer", "bind", "check_plan", "check_speculation", "choose", "config_from_json", "describe",
+    "export_llama_cpp", "export_vllm", "fingerprint", "generate", "generate_here", "group_names", "linear", "load_test",
+    "load_tokenizer", "make_app", "measure_acceptance", "measure_batches", "measure_harm", "measure_model", "measure_plan", "measure_speculation",
+    "measure_times", "metrics_text", "microbatch_rows",
+    "open_model", "output_divergence", "pack", "pages_of", "parse_speculation", "percentiles", "process_kib", "profile_serving",
+    "random_prompts", "random_state", "read_ask", "read_config", "run_serving_demo", "sample_config", "scheme_bits", "serve",
+    "serve_model", "serve_quietly", "start_engine", "start_speculation", "start_stages", "steady_allocator", "uniform_plan", "unpack",
     "write_sample",
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from qsync_opt.errors import UnsupportedError
@@ -52,6 +54,12 @@ class PagedCache:
                 self.scales[which].index_copy_(1, slots_N, scale)
                 new = (wide / scale).round_()
             self.codes[which].index_copy_(1, slots_N, new.to(self.codes.dtype))
+
+    def wipe(self, pages: Sequence[int]) -> None:
+        """Set pages to zero: what is masked still is multiplied by zero, which leaves NaN as it is."""
+        for pool in (self.codes, self.scales):
+            if pool is not None:
+                pool.view(2, pool.shape[1], -1, PAGE * pool.shape[3])[:, :, list(pages)] = 0
 
     def read(self, table_SP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (heads, S, P * PAGE, size) of the pages of each sequence, in the computing type."""

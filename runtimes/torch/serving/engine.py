@@ -5,8 +5,8 @@ runs can run out of memory; others wait, up to a limit. Running requests are spr
 are stages, each with at most one pass under way, which keeps every stage busy. A micro-batch prefills what it was given
 since its last pass, else it decodes.
 
-Where drafts are allowed, what followed the latest tokens earlier in a request's text is passed along with its last
-token, and counts as far as the model would have chosen it: tokens are those of plain decoding, up to rounding.
+Where drafts are allowed, drafted tokens are passed along with a request's last one, and count as far as the model chooses
+the same: tokens, drawn ones too, are those of plain decoding, up to rounding.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qsync_opt.errors import NotReadyError, ProblemError
-from qsync_opt.runtimes.torch.decoding import LookupDrafter
+from qsync_opt.runtimes.torch.decoding import TextIndex
+from qsync_opt.runtimes.torch.serving.speculation import LOOKUP, LONGEST, PLAIN, SELF_DRAFTS, Cycle, Speculation
 from qsync_opt.runtimes.torch.serving.stage import check_prompts
-from qsync_opt.runtimes.torch.serving.steps import Choice, PageStore, Step, pages_of
-from qsync_opt.runtimes.torch.serving.workers import StageError, Workers
+from qsync_opt.runtimes.torch.serving.steps import GREEDY, Choice, PageStore, SelfDraft, Step, pages_of
+from qsync_opt.runtimes.torch.serving.workers import Result, StageError, Workers
 
 
 class FullError(NotReadyError):
@@ -50,7 +51,6 @@ class EngineLimits:
         cached: Positions that caches hold in all, rounded up to pages.
         prefill: Prompt tokens of a pass; a longer prompt has a pass of its own.
         microbatches: Micro-batches under way at once.
-        drafts: Most tokens that are drafted for a greedy request in a pass; 0: none.
     """
 
     context: int = 4096
@@ -59,15 +59,13 @@ class EngineLimits:
     cached: int = 16384
     prefill: int = 2048
     microbatches: int = 1
-    drafts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("context", "running", "cached", "prefill", "microbatches"):
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} is {getattr(self, name)}, but it must be at least 1")
-        for name in ("waiting", "drafts"):
-            if getattr(self, name) < 0:
-                raise ProblemError(f"{name} is {getattr(self, name)}, but it must be at least 0")
+        if self.waiting < 0:
+            raise ProblemError(f"waiting is {self.waiting}, but it must be at least 0")
         if self.context > self.cached:
             raise ProblemError(
                 f"a request may have {self.context} tokens, but caches hold {self.cached}; allow shorter requests or "
@@ -87,6 +85,7 @@ class Request:
         top_p: Draw from the most likely tokens that together reach this probability.
         seed: Of drawn tokens; the same seed draws the same ones.
         ends: Further tokens that end it, beside the model's.
+        drafts: Most tokens that are drafted for it in a pass; None: as the engine says.
     """
 
     prompt: Sequence[int]
@@ -96,19 +95,38 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     ends: Collection[int] = ()
+    drafts: int | None = None
     pages: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     cancelled: bool = False
     submitted_s: float = 0.0
     _random: random.Random | None = None
+    _noises: deque[int] = field(default_factory=deque)
+    _index: TextIndex | None = None
 
-    def choice(self) -> Choice:
-        """How the next token is chosen."""
+    def choices(self, count: int) -> list[Choice]:
+        """How the next ``count`` tokens are chosen; a token is chosen in the same way however often it is asked for."""
         if self.temperature == 0:
-            return Choice()
+            return [GREEDY] * count
         if self._random is None:
             self._random = random.Random(self.seed)
-        return Choice(self.temperature, self.top_p, self._random.random())
+        while len(self._noises) < count:
+            self._noises.append(self._random.getrandbits(32))
+        return [Choice(self.temperature, self.top_p, noise) for noise in itertools.islice(self._noises, count)]
+
+    def extend(self, token: int) -> None:
+        """Add a new token."""
+        self.tokens.append(token)
+        if self._noises:
+            self._noises.popleft()
+
+    def lookup(self, most: int) -> list[int]:
+        """What followed the latest tokens earlier in the text."""
+        if self._index is None:
+            self._index = TextIndex()
+            self._index.extend(self.prompt)
+        self._index.extend(itertools.islice(self.tokens, len(self._index) - len(self.prompt), None))
+        return self._index.following(most)
 
 
 @dataclass(slots=True)
@@ -121,14 +139,34 @@ class Counts:
     new_tokens: int = 0
     prefill_passes: int = 0
     decode_passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    drafts: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0] * LONGEST)
+    accepted: list[int] = field(default_factory=lambda: [0] * LONGEST)
     first_token_s: float = 0.0
     first_tokens: int = 0
+
+    def add_draft(self, drafted: int, accepted: int) -> None:
+        """Count a sequence's draft by position."""
+        self.drafts += 1
+        for position in range(drafted):
+            self.drafted[position] += 1
+            self.accepted[position] += position < accepted
+
+
+_NO_TOKEN = (
+    "the model's scores hold NaN, so that no token can be chosen; check its weights and the range of the computing type"
+)
+
+
+def _most_drafts(request: Request, cycle: Cycle) -> int:
+    """Drafts of a request in a cycle: what is drafted never goes beyond its pages."""
+    most = min(cycle.length, request.new_tokens - len(request.tokens) - 1)
+    return most if request.drafts is None else min(most, request.drafts)
 
 
 @dataclass(slots=True, eq=False)
 class _Microbatch:
+    number: int
     fresh: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
     under_way: bool = False
@@ -138,18 +176,49 @@ class _Microbatch:
         return len(self.fresh) + len(self.running)
 
 
+class _Pass(NamedTuple):
+    """A pass under way: what was submitted and for whom, and the cycle that a speculation, if asked, chose for it."""
+
+    step: Step
+    batch: _Microbatch
+    members: list[Request]
+    cycle: Cycle
+    asked: bool
+    looked_up: Sequence[Sequence[int]]
+
+    def drafts(self, result: Result) -> Sequence[Sequence[int]]:
+        """The drafted tokens of each member."""
+        if self.step.draft is None:
+            return self.looked_up or [()] * len(self.members)
+        tokens = iter(result.drafted)
+        return [tuple(itertools.islice(tokens, length)) for length in self.step.draft.lengths]
+
+
 class Engine:
     """Requests over `Workers`, from a thread of its own; a context manager.
 
     Args:
         workers: The stages; the engine closes them.
         limits: What is accepted.
+        speculation: What is drafted; None: nothing.
         on_failure: Called once with the reason if the stages fail; all requests have then heard of it.
+
+    Raises:
+        ProblemError: The speculation has drafts of the model itself, and the workers have several stages.
     """
 
     def __init__(
-        self, workers: Workers, limits: EngineLimits | None = None, *, on_failure: Callable[[str], None] | None = None
+        self,
+        workers: Workers,
+        limits: EngineLimits | None = None,
+        *,
+        speculation: Speculation | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
+        own = sorted(speculation.drafts & SELF_DRAFTS.keys()) if speculation is not None else []
+        if own and workers.stage_count > 1:
+            raise ProblemError(f"draft {own[0]!r} cannot run: {workers.draft_refusal}; use {LOOKUP}:N, or one stage")
+        self.speculation = speculation
         self.limits = limits or EngineLimits()
         self.config = workers.config
         self.counts = Counts()
@@ -157,9 +226,9 @@ class Engine:
         self._workers = workers
         self._pages = PageStore(pages_of(self.limits.cached) + 1)
         self._waiting: deque[Request] = deque()
-        self._microbatches = [_Microbatch() for _ in range(self.limits.microbatches)]
-        self._under_way: deque[tuple[Step, _Microbatch, list[Request]]] = deque()
-        self._drafter = LookupDrafter()
+        self._microbatches = [_Microbatch(number) for number in range(self.limits.microbatches)]
+        self._under_way: deque[_Pass] = deque()
+        self._spoiled: list[int] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._failure: str | None = None
@@ -301,7 +370,7 @@ class Engine:
 
     def _begin(self, batch: _Microbatch) -> None:
         """Submit the next pass of a micro-batch, if it has one."""
-        drafts: list[list[int]] = []
+        cycle, asked = PLAIN, False
         if batch.fresh:
             members = [batch.fresh.pop(0)]
             total = len(members[0].prompt)
@@ -314,61 +383,76 @@ class Engine:
         elif batch.running:
             members = list(batch.running)
             self.counts.decode_passes += 1
-            if self.limits.drafts:
-                drafts = [self._draft(request) for request in members]
+            if self.speculation is not None:
+                asked = True
+                context = max(len(r.prompt) + len(r.tokens) for r in members)
+                cycle = self.speculation.choose(batch.number, len(members), context)
         else:
             return
+        most = [_most_drafts(request, cycle) for request in members]
+        looked_up: list[list[int]] = []
+        if cycle.draft == LOOKUP:
+            looked_up = [request.lookup(n) if n else [] for request, n in zip(members, most, strict=True)]
+            lengths = list(map(len, looked_up))
+        else:
+            lengths = most
+        itself = cycle.draft in SELF_DRAFTS and any(lengths)
         step = Step(
             number=next(self._numbers),
             tokens=tuple(
                 (r.tokens[-1], *draft) if r.tokens else tuple(r.prompt)
-                for r, draft in zip(members, drafts or [[]] * len(members), strict=True)
+                for r, draft in zip(members, looked_up or [[]] * len(members), strict=True)
             ),
             starts=tuple(len(r.prompt) + len(r.tokens) - 1 if r.tokens else 0 for r in members),
             pages=tuple(r.pages for r in members),
-            choices=tuple(r.choice() for r in members),
-            every=any(drafts),
+            choices=tuple(
+                choice for r, length in zip(members, lengths, strict=True) for choice in r.choices(length + 1)
+            ),
+            every=any(lengths),
+            draft=SelfDraft(lengths=tuple(lengths), activation_bits=SELF_DRAFTS[str(cycle.draft)]) if itself else None,
+            wipe=tuple(self._spoiled),
         )
+        self._spoiled.clear()
         batch.under_way = True
-        self._under_way.append((step, batch, members))
+        self._under_way.append(_Pass(step, batch, members, cycle, asked, looked_up))
         self._workers.submit(step)
-
-    def _draft(self, request: Request) -> list[int]:
-        if request.temperature > 0:
-            return []
-        most = min(self.limits.drafts, request.new_tokens - len(request.tokens) - 1)
-        return self._drafter.find([*request.prompt, *request.tokens], most)
 
     def _end_oldest(self) -> None:
         """Wait for the oldest pass and hand out its tokens."""
         result = self._workers.result()
-        step, batch, members = self._under_way.popleft()
+        ended = self._under_way.popleft()
+        step, batch, members = ended.step, ended.batch, ended.members
         if result.number != step.number:
             raise StageError(f"the stages answered pass {result.number}, but {step.number} was the oldest")
         now = time.perf_counter()
-        tokens = iter(result.tokens)
-        for request, passed in zip(members, step.tokens, strict=True):
+        tokens, observed = iter(result.tokens), []
+        for request, drafted in zip(members, ended.drafts(result), strict=True):
             if not request.tokens:
                 self.counts.first_token_s += now - request.submitted_s
                 self.counts.first_tokens += 1
-            new = [next(tokens)]
-            if step.every:
-                new += itertools.islice(tokens, len(passed) - 1)
-                agreed = sum(itertools.takewhile(bool, (a == b for a, b in zip(passed[1:], new, strict=False))))
-                self.counts.drafted += len(passed) - 1
-                self.counts.accepted += agreed
-                del new[agreed + 1 :]
+            new = [next(tokens), *itertools.islice(tokens, len(drafted))]
+            agreed = sum(itertools.takewhile(bool, (a == b for a, b in zip(drafted, new, strict=False))))
+            del new[agreed + 1 :]
+            if drafted:
+                self.counts.add_draft(len(drafted), agreed)
+            if step.every and _most_drafts(request, ended.cycle) == ended.cycle.length:
+                observed.append(agreed)  # one that had to be shorter says nothing of the missing tokens
             reason = self._extend(request, new)
             if reason is not None:
                 with self._changed:
                     batch.running.remove(request)
-                    self._finish(request, reason)
+                    self._finish(request, reason, _NO_TOKEN if reason == "failed" else None)
+        if self.speculation is not None and ended.asked and (observed or not ended.cycle.length):
+            self.speculation.observe(batch.number, observed or [0] * len(members))
         batch.under_way = False
 
     def _extend(self, request: Request, new: Sequence[int]) -> str | None:
         """Hand out new tokens; why the request ends with them, if it does."""
         for token in new:
-            request.tokens.append(token)
+            if token < 0:
+                self._spoiled += request.pages
+                return "failed"
+            request.extend(token)
             self.counts.new_tokens += 1
             if request.cancelled:
                 return "cancelled"

@@ -1,4 +1,4 @@
-"""Decoding passes of a stage as CUDA graphs, one by number of sequences and of pages, both rounded up."""
+"""Decoding passes of a stage as CUDA graphs, one by precision and number of sequences and of pages, both rounded up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DecodeGraphs:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int, int | None], _Graph] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -50,10 +50,11 @@ class DecodeGraphs:
         rows = rounded_up(sequences)
         width = rounded_up(max(pages_of(start + 1) for start in step.starts), _LEAST_PAGES)
         layout = Layout.of(step, device, rows=rows, width=width)
-        if (rows, width) not in self._graphs:
+        key = rows, width, step.activation_bits
+        if key not in self._graphs:
             with without_cudnn_attention():  # it plans anew for every size
-                self._graphs[rows, width] = self._capture(layout, x)
-        graph = self._graphs[rows, width]
+                self._graphs[key] = self._capture(layout, x)
+        graph = self._graphs[key]
         graph.layout.copy_(layout)
         if x is not None:
             graph.x[:sequences].copy_(x)
@@ -65,7 +66,7 @@ class DecodeGraphs:
         static = layout.tokens_N.clone() if x is None else x.new_zeros((rows, x.shape[1]))
         own = Layout(
             layout.tokens_N.clone(), layout.positions_N.clone(), layout.slots_N.clone(), layout.contexts_S.clone(),
-            layout.table_SP.clone(), layout.last_S, (), (),
+            layout.table_SP.clone(), layout.last_S, (), (), layout.activation_bits,
         )  # fmt: skip
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())

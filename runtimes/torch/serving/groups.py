@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from qsync_opt.runtimes.torch.serving.cache import PagedCache
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary
-from qsync_opt.runtimes.torch.serving.packing import PackedWeight, linear, pack
-from qsync_opt.runtimes.torch.serving.steps import PAGE, Layout
+from qsync_opt.runtimes.torch.serving.packing import PackedWeight, has_reproducible, linear, pack
+from qsync_opt.runtimes.torch.serving.steps import PAGE, Layout, pages_of
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
 
 
@@ -53,6 +53,16 @@ class Norm:
     def bytes(self) -> int:
         """Memory of the weight."""
         return self.weight.nbytes
+
+
+def _product(
+    x: torch.Tensor, weight: PackedWeight, layout: Layout, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` in the precision of a pass; its bits depend on nothing else where pieces stand apart."""
+    bits = layout.activation_bits
+    if layout.pieces and not has_reproducible(weight, x):
+        return layout.apart(lambda part: linear(part, weight, bias, activation_bits=bits), x)
+    return linear(x, weight, bias, activation_bits=bits, reproducible=bool(layout.pieces))
 
 
 class Group:
@@ -109,6 +119,11 @@ class Attention(Group):
         self.cache: PagedCache | None = None
 
     @property
+    def weights(self) -> tuple[PackedWeight, ...]:
+        """The matrices."""
+        return self.qkv, self.out
+
+    @property
     def bytes(self) -> int:
         """Memory of the weights."""
         norms: list[Norm] = [self.norm, *([self.after] if self.after else []), *(self.head_norms or ())]
@@ -119,22 +134,28 @@ class Attention(Group):
         c = self.config
         self.cache = PagedCache(pages, c.kv_heads, c.head_size, dtype=self.dtype, bits=kv_bits, device=self.device)
 
+    def wipe(self, pages: Sequence[int]) -> None:
+        """Set pages to zero."""
+        assert self.cache is not None, "reserve() comes before"
+        self.cache.wipe(pages)
+
     def __call__(self, x_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The hidden states after the attention; keys and values join the cache."""
         c, tokens = self.config, x_NH.shape[0]
-        heads = linear(self.norm(x_NH), self.qkv, self.qkv_bias).view(tokens, -1, c.head_size)
+        normed = layout.apart(self.norm, x_NH)
+        heads = _product(normed, self.qkv, layout, self.qkv_bias).view(tokens, -1, c.head_size)
         q_and_k, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], dim=1)
         if self.head_norms is not None:
             q, k = torch.split(q_and_k, [c.heads, c.kv_heads], dim=1)
-            q_and_k = torch.cat([self.head_norms[0](q), self.head_norms[1](k)], dim=1)
+            q_and_k = torch.cat([layout.apart(self.head_norms[0], q), layout.apart(self.head_norms[1], k)], dim=1)
         cos, sin = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
         rotated = fused(_rotate, x_NH.device)(q_and_k, cos, sin)
         q, k = torch.split(rotated, [c.heads, c.kv_heads], dim=1)
         assert self.cache is not None, "reserve() comes before the first call"
         self.cache.write(layout.slots_N, k, v)
         y = self._ragged(q, k, v, layout) if layout.counts else self._decode(q, layout)
-        y = linear(y, self.out, self.out_bias)
-        return x_NH + (y if self.after is None else self.after(y))
+        y = _product(y, self.out, layout, self.out_bias)
+        return x_NH + (y if self.after is None else layout.apart(self.after, y))
 
     def _decode(self, q: torch.Tensor, layout: Layout) -> torch.Tensor:
         """One token per sequence: query heads that share keys stand as rows of one product."""
@@ -152,14 +173,30 @@ class Attention(Group):
         results, begin = [], 0
         for row, (count, start) in enumerate(zip(layout.counts, layout.starts, strict=True)):
             part = slice(begin, begin + count)
+            begin += count
+            if start and layout.pieces:
+                table = layout.table_SP[row]
+                results += [self._token(one, table, start + done) for done, one in enumerate(q[part])]
+                continue
             keys, values = k[part].transpose(0, 1), v[part].transpose(0, 1)
             if start:
                 assert self.cache is not None
                 pages = layout.table_SP[row : row + 1, : -(-(start + count) // PAGE)]
                 keys, values = (cached[:, 0, : start + count] for cached in self.cache.read(pages))
             results.append(self._one(q[part].transpose(0, 1), keys, values, start))
-            begin += count
         return torch.cat(results)
+
+    def _token(self, q: torch.Tensor, pages_P: torch.Tensor, position: int) -> torch.Tensor:
+        """One token with what it sees and nothing else, so that its bits do not depend on other rows or lengths."""
+        c, window = self.config, self.config.windows[self.layer]
+        assert self.cache is not None
+        keys, values = self.cache.read(pages_P[None, : pages_of(position + 1)])
+        low = 0 if window is None else max(0, position + 1 - window)
+        y = F.scaled_dot_product_attention(
+            q.view(c.kv_heads, 1, -1, c.head_size), keys[:, :, low : position + 1], values[:, :, low : position + 1],
+            scale=c.query_scale,
+        )  # fmt: skip
+        return y.reshape(1, -1)
 
     def _one(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
         c, count, total = self.config, q.shape[1], keys.shape[1]
@@ -195,6 +232,11 @@ class Mlp(Group):
         self.after = self._norm("post_feedforward_layernorm") if config.gemma else None
 
     @property
+    def weights(self) -> tuple[PackedWeight, ...]:
+        """The matrices."""
+        return self.gate_up, self.down
+
+    @property
     def bytes(self) -> int:
         """Memory of the weights."""
         return self.gate_up.bytes + self.down.bytes + self.norm.bytes + (self.after.bytes if self.after else 0)
@@ -202,11 +244,15 @@ class Mlp(Group):
     def reserve(self, pages: int, kv_bits: int | None = None) -> None:
         """Nothing: an MLP keeps no state."""
 
+    def wipe(self, pages: Sequence[int]) -> None:
+        """Nothing: an MLP keeps no state."""
+
     def __call__(self, x_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The hidden states after the MLP."""
         gate = fused(_gelu_gate if self.config.gemma else _silu_gate, x_NH.device)
-        y = linear(gate(linear(self.norm(x_NH), self.gate_up)), self.down)
-        return x_NH + (y if self.after is None else self.after(y))
+        inner = layout.apart(gate, _product(layout.apart(self.norm, x_NH), self.gate_up, layout))
+        y = _product(inner, self.down, layout)
+        return x_NH + (y if self.after is None else layout.apart(self.after, y))
 
 
 def _silu_gate(gate_up: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from qsync_opt.io import near_match
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits
 from qsync_opt.runtimes.torch.serving.packing import scheme_bits
+from qsync_opt.runtimes.torch.serving.speculation import Speculation
 from qsync_opt.runtimes.torch.serving.stage import Progress, check_plan, group_names
 from qsync_opt.runtimes.torch.serving.weights import open_model
 from qsync_opt.runtimes.torch.serving.workers import StageOptions, StageProcesses
@@ -51,6 +52,7 @@ def start_stages(
     dtype: str | None = None,
     kv_bits: int | None = None,
     head: str | None = None,
+    reproducible: bool = False,
     devices: Mapping[str, str] | None = None,
     threads: Mapping[str, int] | None = None,
     timeout_s: float = 120.0,
@@ -65,6 +67,7 @@ def start_stages(
         dtype: ``float32``, ``bfloat16`` or ``float16``; by default BF16 where all stages are on cards, else FP32.
         kv_bits: 8 for caches of 8 bits.
         head: Weight scheme of the head; as the dtype by default.
+        reproducible: See `StageModel`.
         devices: torch's device by the plan's device names; by default card after card if there are as many as stages,
             else the CPU.
         threads: By the plan's device names; by default the processors are shared equally.
@@ -101,6 +104,7 @@ def start_stages(
         dtype=DTYPES[dtype or ("bfloat16" if on_cards else "float32")],
         kv_bits=kv_bits,
         head=head,
+        reproducible=reproducible,
         threads=[share if value is None else int(value) for value in given_threads],
         devices=places,
         timeout_s=timeout_s,
@@ -108,10 +112,12 @@ def start_stages(
     return StageProcesses(str(model), plan, options, progress=progress)
 
 
-def start_engine(stages: StageProcesses, limits: EngineLimits) -> Engine:
+def start_engine(
+    stages: StageProcesses, limits: EngineLimits, speculation: Speculation | None = None
+) -> Engine:
     """An engine over stages; they are closed if it cannot start, such as for want of memory for caches."""
     try:
-        return Engine(stages, limits)
+        return Engine(stages, limits, speculation=speculation)
     except BaseException:
         stages.close()
         raise

@@ -87,8 +87,30 @@ def unpack(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Te
     return weight.plain.to(dtype)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias`` in the type of ``x``, activations rounded as the scheme says."""
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    activation_bits: int | None = None,
+    reproducible: bool = False,
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` in the type of ``x``.
+
+    Args:
+        x: Shape (..., in).
+        weight: In any scheme.
+        bias: Shape (out,).
+        activation_bits: Of packed weights, where that is fewer than the scheme says.
+        reproducible: A row's result has the same bits in any batch; packed weights only, see `has_reproducible`.
+    """
     if weight.packed is not None:
-        return weight_only.linear(x, weight.packed, bias, activation_bits=SCHEMES[weight.scheme][1])
+        bits = min(activation_bits or 16, SCHEMES[weight.scheme][1])
+        return weight_only.linear(x, weight.packed, bias, activation_bits=bits, reproducible=reproducible)
     return F.linear(x, unpack(weight, x.dtype), bias)
+
+
+def has_reproducible(weight: PackedWeight, x: torch.Tensor) -> bool:
+    """Whether there is a product by this weight whose rows have the same bits in any batch."""
+    types = (torch.bfloat16, torch.float16, *((torch.float32,) if x.device.type == "cpu" else ()))
+    return weight.packed is not None and x.dtype in types and not weight_only.explain(x.device)

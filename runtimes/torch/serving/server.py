@@ -290,8 +290,16 @@ def metrics_text(engine: Engine) -> str:
     metric("cache_pages_used", "gauge", "Pages that requests hold.", [("", engine.pages_used)])
     metric("prompt_tokens_total", "counter", "Prompt tokens that were prefilled.", [("", counts.prompt_tokens)])
     metric("new_tokens_total", "counter", "Tokens that were generated.", [("", counts.new_tokens)])
-    metric("drafted_tokens_total", "counter", "Tokens that were drafted.", [("", counts.drafted)])
-    metric("accepted_tokens_total", "counter", "Drafted tokens that were accepted.", [("", counts.accepted)])
+    drafted, accepted = sum(counts.drafted), sum(counts.accepted)
+    metric("spec_decode_num_drafts_total", "counter", "Drafts of a sequence that were judged.", [("", counts.drafts)])
+    metric("spec_decode_num_draft_tokens_total", "counter", "Tokens that were drafted.", [("", drafted)])
+    metric("spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens that were accepted.", [("", accepted)])
+    for name, values, help in (
+        ("draft", counts.drafted, "Tokens that were drafted, by position in the draft."),
+        ("accepted", counts.accepted, "Drafted tokens that were accepted, by position in the draft."),
+    ):
+        places = [(f'{{position="{k}"}}', float(value)) for k, value in enumerate(values) if counts.drafted[k]]
+        metric(f"spec_decode_num_{name}_tokens_per_pos_total", "counter", help, places)
     passes = [('{phase="prefill"}', counts.prefill_passes), ('{phase="decode"}', counts.decode_passes)]
     metric("passes_total", "counter", "Passes through the stages.", passes)
     first = [("_sum", counts.first_token_s), ("_count", counts.first_tokens)]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from qsync_opt.errors import ModelError, ProblemError
+from qsync_opt.kernels import weight_only
 from qsync_opt.runtimes.torch.serving.choosing import choose
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.graphs import DecodeGraphs
 from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp
-from qsync_opt.runtimes.torch.serving.packing import PackedWeight
+from qsync_opt.runtimes.torch.serving.packing import SCHEMES, PackedWeight
 from qsync_opt.runtimes.torch.serving.steps import Layout, Step
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
 from qsync_opt.serving import Plan, Stage
@@ -73,6 +76,8 @@ class StageModel:
         kv_bits: 8 for caches of 8 bits; None: as ``dtype``.
         head: Weight scheme of the head; None: as ``dtype``, and one copy with a tied embedding.
         capture: Replay decoding from CUDA graphs; on a card only.
+        reproducible: A token's scores have the same bits whatever else is in a pass, and however many tokens it judges;
+            nothing is captured.
         progress: Told of every loaded group.
 
     Raises:
@@ -92,6 +97,7 @@ class StageModel:
         kv_bits: int | None = None,
         head: str | None = None,
         capture: bool = True,
+        reproducible: bool = False,
         progress: Progress | None = None,
     ) -> None:
         names = group_names(config.layers)
@@ -109,7 +115,9 @@ class StageModel:
                 progress(done, len(stage.groups), name)
         self._embedding = Embedding(config, source, dtype, self.device) if self.first else None
         self._head = Head(config, source, dtype, self._embedding, self.device, head) if self.last else None
-        self._graphs = DecodeGraphs(self._decode) if capture and self.device.type == "cuda" else None
+        self._reproducible = reproducible
+        captured = capture and not reproducible and self.device.type == "cuda"
+        self._graphs = DecodeGraphs(self._decode) if captured else None
 
     @property
     def bytes(self) -> int:
@@ -124,6 +132,14 @@ class StageModel:
         """Memory of all pages."""
         caches = (group.cache for group in self.groups if isinstance(group, Attention))
         return sum(cache.bytes for cache in caches if cache is not None)
+
+    @property
+    def draft_refusal(self) -> str:
+        """Why drafts at activations of fewer bits cannot be cheaper here than what they draft for; empty if they can."""
+        wide = [w for group in self.groups for w in group.weights if w.packed is not None and SCHEMES[w.scheme][1] > 8]
+        if not wide:
+            return "no weight has 4 or 8 bits and activations of 16, so that drafts would compute as the model does"
+        return weight_only.explain(self.device)
 
     def reserve(self, pages: int) -> None:
         """Make so many empty pages, page 0 included; earlier ones are forgotten."""
@@ -145,6 +161,8 @@ class StageModel:
     def scores(self, x_SH: torch.Tensor) -> torch.Tensor:
         """The scores (S, vocabulary) from the last hidden state of each sequence; on the last stage."""
         assert self._head is not None, "only the last stage has a head"
+        if self._reproducible and len(x_SH) > 1:
+            return torch.cat([self._head(row[None]) for row in x_SH])
         return self._head(x_SH)
 
     def _decode(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -155,18 +173,44 @@ class StageModel:
     def run(self, step: Step, x: torch.Tensor | None = None) -> torch.Tensor:
         """One pass: hidden states (N, H), or the chosen next tokens (S,), or (N,) for `Step.every`, on the last stage.
 
-        ``x`` holds the hidden states of the stage before; none on the first.
+        ``x`` holds the hidden states of the stage before; none on the first. What a step drafts is drafted before, by
+        `draft`.
         """
+        assert step.draft is None, "draft() comes before run()"
+        if step.wipe:
+            for group in self.groups:
+                group.wipe(step.wipe)
         if step.decodes and self._graphs is not None:
             result = self._graphs.run(step, x, self.device)
         else:
-            layout = Layout.of(step, self.device)
+            layout = Layout.of(step, self.device, reproducible=self._reproducible)
             result = self.hidden(layout.tokens_N if x is None else x, layout)
             if self.last:
                 result = self.scores(result if step.every else result[layout.last_S])
         if not self.last:
             return result
-        choices = step.choices
-        if step.every:
-            choices = tuple(c for c, count in zip(choices, step.counts, strict=True) for _ in range(count))
-        return choose(result, choices)
+        return choose(result, step.choices)
+
+    @torch.inference_mode()
+    def draft(self, step: Step) -> Step:
+        """The pass that judges what a step drafts; the drafts' keys and values stand where that pass writes its own.
+
+        Source: QSPEC, EMNLP 2025, for drafts by the same weights into the same cache.
+        """
+        assert step.draft is not None and self.first and self.last, "a model drafts where it is whole"
+        lengths, texts = step.draft.lengths, [list(tokens) for tokens in step.tokens]
+        begins = [0, *itertools.accumulate(length + 1 for length in lengths)]
+        for done in range(max(lengths)):
+            rows = [row for row, length in enumerate(lengths) if length > done]
+            drafting = Step(
+                number=step.number,
+                tokens=tuple((texts[row][-1],) for row in rows),
+                starts=tuple(step.starts[row] + done for row in rows),
+                pages=tuple(step.pages[row] for row in rows),
+                choices=tuple(step.choices[begins[row] + done] for row in rows),
+                activation_bits=step.draft.activation_bits,
+                wipe=step.wipe if done == 0 else (),
+            )
+            for row, token in zip(rows, self.run(drafting).tolist(), strict=True):
+                texts[row].append(max(token, 0))  # where scores hold NaN any token is as good: it is judged
+        return replace(step, tokens=tuple(map(tuple, texts)), draft=None, wipe=())

@@ -8,6 +8,7 @@ Axes: N tokens of the pass, S sequences, P pages of the longest sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,17 +23,31 @@ SCRATCH = 0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How the next token is chosen: the most likely one at ``temperature`` 0, else drawn with the number ``uniform``.
+    """How a token is chosen: the most likely one at ``temperature`` 0, else drawn with random numbers of seed ``noise``.
 
-    ``uniform``, in [0, 1), picks from the cumulative probabilities, so that stages keep no random state.
+    The seed belongs to the token's place in its answer, so that stages keep no random state, and a draft and the pass
+    that judges it draw with the same numbers.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
-    uniform: float = 0.0
+    noise: int = 0
 
 
 GREEDY = Choice()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfDraft:
+    """Tokens that the model drafts with activations of fewer bits before a pass judges them.
+
+    Attributes:
+        lengths: Drafted tokens of each sequence.
+        activation_bits: Of the drafting passes; weights and caches are those of the judging pass.
+    """
+
+    lengths: tuple[int, ...]
+    activation_bits: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +59,11 @@ class Step:
         tokens: The new tokens of each sequence.
         starts: Position of each sequence's first new token: so many positions are cached already.
         pages: The pages of each sequence in order; they reach at least to its last new token.
-        choices: How each next token is chosen.
+        choices: How each token is chosen, in the order of the tokens that they follow.
         every: Choose the token after every token, not only after the last of each sequence: drafts are judged by that.
+        draft: What the model itself drafts first; ``choices`` count the drafted tokens, ``tokens`` do not hold them yet.
+        activation_bits: Activations of packed weights in this pass; None: as their schemes say.
+        wipe: Pages whose content is set to zero before the pass.
     """
 
     number: int
@@ -54,6 +72,9 @@ class Step:
     pages: tuple[tuple[int, ...], ...]
     choices: tuple[Choice, ...]
     every: bool = False
+    draft: SelfDraft | None = None
+    activation_bits: int | None = None
+    wipe: tuple[int, ...] = ()
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -79,6 +100,9 @@ class Layout:
         last_S: The last token of each sequence among the N.
         counts: New tokens of each sequence; empty if each has one.
         starts: Cached positions of each sequence; empty if each has one new token.
+        activation_bits: See `Step`.
+        pieces: Rows among the N that are computed together where results must not depend on what else is in a pass: a
+            whole prompt, or one token. Empty: all are.
     """
 
     tokens_N: torch.Tensor
@@ -89,11 +113,15 @@ class Layout:
     last_S: torch.Tensor
     counts: tuple[int, ...]
     starts: tuple[int, ...]
+    activation_bits: int | None = None
+    pieces: tuple[slice, ...] = ()
     _angles: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _seen: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: Step, device: torch.device, *, rows: int = 0, width: int = 0) -> Layout:
+    def of(
+        cls, step: Step, device: torch.device, *, rows: int = 0, width: int = 0, reproducible: bool = False
+    ) -> Layout:
         """The layout of a pass; decoding may be filled up to ``rows`` sequences of ``width`` pages."""
         tokens = [token for row in step.tokens for token in row]
         contexts = [start + count for start, count in zip(step.starts, step.counts, strict=True)]
@@ -117,7 +145,7 @@ class Layout:
         flat = flat.to(device, non_blocking=True)
         n, s = len(tokens), len(contexts)
         tokens_N, positions_N, slots_N, contexts_S, last_S, pages = torch.split(flat, [n, n, n, s, s, s * width])
-        decodes = step.decodes
+        decodes = step.decodes and not reproducible
         return cls(
             tokens_N,
             positions_N,
@@ -127,7 +155,15 @@ class Layout:
             last_S,
             () if decodes else step.counts,
             () if decodes else step.starts,
+            step.activation_bits,
+            tuple(_pieces(step)) if reproducible else (),
         )
+
+    def apart(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """A function of rows, piece by piece where results must not depend on the rest of the pass."""
+        if len(self.pieces) < 2:
+            return compute(x)
+        return torch.cat([compute(x[piece]) for piece in self.pieces])
 
     def copy_(self, other: Layout) -> None:
         """Take the numbers of another layout of the same shape."""
@@ -146,7 +182,7 @@ class Layout:
         if rotary not in self._angles:
             angles = self.positions_N[:, None].float() * frequencies
             angles = torch.cat([angles, angles], dim=-1)[:, None]
-            self._angles[rotary] = angles.cos().to(dtype), angles.sin().to(dtype)
+            self._angles[rotary] = self.apart(torch.cos, angles).to(dtype), self.apart(torch.sin, angles).to(dtype)
         return self._angles[rotary]
 
     def seen(self, window: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +206,14 @@ class Layout:
             mask = torch.zeros(hidden.shape, dtype=dtype, device=table.device).masked_fill_(hidden, -torch.inf)
             self._seen[window] = table, mask[None, :, None]
         return self._seen[window]
+
+
+def _pieces(step: Step) -> Iterator[slice]:
+    """A prompt as a whole, what follows it token by token."""
+    end = 0
+    for count, start in zip(step.counts, step.starts, strict=True):
+        begin, end = end, end + count
+        yield from [slice(begin, end)] if start == 0 else (slice(n, n + 1) for n in range(begin, end))
 
 
 class PageStore:

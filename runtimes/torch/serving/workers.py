@@ -34,16 +34,34 @@ class StageError(QSyncError):
 
 
 class Result(NamedTuple):
-    """The next token of each sequence of a pass; for `Step.every` of each token."""
+    """The next token of each sequence of a pass; for `Step.every` of each token, and what the model drafted itself."""
 
     number: int
     tokens: tuple[int, ...]
+    drafted: tuple[int, ...] = ()
+
+
+def _run(stage: StageModel, step: Step, x: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A pass through a stage, with what it drafted before."""
+    if step.draft is None:
+        return stage.run(step, x), ()
+    step = stage.draft(step)
+    return stage.run(step), tuple(token for tokens in step.tokens for token in tokens[1:])
+
+
+def _pipeline_refusal(stages: int) -> str:
+    if stages == 1:
+        return ""
+    return f"the model drafts itself only where it is one stage, and the plan has {stages}: a draft would cross them all"
 
 
 class Workers(Protocol):
     """Stages that carry out passes in the order in which they are submitted."""
 
     config: DecoderConfig
+    stage_count: int
+    draft_refusal: str
+    """Why drafts by the model itself (`Step.draft`) cannot run or cannot gain; empty if they may. They run on one stage."""
 
     def reserve(self, pages: int) -> None:
         """Make so many empty pages on every stage, page 0 included."""
@@ -71,6 +89,8 @@ class LocalWorkers:
 
     def __init__(self, stages: Sequence[StageModel]) -> None:
         self.config = stages[0].config
+        self.stage_count = len(stages)
+        self.draft_refusal = _pipeline_refusal(len(stages)) or stages[0].draft_refusal
         self._stages = stages
         self._results: deque[Result] = deque()
 
@@ -81,11 +101,10 @@ class LocalWorkers:
 
     def submit(self, step: Step) -> None:
         """See `Workers.submit`."""
-        x = None
-        for stage in self._stages:
+        x, drafted = _run(self._stages[0], step, None)
+        for stage in self._stages[1:]:
             x = stage.run(step, x)
-        assert x is not None
-        self._results.append(Result(step.number, tuple(x.tolist())))
+        self._results.append(Result(step.number, tuple(x.tolist()), drafted))
 
     def result(self) -> Result:
         """See `Workers.result`."""
@@ -106,6 +125,7 @@ class StageOptions:
         threads: Threads of each stage, in the plan's order; one each by default.
         devices: torch's device of each stage, such as ``cuda:0``; all on the CPU by default.
         capture: Replay decoding from CUDA graphs on cards.
+        reproducible: See `StageModel`.
         timeout_s: Longest wait for a result; loading has ten times that.
     """
 
@@ -115,6 +135,7 @@ class StageOptions:
     threads: Sequence[int] | None = None
     devices: Sequence[str] | None = None
     capture: bool = True
+    reproducible: bool = False
     timeout_s: float = 120.0
 
 
@@ -169,6 +190,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
             kv_bits=options.kv_bits,
             head=options.head,
             capture=options.capture,
+            reproducible=options.reproducible,
             progress=lambda done, total, name: pipe.send(("loading", done, total, name)),
         )
         if links.stages > 1:
@@ -179,7 +201,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
                 world_size=links.stages,
                 timeout=datetime.timedelta(seconds=options.timeout_s),
             )
-        pipe.send(("ready", stage.bytes))
+        pipe.send(("ready", stage.bytes, stage.draft_refusal))
         while True:
             order = pipe.recv()
             if order is None:
@@ -191,9 +213,9 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
             x = None
             if setup.rank > 0:
                 x = links.receive((sum(order.counts), config.hidden), stage.dtype, stage.device)
-            x = stage.run(order, x)
+            x, drafted = _run(stage, order, x)
             if stage.last:
-                pipe.send(("result", Result(order.number, tuple(x.tolist()))))
+                pipe.send(("result", Result(order.number, tuple(x.tolist()), drafted)))
             else:
                 links.send(x)
     except (EOFError, KeyboardInterrupt, BrokenPipeError):  # the caller has gone
@@ -236,6 +258,8 @@ class StageProcesses:
         for name, values in (("threads", threads), ("devices", devices)):
             if len(values) != count:
                 raise ProblemError(f"{name} has {len(values)} entries, but the plan has {count} stages")
+        self.stage_count = count
+        self.draft_refusal = _pipeline_refusal(count)
         self._broken: str | None = None
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
@@ -261,6 +285,7 @@ class StageProcesses:
                         progress(sum(loaded), total, f"{plan.stages[rank].device}: {message[3]}")
                 elif message[0] == "ready":
                     self.weight_bytes[rank] = message[1]
+                    self.draft_refusal = self.draft_refusal or message[2]
         except BaseException:
             self.close()
             raise

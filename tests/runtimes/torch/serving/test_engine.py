@@ -179,30 +179,3 @@ def test_closing_ends_what_runs(llama, load, held):
     assert heard.wait() is not None
     with pytest.raises(StageError):
         engine.submit(Heard([3], 5).request)
-
-
-def test_drafts_change_passes_and_no_tokens(llama, load):
-    _, folder = llama
-    stages = load(folder, 3)
-    prompts = [*prompts_of(6), [5, 9, 33, 5, 9, 33, 5, 9]]
-    expected = [generate_here(stages, [prompt], 40)[0] for prompt in prompts]
-    accepted, drawn_tokens = [], []
-    for drafts in (0, 1, 4):
-        limits = EngineLimits(context=64, cached=512, running=8, microbatches=2, drafts=drafts)
-        with Engine(LocalWorkers(stages), limits) as engine:
-            heard = [Heard(prompt, 40) for prompt in prompts]
-            drawn = Heard([1, 2, 1, 2, 1], 30, temperature=1.0, seed=3)
-            for one in [*heard, drawn]:
-                engine.submit(one.request)
-            for one in [*heard, drawn]:
-                one.wait()
-            assert [one.tokens for one in heard] == expected
-            assert len(drawn.tokens) == 30
-            drawn_tokens.append(drawn.tokens)
-            accepted.append(engine.counts.accepted)
-            assert (engine.counts.drafted > 0) == (drafts > 0)
-            assert engine.counts.accepted <= engine.counts.drafted
-            assert engine.pages_used == 0
-    assert drawn_tokens[0] == drawn_tokens[1] == drawn_tokens[2]
-    assert accepted[0] == 0 < accepted[1]
-    assert accepted[2] > 0

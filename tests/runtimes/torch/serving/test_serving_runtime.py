@@ -164,13 +164,41 @@ def test_cache_codes_are_rounded_to_nearest():
         PagedCache(3, 2, 8, dtype=torch.float32, bits=5, device=torch.device("cpu"))
 
 
+def chi_square(tokens, probabilities):
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(probabilities)).double()
+    expected = counts.sum() * probabilities
+    return float(((counts - expected) ** 2 / expected)[expected > 0].sum()) + 1e9 * float(counts[expected == 0].sum())
+
+
 def test_choices_follow_the_distribution():
-    scores = torch.log(torch.tensor([[0.1, 0.6, 0.3]])).repeat(4, 1)
-    draws = [Choice(temperature=1.0, uniform=u) for u in (0.0, 0.59, 0.61, 0.99)]
-    assert choose(scores, draws).tolist() == [1, 1, 2, 0]
-    nucleus = [Choice(temperature=1.0, top_p=p, uniform=0.999) for p in (0.5, 0.6001, 0.95, 1.0)]
-    assert choose(scores, nucleus).tolist() == [1, 2, 0, 0]
-    assert choose(scores, [Choice()] * 4).tolist() == [1] * 4
+    probabilities = torch.tensor([0.05, 0.4, 0.25, 0.2, 0.1], dtype=torch.float64)
+    scores = torch.log(probabilities)[None].float()
+    draws = [Choice(temperature=1.0, noise=n) for n in range(20_000)]
+    # 99.99 % of chi-square with 4 degrees of freedom is 23.5.
+    assert chi_square(choose(scores.expand(len(draws), -1), draws).tolist(), probabilities) < 23.5
+    cold = [Choice(temperature=0.5, noise=n) for n in range(20_000)]
+    assert chi_square(choose(scores.expand(len(cold), -1), cold).tolist(), (p2 := probabilities**2) / p2.sum()) < 23.5
+    kept = torch.tensor([0.0, 0.4, 0.25, 0.0, 0.0], dtype=torch.float64)
+    nucleus = [Choice(temperature=1.0, top_p=0.6, noise=n) for n in range(20_000)]
+    assert chi_square(choose(scores.expand(len(nucleus), -1), nucleus).tolist(), kept / kept.sum()) < 23.5
+    assert choose(scores.expand(4, -1), [Choice()] * 4).tolist() == [1] * 4
+
+
+def test_choices_of_like_scores_mostly_agree():
+    """At least (1 - d) / (1 + d) of them, at total variation distance d."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn((1, 50), generator=generator)
+    other = scores + 0.1 * torch.randn((1, 50), generator=generator)
+    distance = float((scores.softmax(-1) - other.softmax(-1)).abs().sum() / 2)
+    draws = [Choice(temperature=1.0, noise=n) for n in range(10_000)]
+    agreed = choose(scores.expand(len(draws), -1), draws) == choose(other.expand(len(draws), -1), draws)
+    assert 0.02 < distance < 0.1
+    assert float(agreed.double().mean()) > (1 - distance) / (1 + distance) - 0.01
+
+
+def test_scores_that_hold_nan_give_no_token():
+    scores = torch.tensor([[0.0, torch.nan, 1.0], [0.0, 2.0, 1.0], [torch.nan] * 3])
+    assert choose(scores, [Choice(), Choice(), Choice(temperature=1.0)]).tolist() == [-1, 1, -1]
 
 
 def test_pages_are_taken_and_given_back():
