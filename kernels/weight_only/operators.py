@@ -25,7 +25,7 @@ UNIT = "weight_only"
 BACKENDS = ("auto", "compiled", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CARD_DTYPES = (torch.bfloat16, torch.float16)
-_FEW_ROWS = {"cuda": 32, "cpu": 16}
+_FEW_ROWS = {"cuda": 32, "cpu": 64}
 """Rows up to which packed weights are multiplied directly; more are multiplied by unpacked ones."""
 _OLDEST_CARD = (8, 0)
 

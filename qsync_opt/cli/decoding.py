@@ -80,7 +80,9 @@ def measure(
         for length in result.lengths:
             interval = found.counts.interval(length, result.confidence_level)
             judged = sum(found.judged[:length])
-            rows.append((draft, str(length), str(judged), f"{interval.mid:.3f}", f"{interval.low:.3f} - {interval.high:.3f}"))
+            rows.append(
+                (draft, str(length), str(judged), f"{interval.mid:.3f}", f"{interval.low:.3f} - {interval.high:.3f}")
+            )
     print_table(("draft", "length", "judged", "accepted", f"{result.confidence_level:.0%} interval"), rows)
     for regime in result.regimes:
         plain_ns = regime.verify_ns[1]

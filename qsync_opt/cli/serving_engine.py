@@ -42,8 +42,8 @@ Speculate = Annotated[
     str,
     option(
         "auto|off|lookup:N|A8:N|FILE",
-        "drafts: what followed the latest tokens earlier in the text, or the model's own at activations of 8 bits; auto and "
-        "a file of 'decoding measure' choose by what pays",
+        "drafts: what followed the latest tokens earlier in the text, or the model's own at activations of 8 bits; "
+        "auto and a file of 'decoding measure' choose by what pays",
         "--speculate",
     ),
 ]
@@ -259,9 +259,7 @@ def _engine(runtime: Any, model: str, stages: Any, limits: Any, speculate: str, 
     return runtime.start_engine(stages, limits, started.speculation)
 
 
-def _limits(
-    runtime: Any, stages: Any, context: int, running: int, waiting: int, cached: int | None
-) -> Any:
+def _limits(runtime: Any, stages: Any, context: int, running: int, waiting: int, cached: int | None) -> Any:
     return runtime.EngineLimits(
         context=context,
         running=running,

@@ -28,7 +28,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Acceptance", "AcceptanceCounts", "Choice", "Controller", "ControllerOptions", "Draft", "DraftMeasurement", "Evaluation", "Graph",
-    "Measurements", "Plan", "Problem", "Regime", "RegimeEvaluation", "RegimeTimes", "Selection", "build_problem",
-    "evaluate", "expected_tokens", "explain", "load_measurements", "load_speculation", "wilson_interval",
+    "Acceptance", "AcceptanceCounts", "Choice", "Controller", "ControllerOptions", "Draft", "DraftMeasurement",
+    "Evaluation", "Graph", "Measurements", "Plan", "Problem", "Regime", "RegimeEvaluation", "RegimeTimes", "Selection",
+    "build_problem", "evaluate", "expected_tokens", "explain", "load_measurements", "load_speculation",
+    "wilson_interval",
 ]  # fmt: skip

@@ -129,8 +129,8 @@ class Controller:
         choices = [self.regime.choice(draft, length) for draft, length in dict.fromkeys(graphs)]
         self.plain = Graph(draft=None, length=0, cycle_ns=self.regime.plain_ns)
         self.graphs = (self.plain, *(Graph(draft=c.draft, length=c.length, cycle_ns=c.cycle_ns) for c in choices))
-        shared = {} if like is None else like._beliefs
-        self._beliefs = {
+        shared: Mapping[str, _Belief] = {} if like is None else like._beliefs
+        self._beliefs: dict[str, _Belief] = {
             draft: shared[draft] if draft in shared and shared[draft].positions >= belief.positions else belief
             for draft, belief in self._planned_beliefs(problem, choices).items()
         }

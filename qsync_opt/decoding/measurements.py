@@ -170,9 +170,9 @@ def load_measurements(path: str | os.PathLike[str]) -> Measurements:
 def build_problem(measurements: Measurements, confidence: str = "low") -> Problem:
     """The speculation problem of measurements.
 
-    A draft's acceptance at a length is the Wilson interval over its first positions. Lengths beyond the largest measured
-    pass of a regime, or beyond the measured positions of a draft, are left out: nothing is extrapolated. Extension keys
-    of the file and of its regimes are kept.
+    A draft's acceptance at a length is the Wilson interval over its first positions. Lengths beyond the largest
+    measured pass of a regime, or beyond the measured positions of a draft, are left out: nothing is extrapolated.
+    Extension keys of the file and of its regimes are kept.
 
     Args:
         measurements: What was measured.

@@ -18,6 +18,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Measured", "MeasuredDevice", "Report", "check_front", "decoding_report_html", "front_svg", "levels", "load_measured", "make_report",
-    "report_html", "serving_report_html", "write_decoding_report", "write_report", "write_serving_report",
+    "Measured", "MeasuredDevice", "Report", "check_front", "decoding_report_html", "front_svg", "levels",
+    "load_measured", "make_report", "report_html", "serving_report_html", "write_decoding_report", "write_report",
+    "write_serving_report",
 ]  # fmt: skip

@@ -42,8 +42,8 @@ base-uri 'none'; form-action 'none'">
 </section>
 <section id="choices" aria-labelledby="choices-title">
 <h2 id="choices-title">All choices</h2>
-<p class="lead">Speed-up over plain decoding, at the lower limit, the estimate and the upper limit of what is accepted. \
-The plan goes by the value called {confidence}.</p>
+<p class="lead">Speed-up over plain decoding, at the lower limit, the estimate and the upper limit of what is \
+accepted. The plan goes by the value called {confidence}.</p>
 {choices}
 </section>
 </main>
@@ -105,7 +105,9 @@ def _row(regime: Regime, choice: Choice) -> list[str]:
     def ratio(value_ns: float, over_ns: float) -> str:
         return f"{value_ns / over_ns:.3f}" if over_ns else "-"
 
-    values = [value for value in (choice.acceptance.low, choice.acceptance.mid, choice.acceptance.high) if value is not None]
+    values = [
+        value for value in (choice.acceptance.low, choice.acceptance.mid, choice.acceptance.high) if value is not None
+    ]
     speedups = [ratio(regime.plain_ns * expected_tokens(value, choice.length), choice.cycle_ns) for value in values]
     return [
         regime.name,

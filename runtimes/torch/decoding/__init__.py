@@ -21,6 +21,6 @@ else:
 
 __all__ = [
     "Drafter", "Drafts", "FixedPolicy", "Generation", "LanguageModel", "LookupDrafter", "ModelDrafter", "PackedLinear",
-    "Policy", "RaggedCache", "Sampling", "TextIndex", "TransformersModel", "Verified", "activations", "generate", "pack_linears",
-    "verify_greedily", "verify_sampled",
+    "Policy", "RaggedCache", "Sampling", "TextIndex", "TransformersModel", "Verified", "activations", "generate",
+    "pack_linears", "verify_greedily", "verify_sampled",
 ]  # fmt: skip

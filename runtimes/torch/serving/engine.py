@@ -5,8 +5,8 @@ runs can run out of memory; others wait, up to a limit. Running requests are spr
 are stages, each with at most one pass under way, which keeps every stage busy. A micro-batch prefills what it was given
 since its last pass, else it decodes.
 
-Where drafts are allowed, drafted tokens are passed along with a request's last one, and count as far as the model chooses
-the same: tokens, drawn ones too, are those of plain decoding, up to rounding.
+Where drafts are allowed, drafted tokens are passed along with a request's last one, and count as far as the model
+chooses the same: tokens, drawn ones too, are those of plain decoding, up to rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.runtimes.torch.decoding import TextIndex
-from qsync_opt.runtimes.torch.serving.speculation import LOOKUP, LONGEST, PLAIN, SELF_DRAFTS, Cycle, Speculation
+from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, PLAIN, SELF_DRAFTS, Cycle, Speculation
 from qsync_opt.runtimes.torch.serving.stage import check_prompts
 from qsync_opt.runtimes.torch.serving.steps import GREEDY, Choice, PageStore, SelfDraft, Step, pages_of
 from qsync_opt.runtimes.torch.serving.workers import Result, StageError, Workers

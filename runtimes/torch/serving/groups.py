@@ -55,9 +55,7 @@ class Norm:
         return self.weight.nbytes
 
 
-def _product(
-    x: torch.Tensor, weight: PackedWeight, layout: Layout, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: PackedWeight, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias`` in the precision of a pass; its bits depend on nothing else where pieces stand apart."""
     bits = layout.activation_bits
     if layout.pieces and not has_reproducible(weight, x):

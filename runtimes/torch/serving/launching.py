@@ -112,9 +112,7 @@ def start_stages(
     return StageProcesses(str(model), plan, options, progress=progress)
 
 
-def start_engine(
-    stages: StageProcesses, limits: EngineLimits, speculation: Speculation | None = None
-) -> Engine:
+def start_engine(stages: StageProcesses, limits: EngineLimits, speculation: Speculation | None = None) -> Engine:
     """An engine over stages; they are closed if it cannot start, such as for want of memory for caches."""
     try:
         return Engine(stages, limits, speculation=speculation)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from qsync_opt.decoding import Measurements, Problem, build_problem, explain, load_speculation
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.engine import EngineLimits
-from qsync_opt.runtimes.torch.serving.fingerprint import fingerprint
+from qsync_opt.runtimes.torch.serving.identity import fingerprint
 from qsync_opt.runtimes.torch.serving.launching import start_stages
 from qsync_opt.runtimes.torch.serving.speculation import (
     SELF_DRAFTS,
@@ -64,8 +64,8 @@ def start_speculation(
             return StartedSpeculation(
                 None,
                 (
-                    f"plain decoding: {text} was measured of {measured_of or 'an unknown model'}, but {served} is served; "
-                    "measure again by 'decoding measure'",
+                    f"plain decoding: {text} was measured of {measured_of or 'an unknown model'}, but {served} is "
+                    "served; measure again by 'decoding measure'",
                 ),
             )
         return _adaptive(problem, stages)
@@ -149,8 +149,15 @@ def measure_model(
     Args:
         model: A model folder or a ``.gguf`` file.
         prompts: Texts of the kind that will be served; random tokens by default.
-        batches, contexts, lengths, new_tokens, rounds: See `measure_speculation`.
-        scheme, dtype, kv_bits, head: See `start_stages`.
+        batches: See `measure_speculation`, as for the next four.
+        contexts: Cached tokens of a sequence.
+        lengths: Drafted tokens of a cycle.
+        new_tokens: Of each prompt.
+        rounds: Of every pass.
+        scheme: See `start_stages`, as for the next three.
+        dtype: Of hidden states, caches and norms.
+        kv_bits: 8 for caches of 8 bits.
+        head: Weight scheme of the head.
         device: torch's device.
         threads: Of the stage.
         name: Of the measurements; the model's by default.

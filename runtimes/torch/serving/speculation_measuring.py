@@ -7,11 +7,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from qsync_opt.decoding import AcceptanceCounts, DraftMeasurement, Measurements, RegimeTimes
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, Request, Update
-from qsync_opt.runtimes.torch.serving.speculation import LOOKUP, LONGEST, SELF_DRAFTS, FixedSpeculation, Speculation
+from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, SELF_DRAFTS, FixedSpeculation, Speculation
 from qsync_opt.runtimes.torch.serving.steps import GREEDY, SelfDraft, Step, pages_of
 from qsync_opt.runtimes.torch.serving.workers import StageError, Workers
 
@@ -83,7 +84,8 @@ def answer(
         began = time.perf_counter()
         for row, prompt in enumerate(prompts):
             engine.submit(Request(
-                prompt=prompt, new_tokens=new_tokens, listener=listener(row), ends=ends, temperature=temperature, seed=row,
+                prompt=prompt, new_tokens=new_tokens, listener=listener(row), ends=ends, temperature=temperature,
+                seed=row,
             ))  # fmt: skip
         for _ in prompts:
             if not left.acquire(timeout=_LONGEST_WAIT_S):
@@ -108,9 +110,7 @@ def measure_acceptance(
     return speculation.acceptance
 
 
-def _step(
-    sequences: int, tokens: int, context: int, longest: int, number: int, draft: SelfDraft | None = None
-) -> Step:
+def _step(sequences: int, tokens: int, context: int, longest: int, number: int, draft: SelfDraft | None = None) -> Step:
     """A pass over some tokens of each sequence behind a cached context."""
     each = pages_of(context + longest)
     length = tokens if draft is None else draft.lengths[0] + 1
@@ -147,7 +147,8 @@ def measure_times(
     longest = max(lengths)
     workers.reserve(batch * pages_of(context + longest + 1) + 1)
     steps = {
-        str(tokens): _step(batch, tokens, context, longest + 1, 0) for tokens in (1, *(length + 1 for length in lengths))
+        str(tokens): _step(batch, tokens, context, longest + 1, 0)
+        for tokens in (1, *(length + 1 for length in lengths))
     }
     for draft in drafts:
         if draft in SELF_DRAFTS:
@@ -156,9 +157,7 @@ def measure_times(
     times = _median_ns(workers, steps, rounds)
     verify_ns = {int(name): time_ns for name, time_ns in times.items() if name.isdigit()}
     judging_ns = verify_ns[longest + 1]
-    draft_ns = {
-        draft: max(0, times[draft] - judging_ns) // longest if draft in times else 0 for draft in drafts
-    }
+    draft_ns = {draft: max(0, times[draft] - judging_ns) // longest if draft in times else 0 for draft in drafts}
     return verify_ns, draft_ns
 
 
@@ -204,7 +203,8 @@ def measure_speculation(
     drafts = [LOOKUP, *([] if workers.draft_refusal else SELF_DRAFTS)]
     if workers.draft_refusal:
         tell(f"{', '.join(SELF_DRAFTS)} is left out: {workers.draft_refusal}")
-    regimes, extras = [], {}
+    regimes: list[RegimeTimes] = []
+    extras: dict[tuple[str, ...], Any] = {("x-model",): served} if served else {}
     for batch in batches:
         for context in contexts:
             regime = f"batch {batch}, context {context}"
@@ -231,5 +231,5 @@ def measure_speculation(
         lengths=tuple(lengths),
         drafts=found,
         regimes=tuple(regimes),
-        extras={**extras, **({("x-model",): served} if served else {})},
+        extras=extras,
     )

@@ -135,7 +135,7 @@ class StageModel:
 
     @property
     def draft_refusal(self) -> str:
-        """Why drafts at activations of fewer bits cannot be cheaper here than what they draft for; empty if they can."""
+        """Why drafts at activations of fewer bits cannot be cheaper than what they draft for; empty if they can."""
         wide = [w for group in self.groups for w in group.weights if w.packed is not None and SCHEMES[w.scheme][1] > 8]
         if not wide:
             return "no weight has 4 or 8 bits and activations of 16, so that drafts would compute as the model does"

@@ -23,7 +23,7 @@ SCRATCH = 0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a token is chosen: the most likely one at ``temperature`` 0, else drawn with random numbers of seed ``noise``.
+    """How a token is chosen: the most likely one at ``temperature`` 0, else drawn with random numbers from ``noise``.
 
     The seed belongs to the token's place in its answer, so that stages keep no random state, and a draft and the pass
     that judges it draw with the same numbers.
@@ -61,7 +61,7 @@ class Step:
         pages: The pages of each sequence in order; they reach at least to its last new token.
         choices: How each token is chosen, in the order of the tokens that they follow.
         every: Choose the token after every token, not only after the last of each sequence: drafts are judged by that.
-        draft: What the model itself drafts first; ``choices`` count the drafted tokens, ``tokens`` do not hold them yet.
+        draft: What the model itself drafts first; ``choices`` count drafted tokens, ``tokens`` do not hold them yet.
         activation_bits: Activations of packed weights in this pass; None: as their schemes say.
         wipe: Pages whose content is set to zero before the pass.
     """

@@ -52,7 +52,9 @@ def _run(stage: StageModel, step: Step, x: torch.Tensor | None) -> tuple[torch.T
 def _pipeline_refusal(stages: int) -> str:
     if stages == 1:
         return ""
-    return f"the model drafts itself only where it is one stage, and the plan has {stages}: a draft would cross them all"
+    return (
+        f"the model drafts itself only where it is one stage, and the plan has {stages}: a draft would cross them all"
+    )
 
 
 class Workers(Protocol):
@@ -61,7 +63,7 @@ class Workers(Protocol):
     config: DecoderConfig
     stage_count: int
     draft_refusal: str
-    """Why drafts by the model itself (`Step.draft`) cannot run or cannot gain; empty if they may. They run on one stage."""
+    """Why drafts by the model itself (`Step.draft`) cannot run or cannot gain; empty if they can."""
 
     def reserve(self, pages: int) -> None:
         """Make so many empty pages on every stage, page 0 included."""

@@ -74,7 +74,7 @@ def test_run_serves_a_plan_until_it_is_interrupted(talking_folder, plan_file):
         (["--head", "W5"], "scheme is 'W5', but this runtime has W4"),
         (["--kv-bits", "3"], "KV bits are 3"),
         (["--context", "64", "--cache-tokens", "32"], "caches hold 32"),
-        (["--speculate", "lookup"], "--speculate is 'lookup', but allowed are off and lookup:N"),
+        (["--speculate", "lookup"], "speculation is 'lookup', but allowed are off, auto, lookup:N, A8:N"),
     ],
 )
 def test_unusable_options_are_one_line(talking_folder, plan_file, capsys, arguments, text):

@@ -173,13 +173,14 @@ def chi_square(tokens, probabilities):
 def test_choices_follow_the_distribution():
     probabilities = torch.tensor([0.05, 0.4, 0.25, 0.2, 0.1], dtype=torch.float64)
     scores = torch.log(probabilities)[None].float()
-    draws = [Choice(temperature=1.0, noise=n) for n in range(20_000)]
+    draws = [Choice(temperature=1.0, noise=n) for n in range(5_000)]
     # 99.99 % of chi-square with 4 degrees of freedom is 23.5.
     assert chi_square(choose(scores.expand(len(draws), -1), draws).tolist(), probabilities) < 23.5
-    cold = [Choice(temperature=0.5, noise=n) for n in range(20_000)]
-    assert chi_square(choose(scores.expand(len(cold), -1), cold).tolist(), (p2 := probabilities**2) / p2.sum()) < 23.5
+    squares = probabilities**2
+    cold = [Choice(temperature=0.5, noise=n) for n in range(5_000)]
+    assert chi_square(choose(scores.expand(len(cold), -1), cold).tolist(), squares / squares.sum()) < 23.5
     kept = torch.tensor([0.0, 0.4, 0.25, 0.0, 0.0], dtype=torch.float64)
-    nucleus = [Choice(temperature=1.0, top_p=0.6, noise=n) for n in range(20_000)]
+    nucleus = [Choice(temperature=1.0, top_p=0.6, noise=n) for n in range(5_000)]
     assert chi_square(choose(scores.expand(len(nucleus), -1), nucleus).tolist(), kept / kept.sum()) < 23.5
     assert choose(scores.expand(4, -1), [Choice()] * 4).tolist() == [1] * 4
 
@@ -190,7 +191,7 @@ def test_choices_of_like_scores_mostly_agree():
     scores = torch.randn((1, 50), generator=generator)
     other = scores + 0.1 * torch.randn((1, 50), generator=generator)
     distance = float((scores.softmax(-1) - other.softmax(-1)).abs().sum() / 2)
-    draws = [Choice(temperature=1.0, noise=n) for n in range(10_000)]
+    draws = [Choice(temperature=1.0, noise=n) for n in range(5_000)]
     agreed = choose(scores.expand(len(draws), -1), draws) == choose(other.expand(len(draws), -1), draws)
     assert 0.02 < distance < 0.1
     assert float(agreed.double().mean()) > (1 - distance) / (1 + distance) - 0.01
