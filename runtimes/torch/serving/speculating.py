@@ -24,7 +24,7 @@ from qsync_opt.runtimes.torch.serving.workers import StageProcesses
 from qsync_opt.systems import solve
 
 _KEY = ("x-model",)
-_PROMPTS, _PROMPT_TOKENS = 8, 32
+_PROMPTS, _PROMPT_TOKENS = 4, 32
 _QUICK_TOKENS, _QUICK_ROUNDS, _QUICK_LENGTHS = 32, 3, (1, 2, 4)
 
 
@@ -107,7 +107,8 @@ def _measure_briefly(
     model: str, stages: StageProcesses, limits: EngineLimits, say: Callable[[str], None] | None
 ) -> Measurements:
     batches = [size for size in (1, 4, 16) if size <= limits.running]
-    context = max(1, min(limits.context - max(_QUICK_LENGTHS) - 1, limits.context // 2))
+    room = limits.cached // max(batches) - max(_QUICK_LENGTHS) - 1  # no larger caches than the server will have
+    context = max(1, min(limits.context // 2, room))
     new_tokens = max(2, min(_QUICK_TOKENS, limits.context // 2))
     prompts = random_prompts(
         stages.config.vocabulary, _PROMPTS, max(1, min(_PROMPT_TOKENS, limits.context - new_tokens))

@@ -161,6 +161,12 @@ def measure_times(
     return verify_ns, draft_ns
 
 
+def _can_gain(regime: RegimeTimes, draft: str, length: int) -> bool:
+    verify_ns = regime.verify(length + 1)
+    assert verify_ns is not None
+    return length * regime.draft_ns[draft] + verify_ns < (length + 1) * regime.verify_ns[1]
+
+
 def measure_speculation(
     workers: Workers,
     prompts: Sequence[Sequence[int]],
@@ -174,7 +180,7 @@ def measure_speculation(
     served: str = "",
     say: Callable[[str], None] | None = None,
 ) -> Measurements:
-    """Acceptance of every draft over some prompts, and times by batch and context, as a file of measurements.
+    """Times by batch and context, and acceptance over some prompts of every draft that may gain, as a file.
 
     Args:
         workers: They run nothing else, on a quiet machine.
@@ -222,7 +228,12 @@ def measure_speculation(
             extras[("regimes", regime, "x-context")] = context
     found = {}
     for draft in drafts:
-        tell(f"accepting {draft}")
+        if not any(_can_gain(regime, draft, length) for regime in regimes for length in lengths):
+            tell(f"{draft} would lose even if all its tokens were accepted, so that it is not tried")
+            none = (0,) * max(lengths)
+            found[draft] = DraftMeasurement(memory_kib=0, accepted=none, judged=none)
+            continue
+        tell(f"counting what is accepted of {draft}")
         counts = measure_acceptance(workers, draft, max(lengths), prompts, new_tokens)
         found[draft] = DraftMeasurement(memory_kib=0, accepted=counts.accepted, judged=counts.judged)
     return Measurements(

@@ -16,9 +16,11 @@ from qsync_opt.decoding import (
     build_problem,
     explain,
     load_measurements,
+    load_speculation,
     wilson_interval,
 )
 from qsync_opt.errors import ProblemError
+from qsync_opt.report import decoding_report_html
 
 
 def measurements():
@@ -134,3 +136,35 @@ def test_plan_command_names_a_bad_file(tmp_path, capsys):
     path.write_text("{")
     assert main(["decoding", "plan", str(path)]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_extension_keys_of_regimes_reach_the_problem(tmp_path):
+    data = measurements()
+    data["regimes"][0] |= {"x-batch": 1, "x-context": 64}
+    (tmp_path / "m.json").write_text(json.dumps({**data, "x-model": "sha256:1"}))
+    problem = load_speculation(tmp_path / "m.json")
+    problem.save(tmp_path / "p.json")
+    for found in (problem, load_speculation(tmp_path / "p.json")):
+        assert found.extras == {
+            ("x-model",): "sha256:1",
+            ("regimes", "b1", "x-batch"): 1,
+            ("regimes", "b1", "x-context"): 64,
+        }
+    with pytest.raises(ProblemError, match="qsync-decoding"):
+        (tmp_path / "q.json").write_text('{"format": "qsync-plan/1"}')
+        load_speculation(tmp_path / "q.json")
+
+
+def test_the_page_of_a_plan(tmp_path):
+    (tmp_path / "m.json").write_text(json.dumps({**measurements(), "name": "<b>&"}))
+    arguments = ["decoding", "plan", str(tmp_path / "m.json"), "--report", str(tmp_path / "page.html")]
+    assert main(arguments) == 0
+    text = (tmp_path / "page.html").read_text()
+    problem = build_problem(load_measurements(tmp_path / "m.json"))
+    plan = qsync_opt.solve(problem).plan
+    assert text == decoding_report_html(problem, plan)
+    assert "&lt;b&gt;&amp;" in text and "<b>" not in text and "<script" not in text
+    assert "1 of 2 regimes speculate" in text
+    for reason in explain(problem, plan).values():
+        assert reason in text
+    assert text.count('<th scope="row">') == sum(len(regime.choices) for regime in problem.regimes)

@@ -16,6 +16,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from qsync_opt.cli import main  # noqa: E402
+from qsync_opt.decoding import load_measurements  # noqa: E402
 from qsync_opt.errors import ProblemError  # noqa: E402
 from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     Engine,
@@ -26,6 +27,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     make_app,
     percentiles,
     serve_quietly,
+    start_speculation,
     start_stages,
 )
 
@@ -176,3 +178,21 @@ def test_stages_choose_their_defaults(llama):
         assert set(stages.plan.schemes.values()) == {"W32"}
     with pytest.raises(ProblemError, match=r"torch sees \d+ cards"):
         start_stages(llama[1], devices={"here": "cuda:99"})
+
+
+def test_what_decoding_measure_writes_is_what_run_speculates_by(talking_folder, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("to be or not to be\n\nto be\n")
+    path = tmp_path / "measured.json"
+    sizes = ["--batches", "1,2", "--contexts", "16", "--lengths", "1,2", "--new-tokens", "12", "--rounds", "1"]
+    arguments = [str(talking_folder), "--scheme", "W4", "--prompts", str(tmp_path / "prompts.txt"), *sizes]
+    assert main(["decoding", "measure", *arguments, "--output", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "batch 2, context 16: plain" in out and "95% interval" in out
+    measured = load_measurements(path)
+    assert [sorted(regime.verify_ns) for regime in measured.regimes] == [[1, 2, 3]] * 2
+    with start_stages(talking_folder, scheme="W4") as stages:
+        started = start_speculation(str(path), str(talking_folder), stages, EngineLimits(context=64, cached=64))
+        assert started.speculation.regime(2, 10) == "batch 2, context 16"
+        assert len(started.lines) == 2
+    assert main(["decoding", "measure", *arguments, "--batches", "0", "--output", str(path)]) == 2
+    assert "--batches is '0'" in capsys.readouterr().err

@@ -38,6 +38,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     check_speculation,
     fingerprint,
     group_names,
+    measure_acceptance,
     measure_speculation,
     metrics_text,
     open_model,
@@ -411,7 +412,7 @@ def test_measurements_become_a_problem_that_a_server_takes(packed, tmp_path):
     assert {regime.name for regime in measured.regimes} == {"batch 1, context 20", "batch 2, context 20"}
     assert set(measured.regimes[0].verify_ns) == {1, 2, 3}
     assert min(measured.regimes[0].verify_ns.values()) > 0
-    assert measured.drafts["lookup"].judged[0] > 0
+    assert set(measured.drafts) >= {"lookup"}
     measured.save(tmp_path / "measured.json")
     assert load_measurements(tmp_path / "measured.json") == measured
     problem = load_speculation(tmp_path / "measured.json")
@@ -420,8 +421,10 @@ def test_measurements_become_a_problem_that_a_server_takes(packed, tmp_path):
     assert load_speculation(tmp_path / "problem.json").extras == problem.extras
     speculation = AdaptiveSpeculation(problem)
     assert speculation.regime(2, 10) == "batch 2, context 20"
-    if not packed.draft_refusal:
-        assert sum(measured.drafts["A8"].accepted) > 0
+    for draft, found in measured.drafts.items():  # what cannot gain is not tried, what is tried is judged
+        tried = f"counting what is accepted of {draft}" in said
+        assert tried == (found.judged[0] > 0)
+        assert tried != any(line.startswith(f"{draft} would lose") for line in said)
     for wrong in ({"lengths": (17,)}, {"batches": ()}, {"contexts": (0,)}):
         with pytest.raises(ProblemError):
             measure_speculation(packed, [[1]], **wrong)
@@ -512,3 +515,10 @@ def test_an_answer_that_fails_is_an_error(llama):
     stage._embedding.weight[7] = torch.nan
     with pytest.raises(StageError, match="NaN"):
         answer(LocalWorkers([stage]), [[7]], 3)
+
+
+def test_acceptance_is_counted_over_answers(packed):
+    counts = measure_acceptance(packed, "A8", 3, prompts_of(8, 3), 25)
+    assert counts.judged[0] >= counts.judged[1] >= counts.judged[2] > 0
+    assert counts.judged[1:] == counts.accepted[:2]
+    assert counts.interval(3).mid > 0.5
