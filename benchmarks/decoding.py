@@ -39,6 +39,7 @@ from qsync_opt.runtimes.torch.serving import (
     StageModel,
     Tokenizer,
     answer,
+    first_differences,
     load_tokenizer,
     measure_speculation,
     open_model,
@@ -53,14 +54,14 @@ A8_LENGTH, LOOKUP_LENGTH = 3, 8
 ASKED_DRAFTED, ASKED_ERROR, ASKED_SPEEDUP, ASKED_COST = 5000, 0.03, 0.99, 0.005
 
 
-def load(model: str) -> tuple[LocalWorkers, Tokenizer]:
-    """The model in one stage in this process, and its tokenizer."""
+def load(model: str) -> tuple[list[StageModel], Tokenizer]:
+    """The model as one stage in this process, and its tokenizer."""
     config, source = open_model(model)
     plan = uniform_plan(config, SCHEME)
-    workers = LocalWorkers([StageModel(config, source, plan.stages[0], plan.schemes, head=HEAD)])
+    stages = [StageModel(config, source, plan.stages[0], plan.schemes, head=HEAD)]
     tokenizer = load_tokenizer(model, config)
     assert tokenizer is not None, "the file has no tokenizer"
-    return workers, tokenizer
+    return stages, tokenizer
 
 
 def topics(tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
@@ -88,8 +89,8 @@ def replay_lookup(prompt: Sequence[int], new: Sequence[int], length: int) -> lis
 
 def acceptance(model: str, prompts: int, new_tokens: int) -> dict[str, Any]:
     """The part ``acceptance``."""
-    workers, tokenizer = load(model)
-    texts = topics(tokenizer, prompts, 64)
+    stages, tokenizer = load(model)
+    workers, texts = LocalWorkers(stages), topics(tokenizer, prompts, 64)
     halves, records = (texts[::2], texts[1::2]), []
     counts: dict[str, list[AcceptanceCounts]] = {"A8": [], "lookup": []}
     drafted = {"A8": 0, "lookup": 0}
@@ -162,8 +163,8 @@ class _NoWork:
 
 def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
     """The part ``speed``."""
-    workers, tokenizer = load(model)
-    texts = {"topics": topics(tokenizer, 4, 128)}
+    stages, tokenizer = load(model)
+    workers, texts = LocalWorkers(stages), {"topics": topics(tokenizer, 4, 128)}
     texts["repeats"] = [[*prompt[:48], *prompt[1:48], *prompt[1:24]] for prompt in texts["topics"]]
     measured = measure_speculation(
         workers, texts["topics"], batches=(1, 4), contexts=(160,), lengths=(1, 2, 3), new_tokens=48, rounds=3,
@@ -196,11 +197,13 @@ def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
                     answers[way] = tokens
             for way, values in rates.items():
                 same = sum(a == b for a, b in zip(answers[way], answers["plain"], strict=True))
+                differences = first_differences(stages, prompts[:batch], answers["plain"], answers[way])
                 records.append(
                     {
                         "kind": kind, "batch": batch, "way": way, "tokens_per_s": values,
                         "speedup": statistics.median(values) / statistics.median(rates["plain"]),
                         "answers_equal_plain": f"{same} of {batch}",
+                        "margins": [found.margin for found in differences],
                     }
                 )  # fmt: skip
                 print(records[-1], flush=True)

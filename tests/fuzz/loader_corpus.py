@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qsync_opt.cluster import data_sheet, load_cluster
 from qsync_opt.costs import load_profile, roofline_profile
 from qsync_opt.costs.learned import RECORD_FORMAT, load_record
+from qsync_opt.decoding import load_speculation
 from qsync_opt.formulations.training import FrontPoint
 from qsync_opt.io import MeasurementCache, encode, parse_json
 from qsync_opt.model import Role, graph_to_json, load_graph, save_graph
@@ -62,6 +63,15 @@ devices:
   - {name: T4, count: 1, memory: 15 GiB, precisions: [INT8, FP16, FP32], hardware: T4, x-note: [1, {a: b}]}
 network: {latency: 20 us, bandwidth: 10 Gbit/s, source: data sheet}
 """
+
+_SPECULATION = {
+    "format": "qsync-decoding-measurements/1",
+    "name": "card",
+    "memory_kib": 50,
+    "lengths": [1, 2],
+    "drafts": {"A8": {"memory_kib": 40, "accepted": [950, 900], "judged": [1000, 950]}},
+    "regimes": [{"name": "b1", "weight": 1.0, "verify_ns": {"1": 9, "3": 11}, "draft_ns": {"A8": 4}, "x-batch": 1}],
+}
 
 
 @dataclass(frozen=True)
@@ -309,6 +319,7 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         Loader("front cache", "json", [front], _front),
         Loader("measured", "json", [measured], load_measured),
         Loader("cost record", "json", [encode(make_cost_record(2), version=RECORD_FORMAT)], _cost_record),
+        Loader("speculation", "json", [_SPECULATION], load_speculation),
         Loader("onnx", "onnx", onnx_models(), _read_onnx),
         Loader("onnx weights", "onnx", onnx_models(), read_weights),
     ]

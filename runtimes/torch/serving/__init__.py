@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.serving.clients import LoadResult, load_test, percentiles
     from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary, config_from_json, read_config
     from qsync_opt.runtimes.torch.serving.demo import ServingDemo, measure_plan, run_serving_demo
+    from qsync_opt.runtimes.torch.serving.differences import Difference, first_differences
     from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, FullError, Request, Update
     from qsync_opt.runtimes.torch.serving.export import Exported, export_llama_cpp, export_vllm
     from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
@@ -90,16 +91,16 @@ else:
 
 __all__ = [
     "GROUP", "PAGE", "PLAIN", "SCHEMES", "AdaptiveSpeculation", "Attention", "Choice", "Cycle", "DecoderConfig",
-    "Engine", "EngineLimits", "Exported", "FixedSpeculation", "FullError", "Generation", "GgufSource", "Layout",
-    "LoadResult", "LocalWorkers", "MemoryWatch", "Mlp", "PackedWeight", "PageStore", "PagedCache", "Pipeline",
+    "Difference", "Engine", "EngineLimits", "Exported", "FixedSpeculation", "FullError", "Generation", "GgufSource",
+    "Layout", "LoadResult", "LocalWorkers", "MemoryWatch", "Mlp", "PackedWeight", "PageStore", "PagedCache", "Pipeline",
     "Request", "Result", "Rotary", "SafetensorsSource", "SelfDraft", "ServingDemo", "Speculation", "StageError",
     "StageModel", "StageOptions", "StageProcesses", "StartedSpeculation", "StateSource", "Step", "TextStream",
     "Tokenizer", "Update", "WeightSource", "Workers", "answer", "bind", "check_plan", "check_speculation", "choose",
-    "config_from_json", "describe", "export_llama_cpp", "export_vllm", "fingerprint", "generate", "generate_here",
-    "group_names", "linear", "load_test", "load_tokenizer", "make_app", "measure_acceptance", "measure_batches",
-    "measure_harm", "measure_model", "measure_plan", "measure_speculation", "measure_times", "metrics_text",
-    "microbatch_rows", "open_model", "output_divergence", "pack", "pages_of", "parse_speculation", "percentiles",
-    "process_kib", "profile_serving", "random_prompts", "random_state", "read_ask", "read_config", "run_serving_demo",
-    "sample_config", "scheme_bits", "serve", "serve_model", "serve_quietly", "start_engine", "start_speculation",
-    "start_stages", "steady_allocator", "uniform_plan", "unpack", "write_sample",
+    "config_from_json", "describe", "export_llama_cpp", "export_vllm", "fingerprint", "first_differences", "generate",
+    "generate_here", "group_names", "linear", "load_test", "load_tokenizer", "make_app", "measure_acceptance",
+    "measure_batches", "measure_harm", "measure_model", "measure_plan", "measure_speculation", "measure_times",
+    "metrics_text", "microbatch_rows", "open_model", "output_divergence", "pack", "pages_of", "parse_speculation",
+    "percentiles", "process_kib", "profile_serving", "random_prompts", "random_state", "read_ask", "read_config",
+    "run_serving_demo", "sample_config", "scheme_bits", "serve", "serve_model", "serve_quietly", "start_engine",
+    "start_speculation", "start_stages", "steady_allocator", "uniform_plan", "unpack", "write_sample",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     answer,
     check_speculation,
     fingerprint,
+    first_differences,
     group_names,
     measure_acceptance,
     measure_speculation,
@@ -522,3 +523,21 @@ def test_acceptance_is_counted_over_answers(packed):
     assert counts.judged[0] >= counts.judged[1] >= counts.judged[2] > 0
     assert counts.judged[1:] == counts.accepted[:2]
     assert counts.interval(3).mid > 0.5
+
+
+@pytest.mark.parametrize("cuts", [(), (3,)])
+def test_differences_are_found_with_the_scores_between_them(llama, cuts):
+    stages, prompts = stages_of(llama[1], cuts=cuts, dtype=torch.float64), prompts_of(9, 3)
+    plain, _ = answer(LocalWorkers(stages), prompts, 8)
+    assert first_differences(stages, prompts, plain, plain) == ()
+    other = [list(tokens) for tokens in plain]
+    other[1][5] = (other[1][5] + 1) % 97
+    del other[2][4:]
+    (found,) = first_differences(stages, prompts, plain, other)
+    assert (found.prompt, found.position, found.token, found.other) == (1, 5, plain[1][5], other[1][5])
+    assert found.margin > 0  # what plain decoding takes has the highest score
+    (turned,) = first_differences(stages, prompts, other, plain)
+    assert turned.margin == pytest.approx(-found.margin)
+    assert found.spread > 0
+    with pytest.raises(ProblemError, match="3 prompts, 2 answers and 3 others"):
+        first_differences(stages, prompts, plain[:2], plain)
