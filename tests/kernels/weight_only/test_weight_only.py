@@ -55,7 +55,7 @@ def test_zeros_and_tiny_weights_stay_finite():
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [64, 128, None])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 33])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_products_are_those_of_float64(bits, group, rows, dtype):
     packed, _, weight = random_packed(130, 200, bits, group)
@@ -63,7 +63,7 @@ def test_products_are_those_of_float64(bits, group, rows, dtype):
     exact = x.double() @ weight.t()
     terms = x.double().abs() @ weight.abs().t()
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float64: 1e-14}[dtype]
-    if dtype is torch.bfloat16 and rows > 16:
+    if dtype is torch.bfloat16 and rows > 64:
         rounding = 2**-7  # the unpacked weight is rounded, too
     for backend in ("auto", "reference"):
         y = linear(x, packed, backend=backend)
