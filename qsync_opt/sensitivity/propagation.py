@@ -19,8 +19,8 @@ by a weight:
 ``sum_n |x_n|^2 |g_n|^2`` times the ratio. *Shared* noise (rounding of a weight) is the same map in every row: it adds
 up as the signal does, and perturbs a weight gradient by its own squared norm times the ratio.
 
-Where an operand is computed from parameters (weight normalization, parametrizations), noise in its gradient counts as it
-arrives at the first operator that reads a parameter, as if that operator kept norms.
+Where an operand is computed from parameters (weight normalization, parametrizations), noise in its gradient counts as
+it arrives at the first operator that reads a parameter, as if that operator kept norms.
 
 Not modelled: correlation between paths that meet again, averaging of noise in pooling and reductions, the backward pass
 of softmax and normalizations changing with its input, and everything beyond first order except sign changes of

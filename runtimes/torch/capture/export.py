@@ -193,8 +193,8 @@ _EXPERTS = (
 
 
 _GRADIENTS = (
-    "; a forward pass that takes gradients itself (torch.autograd.grad, such as forces from an energy) cannot be captured: "
-    "take them in the loss function (loss=), from what the model returns"
+    "; a forward pass that takes gradients itself (torch.autograd.grad, such as forces from an energy) cannot be "
+    "captured: take them in the loss function (loss=), from what the model returns"
 )
 
 

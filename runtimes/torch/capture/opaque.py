@@ -110,8 +110,8 @@ class PackedModuleError(ModelError):
         """Keep the path of the module."""
         super().__init__(
             f"module {path!r} takes or returns a packed sequence, whose size depends on the data: put "
-            "pack_padded_sequence, the layer and pad_packed_sequence(total_length=...) into the forward pass of a module "
-            "of their own, which then stays in FP32"
+            "pack_padded_sequence, the layer and pad_packed_sequence(total_length=...) into the forward pass of a "
+            "module of their own, which then stays in FP32"
         )
         self.path = path
 

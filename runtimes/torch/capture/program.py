@@ -49,8 +49,8 @@ def flatten(program: Any) -> None:
         if node.op == "call_function" and getattr(node.target, "__module__", "").startswith("torch._functorch"):
             reason = "it uses a transform of torch.func (vmap, grad, jvp, ...)"
             raise LocatedError(
-                f"{_where(node)} cannot be captured: {reason}; write it with batched products, or move this part into a "
-                "module of its own, which then stays in FP32",
+                f"{_where(node)} cannot be captured: {reason}; write it with batched products, or move this part "
+                "into a module of its own, which then stays in FP32",
                 module_path(node),
                 reason,
             )

@@ -131,7 +131,9 @@ def totals(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares; large tensors a part at a time, on a card in one pass that sums pairwise."""
+    """Sum of squared magnitudes; large tensors a part at a time, on a card in one pass that sums pairwise."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
     if _on_card(x):
         norm: Tensor = torch.linalg.vector_norm(x)
         return norm.double().square()
