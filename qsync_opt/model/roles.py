@@ -69,7 +69,7 @@ FIXED = """
     mv dot vdot inner outer addmv addr addbmm tensordot bilinear chain_matmul linalg_multi_dot kron
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding_bag prelu
     index_put index_add index_copy index_fill scatter scatter_add scatter_reduce masked_scatter
-    linalg_inv linalg_solve linalg_cholesky linalg_qr linalg_svd linalg_eigh linalg_det inverse
+    linalg_inv linalg_solve linalg_cholesky linalg_qr linalg_svd linalg_eigh linalg_det inverse matrix_exp
     view_as_complex complex polar _weight_norm _weight_norm_interface
     fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 stft istft
 
@@ -100,7 +100,7 @@ DEPENDENT = """
     sqrt erf sinc sin cos atan atan2 arctan2 view_as_real real imag conj resolve_conj angle
     dropout dropout1d alpha_dropout feature_dropout feature_alpha_dropout native_dropout bernoulli
     view _unsafe_view reshape reshape_as view_as flatten unflatten squeeze unsqueeze permute transpose swapaxes
-    swapdims movedim moveaxis t numpy_T mT adjoint matrix_H expand expand_as broadcast_to repeat repeat_interleave
+    swapdims movedim moveaxis t numpy_T mT mH adjoint matrix_H expand expand_as broadcast_to repeat repeat_interleave
     tile roll flip rot90 contiguous clone alias detach lift_fresh lift_fresh_copy to type_as _to_copy copy
     select slice narrow split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk hsplit vsplit dsplit
     unbind getitem cat concat concatenate stack hstack vstack dstack column_stack unfold im2col fold col2im

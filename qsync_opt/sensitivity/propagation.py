@@ -19,6 +19,9 @@ by a weight:
 ``sum_n |x_n|^2 |g_n|^2`` times the ratio. *Shared* noise (rounding of a weight) is the same map in every row: it adds
 up as the signal does, and perturbs a weight gradient by its own squared norm times the ratio.
 
+Where an operand is computed from parameters (weight normalization, parametrizations), noise in its gradient counts as
+it arrives at the first operator that reads a parameter, as if that operator kept norms.
+
 Not modelled: correlation between paths that meet again, averaging of noise in pooling and reductions, the backward pass
 of softmax and normalizations changing with its input, and everything beyond first order except sign changes of
 rectifiers (``Effect.kink``). The probed gains of ``qsync_opt.sensitivity.statistics`` include
@@ -104,8 +107,11 @@ class Propagation:
             for operator in graph
             if (measured := statistics.find(operator.name)) is not None
         }
+        self._of_weights: set[str] = set()
         self._energy: dict[str, float] = {}
         for operator in graph:
+            if self._computes_weights(operator):
+                self._of_weights.add(operator.name)
             self._energy[operator.name] = self._output_energy(operator)
         self._gradient_energy: dict[str, float] = {}
         self._edge_energy: dict[tuple[str, int], float] = {}
@@ -143,6 +149,11 @@ class Propagation:
                 total[place[operator.name]] += 1.0
             factors[operator.name] = total
         return factors
+
+    def _computes_weights(self, operator: Operator) -> bool:
+        """Whether an operator without statistics turns parameters, and nothing else, into an operand."""
+        reads = operator.inputs or operator.parameters
+        return bool(reads) and operator.name not in self._operands and self._of_weights.issuperset(operator.inputs)
 
     def _output_weight(self, reader: Operator, position: int) -> float:
         source = reader.inputs[position]
@@ -243,6 +254,9 @@ class Propagation:
         return min(1.0, ratio(self._edge_energy[reader, position], self._gradient_energy[source]))
 
     def _effect_of_gradient_noise(self, operator: Operator) -> Effect:
+        if operator.name in self._of_weights and operator.parameters:
+            energy = self._gradient_energy[operator.name]
+            return Effect(independent=energy, shared=energy)
         measured = self._statistics.find(operator.name)
         effect = Effect() if measured is None else _effect_on_own_weights(measured)
         for position, source in enumerate(operator.inputs):

@@ -111,8 +111,11 @@ def _check_products(graph: OpGraph, nodes: dict[str, list[OnnxNode]], model: Onn
         # Exporters drop what only buffers or nobody reads.
         if not nodes[operator.name]:
             continue
-        # The library chooses the order of contracting three tensors or more, and so the operations.
-        if operator.op_type == "einsum" and sum(spec.is_floating for spec in operator.input_specs) > 2:
+        # The library chooses the order of contracting three tensors or more, and what a product of complex numbers is
+        # made of; of a single tensor an einsum is no product.
+        if operator.op_type == "einsum" and sum(spec.is_floating for spec in operator.input_specs) != 2:
+            continue
+        if any(spec.dtype.startswith("complex") for spec in operator.input_specs):
             continue
         flops = sum(node_flops(node, model) for node in nodes[operator.name])
         if flops != operator.flops:

@@ -121,7 +121,9 @@ def index_bound(op_type: str, tensors: tuple[torch.Tensor, ...]) -> int | None:
 
 
 def count_flops(name: str, call: RecordedCall) -> int:
-    """Forward floating-point operations of a call's products and convolutions, two for a multiply-add.
+    """Forward floating-point operations of a call's products and convolutions, two for a multiply-add of real numbers.
+
+    A multiply-add of complex numbers is four of real ones.
 
     The call runs on the meta device under torch's own counter, extended by the products that it leaves out.
 
@@ -139,7 +141,8 @@ def count_flops(name: str, call: RecordedCall) -> int:
             call.target(*args, **kwargs)
     except RuntimeError as error:
         raise ModelError(f"the operations of {name!r} cannot be counted: {error}") from error
-    return int(counter.get_total_flops())
+    is_complex = any(tensor.spec.dtype.startswith("complex") for tensor in call.tensors())
+    return int(counter.get_total_flops()) * (4 if is_complex else 1)
 
 
 def _trilinear(a: Any, b: Any, c: Any, a_new: Any, b_new: Any, c_new: Any, *_: Any, **__: Any) -> int:

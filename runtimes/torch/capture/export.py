@@ -192,6 +192,12 @@ _EXPERTS = (
 )
 
 
+_GRADIENTS = (
+    "; a forward pass that takes gradients itself (torch.autograd.grad, such as forces from an energy) cannot be "
+    "captured: take them in the loss function (loss=), from what the model returns"
+)
+
+
 class LocatedError(ModelError):
     """A forward pass failed: ``path`` is the module that may be kept in one piece, "" if none; ``reason`` says why."""
 
@@ -204,7 +210,10 @@ class LocatedError(ModelError):
 def _remedy(model: nn.Module, where: str, error: BaseException) -> tuple[str, bool]:
     """What to do about a forward pass that depends on the data, else "", and whether its module may be opaque."""
     text = f"{type(error).__name__} {error}"
-    if not any(word in text for word in ("DataDependent", "data-dependent", "PendingUnbacked", "unbacked")):
+    if "does not require grad and does not have a grad_fn" in text:
+        return _GRADIENTS, True
+    known = ("DataDependent", "data-dependent", "DynamicOutputShape", "PendingUnbacked", "unbacked")
+    if not any(word in text for word in known):
         return "", True
     config = getattr(model, "config", None)
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]

@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from qsync_opt.runtimes.torch.capture.export import (
     save_onnx,
     training_mode,
 )
-from qsync_opt.runtimes.torch.capture.opaque import OpaqueModule, in_one_piece, observe
+from qsync_opt.runtimes.torch.capture.opaque import OpaqueModule, PackedModuleError, in_one_piece, observe
 from qsync_opt.runtimes.torch.capture.operators import Operators
 from qsync_opt.runtimes.torch.capture.program import flatten, sized_by_data
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
@@ -178,16 +178,27 @@ def _exported(
             path, reason = failure.path, failure.reason
             if not path or path in opaque:
                 raise
+        path, seen = _in_one_piece(model, path, run)
+        opaque = {old: entry for old, entry in opaque.items() if not old.startswith(tuple(f"{p}." for p in seen))}
+        opaque |= seen
+        notes.append(
+            f"{describe_module(path, model.get_submodule(path))} is one operator in FP32, as "
+            f"{first_few([repr(p) for p in seen])}: torch.export cannot look inside ({reason})"
+        )
+
+
+def _in_one_piece(model: nn.Module, path: str, run: Callable[[], None]) -> tuple[str, dict[str, OpaqueModule]]:
+    """Observe a module and the others of its class, or the nearest module around it that takes no packed sequence."""
+    while True:
         module = model.get_submodule(path)
         paths = tuple(other for other, found in model.named_modules() if type(found) is type(module))
         nested = any(one.startswith(f"{other}.") for one in paths for other in paths)
-        paths = (path,) if nested else paths
-        opaque = {old: entry for old, entry in opaque.items() if not old.startswith(tuple(f"{p}." for p in paths))}
-        opaque |= observe(model, paths, run)
-        notes.append(
-            f"{describe_module(path, module)} is one operator in FP32, as {first_few([repr(p) for p in paths])}: "
-            f"torch.export cannot look inside ({reason})"
-        )
+        try:
+            return path, observe(model, (path,) if nested else paths, run)
+        except PackedModuleError as failure:
+            path = failure.path.rpartition(".")[0]
+            if not path:
+                raise
 
 
 def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:

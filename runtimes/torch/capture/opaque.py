@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_opt.errors import ModelError
@@ -73,6 +74,10 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def _leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, PackedSequence))
+
+
 def _placed(value: Any) -> Any:
     """A value with places instead of its tensors."""
     numbers = iter(range(len(_tensors(value))))
@@ -98,11 +103,25 @@ _library.impl("opaque", _refuse, "CUDA")
 torch.library.register_autograd("qsync_opt::opaque", lambda ctx, gradients: (None, None), lib=_library)
 
 
+class PackedModuleError(ModelError):
+    """A module takes or returns a packed sequence, whose size depends on the data: only one around it can be kept."""
+
+    def __init__(self, path: str) -> None:
+        """Keep the path of the module."""
+        super().__init__(
+            f"module {path!r} takes or returns a packed sequence, whose size depends on the data: put "
+            "pack_padded_sequence, the layer and pad_packed_sequence(total_length=...) into the forward pass of a "
+            "module of their own, which then stays in FP32"
+        )
+        self.path = path
+
+
 def observe(model: nn.Module, paths: tuple[str, ...], run: Callable[[], Any]) -> dict[str, OpaqueModule]:
     """Run a model and return the modules at some paths as operations, by path; those that do not run are left out.
 
     Raises:
-        ModelError: A module runs several times in a pass, or takes or returns no tensor.
+        ModelError: A module runs several times in a pass, or takes or returns no tensor, or a packed sequence
+            (`PackedModuleError`).
     """
     seen: dict[str, OpaqueModule] = {}
     begun: dict[str, int] = {}
@@ -111,6 +130,8 @@ def observe(model: nn.Module, paths: tuple[str, ...], run: Callable[[], Any]) ->
         begun[path] = counter.get_total_flops()
 
     def note(path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if any(isinstance(leaf, PackedSequence) for leaf in _leaves((args, dict(kwargs), result))):
+            raise PackedModuleError(path)
         inputs, outputs = _tensors((args, dict(kwargs))), _tensors(result)
         if path in seen or not inputs or not outputs:
             several = "runs several times in one pass" if path in seen else "takes or returns no tensor"

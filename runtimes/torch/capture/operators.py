@@ -196,6 +196,8 @@ class Operators:
         listed = self._roles.lookup(name, kind)
         reads = [] if node.op == "placeholder" else self._floating_reads(node)
         activations = [read for read in reads if self._flow.state(read) is None]
+        if listed is Role.ADJUSTABLE and not _is_real_product(kind, reads):
+            listed = Role.FIXED
         delivers_floating = any(spec.is_floating for spec in outputs)
         if listed is None and (delivers_floating or activations) and kind != OPAQUE:
             self._unknown.add(kind)
@@ -235,6 +237,12 @@ class Operators:
         if signature not in self._flops:
             self._flops[signature] = count_flops(name, call)
         return self._flops[signature]
+
+
+def _is_real_product(kind: str, reads: Sequence[fx.Node]) -> bool:
+    """Whether an operator of an adjustable kind can run in several precisions: on real operands, an einsum on two."""
+    is_complex = any(tensor.is_complex() for read in reads for tensor in tensors_of(read))
+    return not is_complex and (kind != "einsum" or len(reads) == 2)
 
 
 def _kind(node: fx.Node) -> str:

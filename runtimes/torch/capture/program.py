@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from qsync_opt.errors import ModelError
 from qsync_opt.model import DTYPE_BYTES, TensorSpec
 from qsync_opt.runtimes.torch.capture.calls import TensorArgument
-from qsync_opt.runtimes.torch.capture.export import describe_module
+from qsync_opt.runtimes.torch.capture.export import LocatedError, describe_module
 
 NO_GRADIENT = "qsync_opt.no_gradient"
 """Metadata key of nodes that run where gradients are disabled."""
@@ -41,9 +41,19 @@ def flatten(program: Any) -> None:
 
     Raises:
         ModelError: A region has control flow (cond, scan, ...) or enables autocast.
+        LocatedError: A module uses a transform of ``torch.func``.
     """
     graph_module = program.graph_module
     graph = graph_module.graph
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            reason = "it uses a transform of torch.func (vmap, grad, jvp, ...)"
+            raise LocatedError(
+                f"{_where(node)} cannot be captured: {reason}; write it with batched products, or move this part "
+                "into a module of its own, which then stays in FP32",
+                module_path(node),
+                reason,
+            )
     while region := next((n for n in graph.nodes if _is_region(n)), None):
         _inline(program, region)
     for node in list(graph.nodes):

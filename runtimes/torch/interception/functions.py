@@ -34,6 +34,9 @@ _RENAMED: dict[str, tuple[Any, ...]] = {
     "cross_entropy_loss": (F.cross_entropy,),
     "nll_loss_nd": (F.nll_loss,),
     "pow": (Tensor.__pow__, Tensor.__rpow__),
+    # Only where a captured graph has the kind, which the role table does not know.
+    "_upsample_bilinear2d_aa": (F.interpolate,),
+    "_upsample_bicubic2d_aa": (F.interpolate,),
 }
 
 
@@ -51,7 +54,7 @@ def function_names(kinds: tuple[str, ...] = ()) -> dict[Any, str]:
     every = (*kinds, *FIXED_KINDS, *ADJUSTABLE_KINDS)
     names = {function: kind for kind in every for function in functions_named(kind)}
     # F.nll_loss becomes nll_loss_nd: the renamed functions come last.
-    names.update({function: kind for kind, functions in _RENAMED.items() for function in functions})
+    names.update({function: kind for kind, functions in _RENAMED.items() if kind in every for function in functions})
     return names
 
 

@@ -21,6 +21,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import CONVOLUTIONS, PRODUCTS, ConvolutionCall, convolution_call, product_call
 from qsync_opt.numerics import Granularity
 from qsync_opt.runtimes.torch.interception import OperatorCall
+from qsync_opt.runtimes.torch.support import tensors_in
 from qsync_opt.sensitivity import ProductSizes
 
 
@@ -217,6 +218,15 @@ ProductForm = MatrixForm | ConvolutionForm
 
 BILINEAR = PRODUCTS | CONVOLUTIONS | {"einsum"}
 ADJUSTABLE = BILINEAR | {"embedding", "scaled_dot_product_attention"}
+
+
+def is_adjustable(call: OperatorCall) -> bool:
+    """Whether a call could run in several precisions: of an adjustable kind, on real operands, an einsum on two."""
+    if call.op_type not in ADJUSTABLE:
+        return False
+    tensors = tensors_in((call.args, call.kwargs))
+    return not any(x.is_complex() for x in tensors) and (call.op_type != "einsum" or len(tensors) == 2)
+
 
 # Position and keyword names of the operands in a call, first then second (attention: also third).
 _SLOTS: dict[str, tuple[tuple[int, tuple[str, ...]], ...]] = {

@@ -130,8 +130,14 @@ def totals(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors), 1)) if _on_card(tensors[0]) else [total(x) for x in tensors]
 
 
+def as_real(x: Tensor) -> Tensor:
+    """A tensor, or of a complex one its real and imaginary parts in a last dimension."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares; large tensors a part at a time, on a card in one pass that sums pairwise."""
+    """Sum of squared magnitudes; large tensors a part at a time, on a card in one pass that sums pairwise."""
+    x = as_real(x)
     if _on_card(x):
         norm: Tensor = torch.linalg.vector_norm(x)
         return norm.double().square()

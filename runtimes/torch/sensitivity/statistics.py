@@ -21,7 +21,7 @@ from qsync_opt.kernels.autograd import fp32_mode
 from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity.probes import MAX_POOLS, Probed, Prober
-from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.products import is_adjustable, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.records import (
     CAST_BEFORE_BACKWARD,
     AttentionRecord,
@@ -185,7 +185,7 @@ class _Collector:
         self.queue = MomentQueue()
 
     def __call__(self, call: OperatorCall) -> Any:
-        if call.op_type not in ADJUSTABLE:
+        if not is_adjustable(call):
             return self._watch_signal(call)
         if self._operators is not None and call.name not in self._operators:
             return call.run()

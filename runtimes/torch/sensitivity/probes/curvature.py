@@ -29,7 +29,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
     twice_differentiable,
 )
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import Key
-from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.products import is_adjustable, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import on_host
 from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
 from qsync_opt.sensitivity import OPERANDS, Curvature
@@ -45,7 +45,7 @@ class _Tapper:
 
     def __call__(self, call: OperatorCall) -> Any:
         """Run an operator on aliases of its operands, and return an alias of its result."""
-        if call.op_type not in ADJUSTABLE or (self._operators is not None and call.name not in self._operators):
+        if not is_adjustable(call) or (self._operators is not None and call.name not in self._operators):
             return call.run()
         if not torch.is_grad_enabled():
             raise ModelError(

@@ -39,7 +39,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_befor
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NoiseMeasurement
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
 from qsync_opt.runtimes.torch.sensitivity.products import dense_lookup
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm
+from qsync_opt.runtimes.torch.sensitivity.reductions import as_real, by_place, norm
 from qsync_opt.runtimes.torch.sensitivity.signs import signs_like
 from qsync_opt.sensitivity import Gain
 
@@ -124,7 +124,8 @@ class _Signs:
     """Random signs for all parameters: stored for small ones, drawn when needed for the others."""
 
     def __init__(self, parameters: Sequence[Tensor], key: tuple[int, ...]) -> None:
-        self._parameters, self._key = parameters, key
+        self._parameters = parameters = [as_real(parameter.detach()) for parameter in parameters]
+        self._key = key
         self._kept: dict[int, Tensor] = {}
         small = [i for i, p in enumerate(parameters) if p.numel() <= _SMALL]
         for some in by_place(small, lambda i: parameters[i]).values():
@@ -155,7 +156,7 @@ class _Projected:
         if gradient is None:  # in the second differentiation, where nothing depends on the parameter
             return None
         if self.first and gradient.requires_grad:
-            self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
+            self.sums.append([self._project(index, as_real(gradient), signs) for signs in self.signs])
         return expanded_zeros(gradient)
 
     def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.errors import QSyncError, first_line
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import ProbeMemoryError, twice_differentiable
-from qsync_opt.runtimes.torch.sensitivity.reductions import strided
+from qsync_opt.runtimes.torch.sensitivity.reductions import as_real, strided
 
 PARTS = 4
 """Number of parts of a batch: a step that is differentiated twice needs several times the memory."""
@@ -128,7 +128,7 @@ def _loss_and_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[floa
             gradient = parameter.new_zeros(1).expand(parameter.shape)
         elif gradient.is_sparse:
             gradient = gradient.to_dense()
-        some.append(strided(gradient, _SAMPLE).detach().cpu().double())
+        some.append(strided(as_real(gradient), _SAMPLE).detach().cpu().double())
     flat = torch.cat(some)
     value = float(loss.detach())
     if not (math.isfinite(value) and bool(torch.isfinite(flat).all())):

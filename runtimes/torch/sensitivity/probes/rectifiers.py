@@ -29,7 +29,7 @@ from qsync_opt.kernels import CONVOLUTIONS, KernelOptions
 from qsync_opt.kernels.quantize import dequantize, quantize_int8
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
-from qsync_opt.runtimes.torch.sensitivity.products import BILINEAR, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.products import BILINEAR, is_adjustable, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import norms, square_sum, strided, totals
 
 _POOLS: dict[str, Any] = {
@@ -246,7 +246,7 @@ class _NoisyPasses:
                 return call.run()
             return self._pool(call) if call.op_type in MAX_POOLS else self._rectify(call)
         chosen = self._operators is None or call.name in self._operators
-        if self.draw < 0 or call.op_type not in BILINEAR or not chosen:
+        if self.draw < 0 or call.op_type not in BILINEAR or not chosen or not is_adjustable(call):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         seed = self._seeds.setdefault(call.name, len(self._seeds))  # by name: a recomputation rounds alike

@@ -32,7 +32,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     contest,
     pool_call,
 )
-from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.products import is_adjustable, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import Queue, largest, norms, on_host, strided, summed, totals
 from qsync_opt.sensitivity import GRADIENTS, OPERANDS, SIGN_CHANGE_RATIOS
 
@@ -291,7 +291,7 @@ class GainTapper:
         if call.op_type == "batch_norm":
             normalized = batch_norm_twice(call)
             return call.run() if normalized is None else normalized
-        if call.op_type not in ADJUSTABLE or (self._operators is not None and call.name not in self._operators):
+        if not is_adjustable(call) or (self._operators is not None and call.name not in self._operators):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         lead = int(call.op_type == "embedding")

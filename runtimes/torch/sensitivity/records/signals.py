@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
 from qsync_opt.runtimes.torch.sensitivity.products import batch_norm_arguments
-from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances, norm, on_host, square_sum
+from qsync_opt.runtimes.torch.sensitivity.reductions import as_real, channel_variances, norm, on_host, square_sum
 from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
 from qsync_opt.sensitivity import GradientNoise
 
@@ -61,7 +61,7 @@ class GradientScatter:
         squares = self._last
         if self._batches == 1:
             squares = {i: _square_sum(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
-        return {i: (square.double() / self._parameters[i].numel()).sqrt() for i, square in squares.items()}
+        return {i: (square.double() / as_real(self._parameters[i]).numel()).sqrt() for i, square in squares.items()}
 
     def clear(self) -> None:
         """Release the gradients: no batch follows."""

@@ -183,6 +183,33 @@ def test_what_onnx_has_no_form_for_is_fixed(model: nn.Module, args: tuple[Any, .
     assert f"(at {__file__}:" in text
 
 
+class Forces(nn.Linear):
+    """Energies and forces, from a gradient inside the forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
+
+
+class Ensemble(nn.Linear):
+    """The rows of a batch one by one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(super().forward)(x)
+
+
+def test_gradients_and_transforms_inside_the_forward_pass_are_refused_with_a_remedy() -> None:
+    text = refusal(Forces(4, 4), X)
+    assert "takes gradients itself" in text
+    assert "loss=" in text
+    text = refusal(Ensemble(4, 4), X)
+    assert "the model itself (Ensemble) cannot be captured: it uses a transform of torch.func" in text
+    assert "module of its own" in text
+    with pytest.warns(UserWarning, match=r"'inner' \(Ensemble\) is one operator in FP32"):
+        graph = capture(Outer(Ensemble(4, 4)), (X,))
+    assert "opaque" in " ".join(operator.op_type for operator in graph)
+
+
 class Pooled(nn.Module):
     """A pooler that nobody reads, as BERT has it under mean pooling; a buffer that is written."""
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import qsync_opt
 from qsync_opt.errors import ModelError
@@ -170,6 +171,45 @@ class Twice(nn.Module):
 def test_a_module_that_runs_twice_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'item' cannot be kept in one piece: it runs several times"):
         capture_model(Twice(), (X,))
+
+
+class Packed(nn.Module):
+    """A recurrent layer over sequences of several lengths, as a part of a model or as the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Linear(8, 6), nn.GRU(6, 5, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        result: Tensor = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+        return result
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Packed(), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        result: Tensor = self.head(self.encoder(x, lengths))
+        return result
+
+
+def test_packed_sequences_stay_inside_the_operator() -> None:
+    torch.manual_seed(0)
+    model, batch = Tagger(), (torch.randn(3, 4, 8), torch.tensor([4, 2, 3]))
+    with pytest.warns(UserWarning, match=r"'encoder' \(Packed\) is one operator in FP32"):
+        captured = capture_model(model, batch)
+    assert [(o.name, o.op_type) for o in captured.graph.by_role(Role.ADJUSTABLE)] == [("head/linear", "linear")]
+    expected = model(*batch)
+    apply(model, {"head/linear": "BF16"}, graph=captured)
+    torch.testing.assert_close(model(*batch), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_packed_sequence_of_the_model_itself_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ModelError, match=r"'layer' takes or returns a packed sequence.*module of their own"):
+        capture_model(Packed(), (torch.randn(3, 4, 8), torch.tensor([4, 2, 3])))
 
 
 def test_nothing_is_left_behind() -> None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import apply
 from qsync_opt.runtimes.torch.interception.functions import alike
 
@@ -147,3 +148,22 @@ def test_recurrent_modules_get_full_precision_however_they_are_called(kind, call
     apply(model, {"up/linear": "BF16"})
     for _ in range(2):
         assert torch.allclose(model(x), plain, atol=0.05)
+
+
+class Resized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x):
+        return F.interpolate(self.up(x), size=(4, 4), mode="bilinear", antialias=True)
+
+
+def test_interpolation_with_anti_aliasing_gets_full_precision_where_a_graph_has_it():
+    x, model = torch.randn(2, 2, 8, 8), Resized()
+    with pytest.warns(UserWarning, match="_upsample_bilinear2d_aa"):
+        graph = capture(model, x)
+    plain = model(x)
+    apply(model, {"up/conv2d": "BF16"}, graph=graph)
+    for _ in range(2):
+        assert torch.allclose(model(x), plain, atol=0.05)  # not implemented for 16 bits on a CPU

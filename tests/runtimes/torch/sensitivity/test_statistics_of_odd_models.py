@@ -1,5 +1,6 @@
 """Statistics where a model does what few models do: parts without gradients, sparse tables, no gradient at all."""
 
+import copy
 import warnings
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_opt import sensitivities
+from qsync_opt import apply, sensitivities, undo
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.numerics import Granularity, Rounding, formats_for
 from qsync_opt.runtimes.torch.capture import capture, capture_model
@@ -265,3 +266,61 @@ def test_eight_bits_backward_cost_a_frozen_first_layer_nothing_more():
     frozen, trained = (table[operator.name] for operator in graph if operator.op_type == "linear")
     assert frozen["INT8-BWD8"] == frozen["INT8"] > 0
     assert trained["INT8-BWD8"] > trained["INT8"]
+
+
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_weights_that_are_computed_from_parameters_count_by_formula(normed):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    computed = copy.deepcopy(plain)
+    for layer in (computed[0], computed[2]):
+        normed(layer)
+    with torch.no_grad():  # the same weights
+        for layer, other in zip((plain[0], plain[2]), (computed[0], computed[2]), strict=True):
+            layer.weight.copy_(other.weight)
+    batch = torch.randn(16, 8)
+    tables = []
+    for model in (plain, computed.eval()):
+        graph = capture(model, batch)
+        found = collect_statistics(model, [batch], graph=graph, loss=lambda y: y.square().mean())
+        tables.append(sensitivities(graph, found, device_formats("cpu"), kind="propagated"))
+    for name in ("0/linear", "2/linear"):
+        # Exact for a norm that is a parameter at its first value; a spectral norm takes a direction out.
+        assert dict(tables[1][name]) == pytest.approx(dict(tables[0][name]), rel=0.3), name
+
+
+class Spectral(nn.Module):
+    """A filter in the frequency domain with complex weights, and einsums of one and of three tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.drop = nn.Linear(6, 4), nn.Linear(4, 2)
+        self.filter = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+        self.mix = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        y = self.lift(x)
+        z = torch.fft.irfft(torch.fft.rfft(y, dim=1) @ self.filter, n=x.shape[1], dim=1)
+        z = z + torch.fft.irfft(torch.einsum("blc,cd->bld", torch.fft.rfft(y, dim=1), self.filter), n=8, dim=1)
+        z = torch.einsum("blc,cd,bld->bld", z, self.mix, y) + torch.einsum("bll->bl", y @ y.mT)[..., None]
+        return self.drop(z).square().mean()
+
+
+def test_products_of_complex_numbers_and_einsums_of_other_than_two_tensors_are_fixed():
+    torch.manual_seed(0)
+    model, x = Spectral(), torch.randn(3, 8, 6)
+    graph = capture(model, x)
+    assert {o.name: str(o.role) for o in graph if o.op_type in ("linear", "matmul", "einsum")} == {
+        "lift/linear": "adjustable", "matmul": "fixed", "einsum": "fixed", "einsum_1": "fixed",
+        "matmul_1": "adjustable", "einsum_2": "fixed", "drop/linear": "adjustable",
+    }  # fmt: skip
+    for known in (graph, None):
+        found = collect_statistics(model, [x], graph=known, probes=1, adaptive_probes=1, curvature_probes=1)
+        assert [entry.name for entry in found.operators] == ["lift/linear", "matmul_1", "drop/linear"]
+    table = sensitivities(graph, found, device_formats("cpu"))
+    assert all(row["INT8"] > row["BF16"] > 0 for row in table.values())
+    for precision in ("BF16", "INT8"):
+        apply(model, dict.fromkeys(table, precision), graph=graph)
+        model(x).backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        undo(model)
