@@ -9,7 +9,9 @@ learns it, and all stop with the same reason.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +21,13 @@ from torch import Tensor
 
 from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.kernels.messages import pack_rows, row_bytes, row_key, unpack_rows
+from qsync_opt.runtimes.torch.messages.transfer import Transfer, transfer
 
 EXACT = 32
 """Width of rows as they are."""
-_WORD = 8
+WORD_BYTES = 8
+REMEMBERED = 9
+"""Exchanges whose times are kept."""
 
 
 @dataclass(slots=True)
@@ -50,11 +55,17 @@ class Direction:
     wait_ns: float = 0.0
     codec_ns: float = 0.0
     wire_bytes: int = 0
+    hidden_history: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _layouts: tuple[_Layout, _Layout] | None = None
 
     def widths(self, send: Tensor, receive: Tensor) -> None:
         """Use other widths from now on."""
         self.send_bits, self.receive_bits, self._layouts = send, receive, None
+
+    @property
+    def usual_hidden_ns(self) -> float:
+        """Nanoseconds of computation while messages fly: the median of the latest exchanges."""
+        return statistics.median(self.hidden_history) if self.hidden_history else 0.0
 
     def layouts(self) -> tuple[_Layout, _Layout]:
         """What is sent and received."""
@@ -72,8 +83,8 @@ def _layout(bits: Tensor, counts: list[int], dim: int) -> _Layout:
         mine = bits[start : start + count]
         rows = [(int(b), start + torch.nonzero(mine == b).flatten()) for b in torch.unique(mine)]
         groups.append(rows)
-        size = _WORD + sum(index.numel() * row_bytes(dim, width) for width, index in rows)
-        sizes.append(size + -size % _WORD)
+        size = WORD_BYTES + sum(index.numel() * row_bytes(dim, width) for width, index in rows)
+        sizes.append(size + -size % WORD_BYTES)
         start += count
     return _Layout(groups, sizes)
 
@@ -82,11 +93,10 @@ def _layout(bits: Tensor, counts: list[int], dim: int) -> _Layout:
 class _Flight:
     """An exchange under way."""
 
-    work: Any
+    work: Transfer
     wire: Tensor
     direction: Direction
     launched: float
-    sent: Tensor
 
 
 @dataclass(slots=True)
@@ -140,8 +150,8 @@ class HaloExchange:
         pieces, key = [], (self.seed, dist.get_rank(self.group), self.step)
         name = int.from_bytes(direction.name.encode()[-8:], "little")
         for peer, (groups, size) in enumerate(zip(sent.groups, sent.sizes, strict=True)):
-            word = torch.full((_WORD // 8,), bad, dtype=torch.int64, device=rows.device).view(torch.uint8)
-            used = _WORD
+            word = torch.full((WORD_BYTES // 8,), bad, dtype=torch.int64, device=rows.device).view(torch.uint8)
+            used = WORD_BYTES
             pieces.append(word)
             for width, positions in groups:
                 chosen = index[positions.to(index.device)]
@@ -157,16 +167,17 @@ class HaloExchange:
         direction.wire_bytes = buffer.numel()
         direction.codec_ns = 1e9 * (time.perf_counter() - began)
         try:
-            work = dist.all_to_all_single(wire, buffer, received.sizes, sent.sizes, group=self.group, async_op=True)
+            work = transfer(wire, buffer, received.sizes, sent.sizes, self.group)
         except RuntimeError as failure:
             raise _lost(direction, failure) from failure
-        return _Flight(work, wire, direction, time.perf_counter(), buffer)
+        return _Flight(work, wire, direction, time.perf_counter())
 
     def land(self, flight: _Flight, dim: int) -> Tensor:
         """Wait for rows and unpack them, by sender, shape (received, dim)."""
         direction = flight.direction
         arrived = time.perf_counter()
         direction.hidden_ns = 1e9 * (arrived - flight.launched)
+        direction.hidden_history.append(direction.hidden_ns)
         try:
             flight.work.wait()
         except RuntimeError as failure:
@@ -177,9 +188,9 @@ class HaloExchange:
         out = torch.empty((sum(direction.receive_counts), dim), device=flight.wire.device)
         start, faulty = 0, []
         for peer, (groups, size) in enumerate(zip(received.groups, received.sizes, strict=True)):
-            if int(flight.wire[start : start + _WORD].clone().view(torch.int64)):
+            if int(flight.wire[start : start + WORD_BYTES].clone().view(torch.int64)):
                 faulty.append(peer)
-            at = start + _WORD
+            at = start + WORD_BYTES
             for width, positions in groups:
                 length = positions.numel() * row_bytes(dim, width)
                 wire = flight.wire[at : at + length].view(positions.numel(), -1)

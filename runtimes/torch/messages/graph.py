@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
+import statistics
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv
 
-from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.kernels.messages import row_bytes
 from qsync_opt.messages import (
     Exchange,
     Pair,
@@ -29,9 +34,10 @@ from qsync_opt.messages import (
     variance_factor,
 )
 from qsync_opt.runtimes.torch.ddp import together
-from qsync_opt.runtimes.torch.messages.exchange import EXACT, Direction, HaloExchange
+from qsync_opt.runtimes.torch.messages.exchange import EXACT, REMEMBERED, WORD_BYTES, Direction, HaloExchange
 from qsync_opt.runtimes.torch.messages.links import probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
+from qsync_opt.runtimes.torch.messages.prediction import StepTimes, time_codec
 from qsync_opt.systems import solve
 
 _LOGGER = logging.getLogger(__name__)
@@ -129,6 +135,8 @@ class FullGraph:
         self.ddp = DistributedDataParallel(model) if any(p.requires_grad for p in model.parameters()) else model
         self.send_counts = self._counts()
         self.links: list[list[tuple[int, float]]] | None = None
+        self._step_s: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._began: float | None = None
         self._inner, self._outer = self._subgraphs()
         self._cache: dict[str, Tensor] = {}
         self._solving: threading.Thread | None = None
@@ -310,13 +318,15 @@ class FullGraph:
         for direction in self.directions():
             weight = self.sensitivities.get(direction.name, 1.0)
             betas = [[weight * beta for beta in row] for row in self._gather_betas(direction)]
-            hidden = torch.tensor([direction.hidden_ns], dtype=torch.float64, device=self.part.x.device)
+            hidden = torch.tensor([direction.usual_hidden_ns], dtype=torch.float64, device=self.part.x.device)
             dist.all_reduce(hidden, dist.ReduceOp.MIN, group=self.group)
             rounds = []
             for pairs in self.rounds:
                 group = []
                 for i, j in pairs:
                     fixed, per_byte = self.links[i][j]
+                    # Zero and step of a row are sent whatever its width is; exact rows have none, which is neglected.
+                    fixed += round(per_byte * (WORD_BYTES + row_bytes(0, 1) * betas[i][j].size))
                     group.append(Pair(source=i, target=j, fixed_ns=fixed, ns_per_byte=per_byte, beta=betas[i][j]))
                 rounds.append(tuple(group))
             exchanges.append(
@@ -337,6 +347,32 @@ class FullGraph:
             name="full graph", time_limit_ns=int(budget) + 1, variance_weight=1.0, time_weight=None, bits=factor,
             exchanges=tuple(exchanges),
         )  # fmt: skip
+
+    def step_times(self) -> StepTimes:
+        """What the latest training steps took beside their exchanges, the same on every rank; all ranks must call it.
+
+        Together with a problem of this job it predicts epochs under any plan (`predict_epoch`).
+
+        Raises:
+            NotReadyError: There was no training step, or only the first, which exchanges features.
+        """
+        if not self._step_s:
+            raise NotReadyError("no step has been timed yet; train two steps in these widths before")
+        ways, device = self.directions(), self.part.x.device
+        menu = sorted({*self.options.menu, EXACT, *(int(w) for way in ways for w in way.send_bits.unique())})
+        table = time_codec(menu, max((way.dim for way in ways), default=1), device, self.options.backend)
+        by_width = 0.0
+        for way in ways:
+            for widths, side in ((way.send_bits, 0), (way.receive_bits, 1)):
+                for width, count in zip(*map(Tensor.tolist, widths.unique(return_counts=True)), strict=True):
+                    by_width += table[width][side] * count * way.dim
+        compute_s, codec_s = (statistics.median(column) for column in zip(*self._step_s, strict=True))
+        values = [compute_s, max(codec_s - by_width / 1e9, 0.0)]
+        shared = torch.tensor([*values, *(ns for both in table.values() for ns in both)], dtype=torch.float64)
+        shared = shared.to(device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
+        compute_s, codec_s, *rest = shared.tolist()
+        return StepTimes(compute_s, codec_s, dict(zip(table, itertools.batched(rest, 2), strict=True)))
 
     def _gather_betas(self, direction: Direction) -> list[list[np.ndarray[Any, Any]]]:
         """Scores of all messages by sender and receiver."""
@@ -421,6 +457,8 @@ class FullGraph:
         bits = together(lambda: self._widths(plan), self.group)
         for direction in self.directions():
             direction.widths(*(torch.cat(side) for side in bits[direction.name]))
+        self._step_s.clear()
+        self._began = None
         self.plan = plan
 
     def _widths(self, plan: Plan) -> dict[str, list[list[Tensor]]]:
@@ -449,6 +487,10 @@ class FullGraph:
 
     def _between_steps(self) -> None:
         """Use a plan that is ready on rank 0, or begin one; then count the step."""
+        now, ways = time.perf_counter(), self.directions()
+        if self._began is not None and self.steps > 1:  # the first exchanges features and compiles
+            waited, coded = (sum(getattr(way, key) for way in ways) / 1e9 for key in ("wait_ns", "codec_ns"))
+            self._step_s.append((now - self._began - waited - coded, coded))
         if self._pending_plan is not None and all(layer.exchange is not None for layer in self.layers):
             plan, self._pending_plan = self._pending_plan, None
             self.use(plan)
@@ -462,6 +504,7 @@ class FullGraph:
         elif self._solving is not None:
             self._exchange_plan(wait=False)
         self.steps += 1
+        self._began = time.perf_counter()
         for layer in self.layers:
             if layer.exchange is not None:
                 layer.exchange.step = self.steps
