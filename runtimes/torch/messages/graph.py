@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import statistics
 import threading
@@ -56,6 +55,9 @@ class MessageOptions:
         backend: Of the kernels; see `qsync_opt.kernels.messages.pack_rows`.
         links: ``"ring"``: each pair of workers has a link of its own, round by round; ``"all-to-all"``: all messages of
             an exchange go at once, and those of one worker share its port.
+        late: Whether training uses the messages of the step before, which hides them behind a whole step but is
+            biased; steps that follow `FullGraph.load_state_dict` begin without messages.
+        share: Of the rows that are sent in training, drawn anew in each step; what is sent counts 1 / share times.
     """
 
     menu: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -65,8 +67,12 @@ class MessageOptions:
     seed: int = 0
     backend: str = "auto"
     links: str = "ring"
+    late: bool = False
+    share: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UnsupportedError(f"share is {self.share!r}, but it must be above 0 and at most 1")
         if self.links not in _ROUNDS:
             raise UnsupportedError(f"links is {self.links!r}, but allowed are {', '.join(_ROUNDS)}")
 
@@ -202,6 +208,7 @@ class FullGraph:
                 if layer.name not in self._cache:
                     kept = exchange.forward.send_bits, exchange.forward.receive_bits
                     exchange.forward.widths(*(torch.full_like(bits, EXACT) for bits in kept))
+                    exchange.training = False  # neither late nor sampled
                     self._cache[layer.name] = exchange.finish(exchange.start(x)).detach()
                     exchange.forward.widths(*kept)
                 halo = self._cache[layer.name]
@@ -255,6 +262,8 @@ class FullGraph:
             group=self.group,
             seed=self.options.seed,
             backend=self.options.backend,
+            late=self.options.late,
+            share=self.options.share,
         )
 
     def __call__(self) -> Tensor:
@@ -301,6 +310,8 @@ class FullGraph:
         if self._solving is not None:
             self._solving.join()
         for layer in self.layers:
+            if layer.exchange is not None:
+                layer.exchange.drain()
             vars(layer.module).pop("forward", None)
 
     # Plans
@@ -348,16 +359,23 @@ class FullGraph:
             exchanges=tuple(exchanges),
         )  # fmt: skip
 
-    def step_times(self) -> StepTimes:
+    def step_times(self, problem: Problem) -> StepTimes:
         """What the latest training steps took beside their exchanges, the same on every rank; all ranks must call it.
 
-        Together with a problem of this job it predicts epochs under any plan (`predict_epoch`).
+        Together with a problem of this job it predicts epochs under any plan (`predict_epoch`). Computation is what a
+        step took beyond packing and what the problem says of exchanges in the widths of these steps: so it holds the
+        time for which workers wait for each other because they are not equally fast.
+
+        Args:
+            problem: What `build_problem` gave, with the widths of these steps on its menu.
 
         Raises:
-            NotReadyError: There was no training step, or only the first, which exchanges features.
+            NotReadyError: No step has been timed in the present widths.
         """
         if not self._step_s:
             raise NotReadyError("no step has been timed yet; train two steps in these widths before")
+        present = self.plan or uniform_plan(problem, self.options.initial_bits)
+        exposed_s = evaluate(problem, present).exposed_ns / 1e9
         ways, device = self.directions(), self.part.x.device
         menu = sorted({*self.options.menu, EXACT, *(int(w) for way in ways for w in way.send_bits.unique())})
         table = time_codec(menu, max((way.dim for way in ways), default=1), device, self.options.backend)
@@ -366,13 +384,14 @@ class FullGraph:
             for widths, side in ((way.send_bits, 0), (way.receive_bits, 1)):
                 for width, count in zip(*map(Tensor.tolist, widths.unique(return_counts=True)), strict=True):
                     by_width += table[width][side] * count * way.dim
-        compute_s, codec_s = (statistics.median(column) for column in zip(*self._step_s, strict=True))
-        values = [compute_s, max(codec_s - by_width / 1e9, 0.0)]
+        step_s, codec_s = (statistics.median(column) for column in zip(*self._step_s, strict=True))
+        values = [step_s, codec_s, max(codec_s - by_width / 1e9, 0.0)]
         shared = torch.tensor([*values, *(ns for both in table.values() for ns in both)], dtype=torch.float64)
         shared = shared.to(device)
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
-        compute_s, codec_s, *rest = shared.tolist()
-        return StepTimes(compute_s, codec_s, dict(zip(table, itertools.batched(rest, 2), strict=True)))
+        step_s, codec_s, fixed_s, *rest = shared.tolist()
+        compute_s = max(step_s - codec_s - exposed_s, 0.0)
+        return StepTimes(compute_s, fixed_s, dict(zip(table, zip(rest[::2], rest[1::2], strict=True), strict=True)))
 
     def _gather_betas(self, direction: Direction) -> list[list[np.ndarray[Any, Any]]]:
         """Scores of all messages by sender and receiver."""
@@ -406,6 +425,8 @@ class FullGraph:
         Returns:
             Exchange to the variance of the gradient per unit of the variance of its messages, the same on every rank.
         """
+        if self.options.late or self.options.share < 1:
+            raise UnsupportedError("sensitivities need all messages of the same step: leave late and share as they are")
         kept = [(w, w.send_bits, w.receive_bits, w.spread.clone()) for w in self.directions()]
         gradients = [parameter.grad for parameter in self.model.parameters()]
         device = self.part.x.device
@@ -489,8 +510,7 @@ class FullGraph:
         """Use a plan that is ready on rank 0, or begin one; then count the step."""
         now, ways = time.perf_counter(), self.directions()
         if self._began is not None and self.steps > 1:  # the first exchanges features and compiles
-            waited, coded = (sum(getattr(way, key) for way in ways) / 1e9 for key in ("wait_ns", "codec_ns"))
-            self._step_s.append((now - self._began - waited - coded, coded))
+            self._step_s.append((now - self._began, sum(way.codec_ns for way in ways) / 1e9))
         if self._pending_plan is not None and all(layer.exchange is not None for layer in self.layers):
             plan, self._pending_plan = self._pending_plan, None
             self.use(plan)

@@ -1,8 +1,8 @@
 """What an epoch under a plan takes, from an epoch that was measured under other widths.
 
-epoch = computation + packing and unpacking + what of the exchanges nothing hides. Computation is what remains of a
-measured step without the other two, exchanges are those of the problem (links and hidden times of this job), and
-packing is timed for each width.
+epoch = computation + packing and unpacking + what of the exchanges nothing hides. Exchanges are those of the problem
+(links and hidden times of this job), packing is timed for each width, and computation is what remains of a measured step
+without the other two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepTimes:
     """What a step takes beside its exchanges, of the slowest worker.
 
     Attributes:
-        compute_s: Seconds without packing, unpacking and waiting for messages.
+        compute_s: Seconds without packing, unpacking and messages.
         codec_s: Seconds of packing and unpacking that do not depend on widths.
         codec_ns: Width to nanoseconds for each number that is packed, and for each that is unpacked.
     """

@@ -34,8 +34,8 @@ def transfer(
     """Begin to send and receive; all ranks call it in the same order.
 
     gloo is told of every receipt before anything is sent. Its own all-to-all begins to send first: a worker that comes
-    later than its peer puts its readiness to receive behind its own bytes, so that the two directions of the link, which
-    could run at once, follow each other, and the exchange takes twice as long.
+    later than its peer puts its readiness to receive behind its own bytes, so that the two directions of the link
+    follow each other instead of running at once, and the exchange takes twice as long.
 
     Args:
         received: Bytes of all senders, by rank, uint8.
