@@ -1,8 +1,8 @@
 """What an epoch under a plan takes, from an epoch that was measured under other widths.
 
 epoch = computation + packing and unpacking + what of the exchanges nothing hides. Exchanges are those of the problem
-(links and hidden times of this job), packing is timed for each width, and computation is what remains of a measured step
-without the other two.
+(links and hidden times of this job), packing is timed for each width, and computation is what remains of a measured
+step without the other two.
 """
 
 from __future__ import annotations
