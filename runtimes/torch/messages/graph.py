@@ -36,7 +36,7 @@ from qsync_opt.runtimes.torch.ddp import together
 from qsync_opt.runtimes.torch.messages.exchange import EXACT, REMEMBERED, WORD_BYTES, Direction, HaloExchange
 from qsync_opt.runtimes.torch.messages.links import probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
-from qsync_opt.runtimes.torch.messages.prediction import StepTimes, time_codec
+from qsync_opt.runtimes.torch.messages.prediction import StepTimes, codec_by_worker, time_codec
 from qsync_opt.systems import solve
 
 _LOGGER = logging.getLogger(__name__)
@@ -376,14 +376,12 @@ class FullGraph:
             raise NotReadyError("no step has been timed yet; train two steps in these widths before")
         present = self.plan or uniform_plan(problem, self.options.initial_bits)
         exposed_s = evaluate(problem, present).exposed_ns / 1e9
-        ways, device = self.directions(), self.part.x.device
-        menu = sorted({*self.options.menu, EXACT, *(int(w) for way in ways for w in way.send_bits.unique())})
-        table = time_codec(menu, max((way.dim for way in ways), default=1), device, self.options.backend)
-        by_width = 0.0
-        for way in ways:
-            for widths, side in ((way.send_bits, 0), (way.receive_bits, 1)):
-                for width, count in zip(*map(Tensor.tolist, widths.unique(return_counts=True)), strict=True):
-                    by_width += table[width][side] * count * way.dim
+        used = {
+            int(width) for rounds in present.bits.values() for r in rounds for pair in r for width in np.unique(pair)
+        }
+        dim, device = max((each.dim for each in problem.exchanges), default=1), self.part.x.device
+        table = time_codec(sorted({*self.options.menu, EXACT, *used}), dim, device, self.options.backend)
+        by_width = codec_by_worker(problem, present, table).get(self.rank, 0.0)
         step_s, codec_s = (statistics.median(column) for column in zip(*self._step_s, strict=True))
         values = [step_s, codec_s, max(codec_s - by_width / 1e9, 0.0)]
         shared = torch.tensor([*values, *(ns for both in table.values() for ns in both)], dtype=torch.float64)

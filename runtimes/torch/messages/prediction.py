@@ -57,15 +57,15 @@ def predict_epoch(problem: Problem, plan: Plan, times: StepTimes) -> PredictedEp
         ProblemError: The plan is not of this problem.
     """
     found = evaluate(problem, plan)
-    codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codec_ns), default=0.0)
+    codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codec_ns).values(), default=0.0)
     return PredictedEpoch(times.compute_s, codec_s, found.exposed_ns / 1e9, found.time_ns / 1e9)
 
 
-def codec_by_worker(problem: Problem, plan: Plan, codec_ns: Mapping[int, tuple[float, float]]) -> list[float]:
-    """Nanoseconds in which each worker packs what it sends and unpacks what it receives, as far as widths decide."""
+def codec_by_worker(problem: Problem, plan: Plan, codec_ns: Mapping[int, tuple[float, float]]) -> dict[int, float]:
+    """Worker to nanoseconds of packing what it sends and unpacking what it receives, as far as widths decide."""
     pairs = [(each, pair) for each in problem.exchanges for pair in each.pairs]
     widths = [chosen for each in problem.exchanges for group in plan.bits[each.name] for chosen in group]
-    spent = [0.0] * (1 + max((max(pair.source, pair.target) for _, pair in pairs), default=-1))
+    spent = {worker: 0.0 for _, pair in pairs for worker in (pair.source, pair.target)}
     for (exchange, pair), chosen in zip(pairs, widths, strict=True):
         for width, (pack, unpack) in codec_ns.items():
             numbers = exchange.dim * int((chosen == width).sum())
