@@ -4,7 +4,7 @@ Two processes, one thread each, train a GCN on a stochastic block model, each on
 pairs of network namespaces (root and ``tc`` are needed), and what a plain connection carries over each is measured
 first. Two graphs: of ``cut`` most nodes have neighbours elsewhere, so that nothing hides an exchange; of ``local`` few
 do. For each link one calibrating run in 4 bits measures ranges, links, packing and computation; from it every
-subject's epoch is predicted and printed. Only then subjects are measured in the same processes, all of them twice:
+subject's epoch is predicted and printed. Only then subjects are measured in the same processes, one after another:
 FP32, BF16, uniform 8, 4 and 2 bits, the plan of ``threshold``, its widths in random order (the same bytes a pair), the
 mended grouping of the paper, all with the exposed time of uniform 4 bits as limit; FP32 one epoch late; and an eighth
 of FP32's rows, drawn anew in each epoch (the bytes of uniform 4 bits).
@@ -66,8 +66,6 @@ GROUPED_S = 10.0
 ACCURACY_SUBJECTS = ("FP32", "uniform 2", "planned", "random", "late", "sampled")
 CALIBRATION_EPOCHS = 16
 CALIBRATION_BITS = 4
-ROUNDS = 2
-"""Runs of each subject whose times are averaged."""
 LOCAL_LINK = "0.1"
 """Of the graph whose exchanges computation can hide: in FP32 it cannot there, in fewer bits it can."""
 
@@ -112,7 +110,7 @@ def calibrate(part: Any, options: TrainingOptions) -> tuple[Problem, StepTimes]:
 
 
 def subjects(
-    part: Any, options: TrainingOptions, wanted: Sequence[str], place: str, rounds: int = ROUNDS
+    part: Any, options: TrainingOptions, wanted: Sequence[str], place: str, rounds: int = 1
 ) -> list[dict[str, Any]]:
     """Every subject's record; what is predicted of all is printed before any of them is measured."""
 
@@ -178,7 +176,7 @@ def worker(rank: int, address: str, output: str, link: str, settings: dict[str, 
         options = TrainingOptions(epochs=settings["epochs"], hidden=settings["hidden"])
         part = partition_graph(graph, WORKERS)[rank]
         names = (*UNIFORM, *PLANNED, *OTHER) if graph_name == "cut" else ("FP32", "planned", "late")
-        found = subjects(part, options, names, f"{graph_name}, {link} Gbit/s")
+        found = subjects(part, options, names, f"{graph_name}, {link} Gbit/s", settings["rounds"])
         records = [{"what": "link", "link": link, "graph": graph_name, **record} for record in found]
     else:
         records = accuracy_records(rank, settings)
@@ -203,7 +201,7 @@ def accuracy_records(rank: int, settings: dict[str, Any]) -> list[dict[str, Any]
         options = TrainingOptions(
             epochs=settings["accuracy_epochs"], seed=seed, dropout=0.3, messages=MessageOptions(seed=seed)
         )
-        found = subjects(part, options, ACCURACY_SUBJECTS, f"{name}, seed {seed}", rounds=1)
+        found = subjects(part, options, ACCURACY_SUBJECTS, f"{name}, seed {seed}")
         records += [{"what": "accuracy", "graph": name, "seed": seed, **record} for record in found]
         if rank == 0:
             print(name, seed, {record["subject"]: record["test_accuracy"] for record in found}, flush=True)
@@ -340,12 +338,13 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4000)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=12, help="of each subject and link")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each subject whose times are averaged")
     parser.add_argument("--accuracy", help="take only the accuracy, on this graph: blocks, debian or wordnet")
     parser.add_argument("--accuracy-epochs", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    keys = ("nodes", "hidden", "epochs", "accuracy_epochs", "seeds")
+    keys = ("nodes", "hidden", "epochs", "rounds", "accuracy_epochs", "seeds")
     settings = {key: getattr(arguments, key) for key in keys}
     records: list[dict[str, Any]] = []
     asked = Asked()

@@ -154,7 +154,7 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> tuple
     best: tuple[float, Plan] | None = None
     bound, proof, previous = -math.inf, nothing, -math.inf
     is_large = problem.num_messages > _FEW
-    search = _Search(np.log(share_R), extrapolates=is_large)
+    search = _Search(extrapolates=is_large)
     proved = np.zeros(0), np.zeros(0)
 
     def make_plans(bits_P: Floats, price_P: Floats) -> None:
@@ -205,10 +205,10 @@ class _Search:
     Source: Anderson, "Iterative procedures for nonlinear integral equations" (1965).
     """
 
-    def __init__(self, start_R: Floats, *, extrapolates: bool) -> None:
-        self._at_R, self._rate, self._least = start_R, _FIRST_RATE, math.inf
+    def __init__(self, *, extrapolates: bool) -> None:
+        self._rate, self._least = _FIRST_RATE, math.inf
         self._past: list[tuple[Floats, Floats]] = []
-        self._best = (start_R, np.zeros_like(start_R))
+        self._best = (np.zeros(0), np.zeros(0))
         self._extrapolates = extrapolates
 
     def slow_down(self) -> None:
@@ -217,26 +217,24 @@ class _Search:
 
     def next(self, excess_R: Floats, share_R: Floats) -> Floats:
         """The next point; ``excess_R`` is how much longer than the mean of its round each row takes."""
-        error = float(np.abs(share_R * excess_R).max())
+        error, at_R = float(np.abs(share_R * excess_R).max()), np.log(share_R)
         if error <= self._least:
-            self._least, self._best = error, (self._at_R, excess_R)
-        elif (
-            self._extrapolates and error > 4 * self._least
-        ):  # extrapolated too far: on from the best point, in smaller steps
+            self._least, self._best = error, (at_R, excess_R)
+        elif self._extrapolates and error > 4 * self._least:  # too far: on from the best point, in smaller steps
             self._past.clear()
             self._rate = max(self._rate / 2, 0.1)
-            self._at_R, excess_R = self._best
+            at_R, excess_R = self._best
             self._least *= 2  # or it would return here for ever
-        at_R, step_R = self._at_R, np.clip(self._rate * excess_R, -2.0, 2.0)
+        step_R = np.clip(self._rate * excess_R, -2.0, 2.0)
         self._past = [*self._past[-_MEMORY:], (at_R, step_R)]
-        self._at_R = at_R + step_R
+        next_R: Floats = at_R + step_R
         if self._extrapolates and len(self._past) > 2:
             points, steps = (np.stack(each, axis=1) for each in zip(*self._past, strict=True))
             moved, changed = np.diff(points, axis=1), np.diff(steps, axis=1)
             weight_R = np.sqrt(share_R)
             mixed = np.linalg.lstsq(changed * weight_R[:, None], step_R * weight_R, rcond=1e-10)[0]
-            self._at_R = self._at_R - np.clip((moved + changed) @ mixed, -4.0, 4.0)
-        return self._at_R
+            next_R = next_R - np.clip((moved + changed) @ mixed, -4.0, 4.0)
+        return next_R
 
 
 def _outer(problem: Problem, rows: _Rows, table: _Tables, share_R: Floats, hidden: Floats) -> tuple[float, Floats]:
