@@ -16,6 +16,27 @@ from qsync_opt.runtimes.torch.ddp import free_port
 
 ADDRESS = "10.78.0.1"
 """Of the first side."""
+MTU = 9000
+"""Bytes of a packet: headers are less than 1 % of it."""
+_PROBE = """
+import socket, sys, time
+side, address, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if side == "send":
+    with socket.create_connection((address, 5001)) as connection:
+        connection.sendall(bytes(size))
+        connection.recv(1)
+else:
+    with socket.create_server((address, 5001)) as server:
+        print("ready", flush=True)
+        connection = server.accept()[0]
+        buffer = bytearray(1 << 20)
+        first = connection.recv_into(buffer)
+        received, began = first, time.perf_counter()
+        while received < size:
+            received += connection.recv_into(buffer)
+        print((received - first) / (time.perf_counter() - began), flush=True)
+        connection.sendall(b"1")
+"""
 
 
 @contextlib.contextmanager
@@ -48,16 +69,35 @@ def namespaces(gigabits: float, count: int = 2) -> Iterator[list[tuple[list[str]
         for k, (name, end) in enumerate(zip(names, ends, strict=True)):
             inside = ("ip", "netns", "exec", name)
             run(*inside, "ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", end)
-            run(*inside, "ip", "link", "set", end, "up")
+            run(*inside, "ip", "link", "set", end, "mtu", str(MTU), "up")
             run(*inside, "ip", "link", "set", "lo", "up")
-            # What a link sends in a millisecond: more would let whole messages pass at the speed of the machine.
-            burst = max(64_000, int(gigabits * 1e9 / 8 / 1000))
+            # A link lets its burst pass at the speed of the machine: two packets, or what it sends in 0.2 ms.
+            burst = max(2 * MTU + 500, int(gigabits * 1e9 / 8 / 5000))
             rate = ("rate", f"{int(gigabits * 1e9)}bit", "burst", str(burst), "latency", "50ms")
             run(*inside, "tc", "qdisc", "add", "dev", end, "root", "tbf", *rate)
         yield [(["ip", "netns", "exec", name], end) for name, end in zip(names, ends, strict=True)]
     finally:
         for name in [*names, bridge]:
             subprocess.run(("ip", "netns", "delete", name), capture_output=True, check=False)
+
+
+def plain_bytes_s(gigabits: float) -> float:
+    """Bytes per second that one TCP connection carries over a link of so many Gbit/s: the best of three seconds."""
+    return max(_plain_bytes_s(gigabits) for _ in range(3))
+
+
+def _plain_bytes_s(gigabits: float) -> float:
+    size = str(int(gigabits * 1e9 / 8))
+    with namespaces(gigabits) as ((first, _), (second, _)):
+        script = [sys.executable, "-P", "-c", _PROBE]
+        receiver = subprocess.Popen([*first, *script, "receive", ADDRESS, size], stdout=subprocess.PIPE, text=True)
+        try:
+            assert receiver.stdout is not None
+            receiver.stdout.readline()
+            subprocess.run([*second, *script, "send", ADDRESS, size], check=True, timeout=60)
+            return float(receiver.stdout.readline())
+        finally:
+            receiver.kill()
 
 
 def records_of_ranks(

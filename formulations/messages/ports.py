@@ -25,6 +25,16 @@ from qsync_opt.messages import Plan, Problem, evaluate
 _GRID = 2048
 """Prices per bit at which pairs are tabulated."""
 _STEPS = 150
+_EVERY = 10
+"""Steps between bounds."""
+_STILL, _SETTLED = 1e-9, 1e-8
+"""Excess of rows, and relative rise of the bound, below which the search ends."""
+_FEW = 100_000
+"""Messages up to which steps are not extrapolated: bits answer to prices in jumps."""
+_MANY = 1_000_000
+"""Messages up to which a plan is made with every bound and the best is kept; beyond, with the best bound."""
+_MEMORY = 8
+"""Steps from which the next is extrapolated."""
 _BISECTIONS = 48
 _FIRST_RATE = 3.0
 """First exponent of the multiplicative steps: about the inverse of how bits answer to prices."""
@@ -142,35 +152,89 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> tuple
     hidden = np.array([exchange.hidden_ns for exchange in problem.exchanges], np.float64)
     share_R = 1.0 / np.bincount(rows.round_R, minlength=rows.exchange_of_round.size)[rows.round_R]
     best: tuple[float, Plan] | None = None
-    bound, proof, rate = -math.inf, nothing, _FIRST_RATE
+    bound, proof, previous = -math.inf, nothing, -math.inf
+    is_large = problem.num_messages > _FEW
+    search = _Search(extrapolates=is_large)
+    proved = np.zeros(0), np.zeros(0)
+
+    def make_plans(bits_P: Floats, price_P: Floats) -> None:
+        nonlocal best
+        for target in _targets(problem, rows, bits_P, hidden):
+            plan = _plan(problem, tables, _filled(rows, pairs, bits_P, price_P, target))
+            evaluation = evaluate(problem, plan)
+            if evaluation.feasible and (best is None or evaluation.objective < best[0]):
+                best = evaluation.objective, plan
+
     for step in range(_STEPS):
         mu, pi = _outer(problem, rows, table, share_R, hidden)
         u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
-        bits_P = table.bits(rows.pair_prices(u_R) * rows.bit_ns_P)
+        price_P = rows.pair_prices(u_R) * rows.bit_ns_P
+        bits_P = table.bits(price_P)
         times_R = rows.times(bits_P)
         mean = rows.sum_by_round(share_R * times_R)[rows.round_R]
         excess = (times_R - mean) / np.maximum(mean, _NEVER)
-        if step % 10 == 9 or step == 0 or float(np.abs(share_R * excess).max()) < 1e-9:
+        is_still = float(np.abs(share_R * excess).max()) < _STILL
+        if step % _EVERY == _EVERY - 1 or step == 0 or is_still:
             value = _bound(problem, pairs, rows, u_R, mu, pi)
             if value > bound:
                 bound, proof = value, Prices(exposed=mu, exchange=pi.tolist(), pair=rows.pair_prices(u_R).tolist())
+                proved = bits_P, price_P
             elif step:
-                rate /= 2
-            for target in _targets(problem, rows, bits_P, hidden):
-                plan = _plan(problem, tables, _filled(rows, pairs, bits_P, target))
-                evaluation = evaluate(problem, plan)
-                if evaluation.feasible and (best is None or evaluation.objective < best[0]):
-                    best = evaluation.objective, plan
-            if best is not None and best[0] - bound <= 1e-7 * abs(best[0]):
+                search.slow_down()
+            is_settled = is_still or abs(value - previous) <= _SETTLED * abs(value) >= bound - value
+            previous = value
+            if problem.num_messages <= _MANY:
+                make_plans(bits_P, price_P)
+            if (is_large and is_settled) or (best is not None and best[0] - bound <= 1e-7 * abs(best[0])):
                 break
-        share_R = np.maximum(share_R * np.exp(np.clip(rate * excess, -2.0, 2.0)), 1e-12)
+        share_R = np.maximum(np.exp(search.next(excess, share_R)), 1e-12)
         share_R /= rows.sum_by_round(share_R)[rows.round_R]
+    if is_large:
+        make_plans(*proved)
     if best is None:  # the most exact or the narrowest plan keeps any limit that can be kept
         is_variance = problem.variance_limit is not None
         extreme = [frontier.most_bits if is_variance else frontier.least_bits for frontier in pairs]
         plan = _plan(problem, tables, np.array(extreme, np.float64))
         best = evaluate(problem, plan).objective, plan
     return best[1], max(bound, 0.0), proof
+
+
+class _Search:
+    """Logarithms of the shares, step by step: multiplicative steps, extrapolated from the latest of them.
+
+    Source: Anderson, "Iterative procedures for nonlinear integral equations" (1965).
+    """
+
+    def __init__(self, *, extrapolates: bool) -> None:
+        self._rate, self._least = _FIRST_RATE, math.inf
+        self._past: list[tuple[Floats, Floats]] = []
+        self._best = (np.zeros(0), np.zeros(0))
+        self._extrapolates = extrapolates
+
+    def slow_down(self) -> None:
+        """Take smaller steps from now on."""
+        self._rate /= 2
+
+    def next(self, excess_R: Floats, share_R: Floats) -> Floats:
+        """The next point; ``excess_R`` is how much longer than the mean of its round each row takes."""
+        error, at_R = float(np.abs(share_R * excess_R).max()), np.log(share_R)
+        if error <= self._least:
+            self._least, self._best = error, (at_R, excess_R)
+        elif self._extrapolates and error > 4 * self._least:  # too far: on from the best point, in smaller steps
+            self._past.clear()
+            self._rate = max(self._rate / 2, 0.1)
+            at_R, excess_R = self._best
+            self._least *= 2  # or it would return here for ever
+        step_R = np.clip(self._rate * excess_R, -2.0, 2.0)
+        self._past = [*self._past[-_MEMORY:], (at_R, step_R)]
+        next_R: Floats = at_R + step_R
+        if self._extrapolates and len(self._past) > 2:
+            points, steps = (np.stack(each, axis=1) for each in zip(*self._past, strict=True))
+            moved, changed = np.diff(points, axis=1), np.diff(steps, axis=1)
+            weight_R = np.sqrt(share_R)
+            mixed = np.linalg.lstsq(changed * weight_R[:, None], step_R * weight_R, rcond=1e-10)[0]
+            next_R = next_R - np.clip((moved + changed) @ mixed, -4.0, 4.0)
+        return next_R
 
 
 def _outer(problem: Problem, rows: _Rows, table: _Tables, share_R: Floats, hidden: Floats) -> tuple[float, Floats]:
@@ -266,8 +330,11 @@ def _targets(problem: Problem, rows: _Rows, bits_P: Floats, hidden: Floats) -> l
     return [least + np.maximum(theta, to_hidden * shrink)[of] * extra for theta in thetas]
 
 
-def _filled(rows: _Rows, pairs: list[Frontier], bits_P: Floats, time_of_round: Floats) -> Floats:
-    """Whole bits of every pair, near ``bits_P``, with which no row takes longer than its round."""
+def _filled(rows: _Rows, pairs: list[Frontier], bits_P: Floats, price_P: Floats, time_of_round: Floats) -> Floats:
+    """Whole bits of every pair, near ``bits_P``, with which no row takes longer than its round.
+
+    ``price_P`` is the price of each pair's bits.
+    """
     limit_R = time_of_round[rows.round_R] * (1 + 1e-13)
     least_R, most_R = rows.times(rows.least_P), rows.times(bits_P)
     scale_R = np.clip((limit_R - least_R) / np.maximum(most_R - least_R, _NEVER), 0.0, 1.0)
@@ -283,18 +350,21 @@ def _filled(rows: _Rows, pairs: list[Frontier], bits_P: Floats, time_of_round: F
     most_P = np.array([frontier.most_bits for frontier in pairs], np.float64)
     unit = int(np.gcd.reduce(np.diff(pairs[0].hull.width))) or 1
     budget_P = rows.least_P + np.floor((np.minimum(budget_P, most_P) - rows.least_P) / unit + 1e-9) * unit
-    left_R = limit_R - rows.times(budget_P)
+    # Whole messages leave pairs bits that they cannot use, and ports time: the pairs of the highest price get it.
+    used_P = np.array([float(f.bits(f.fill(most))) for f, most in zip(pairs, budget_P.tolist(), strict=True)])
+    left_R = limit_R - rows.times(used_P)
     rows_of: list[list[int]] = [[] for _ in pairs]
     for row, pair in zip(rows.row_L.tolist(), rows.pair_L.tolist(), strict=True):
         rows_of[pair].append(row)
-    for pair, own in enumerate(rows_of):  # what is left of a port may be a whole step of one of its pairs
-        cost = float(rows.bit_ns_P[pair]) * unit
+    for pair in np.argsort(-price_P, kind="stable").tolist():
+        own, cost = rows_of[pair], float(rows.bit_ns_P[pair])
         room = min(left_R[row] for row in own)
-        if cost > 0 and room >= cost and budget_P[pair] < most_P[pair]:
-            steps = min(math.floor(room / cost), math.ceil((most_P[pair] - budget_P[pair]) / unit))
-            budget_P[pair] += steps * unit
-            left_R[own] -= steps * cost
-    return budget_P
+        if cost > 0 and room >= cost and used_P[pair] < most_P[pair]:
+            frontier = pairs[pair]
+            more = float(frontier.bits(frontier.fill(used_P[pair] + math.floor(room / cost)))) - used_P[pair]
+            used_P[pair] += more
+            left_R[own] -= more * cost
+    return used_P
 
 
 def _plan(problem: Problem, tables: list[list[list[Frontier]]], budget_P: Floats) -> Plan:

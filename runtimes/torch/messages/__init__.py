@@ -20,12 +20,14 @@ if TYPE_CHECKING:
         under_launcher,
     )
     from qsync_opt.runtimes.torch.messages.partition import Part, load_part, partition_graph
-    from qsync_opt.runtimes.torch.messages.training import MODELS, Trained, TrainingOptions, train
+    from qsync_opt.runtimes.torch.messages.prediction import PredictedEpoch, StepTimes, predict_epoch
+    from qsync_opt.runtimes.torch.messages.training import MODELS, NodeClassifier, Trained, TrainingOptions, train
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "EXACT", "MODELS", "FullGraph", "HaloExchange", "MessageOptions", "Part", "Run", "Trained", "TrainingOptions",
-    "block_graph", "count_parts", "full_graph", "load_graph", "load_part", "part_file", "part_workers",
-    "partition_graph", "save_graph", "train", "train_own_part", "under_launcher",
+    "EXACT", "MODELS", "FullGraph", "HaloExchange", "MessageOptions", "NodeClassifier", "Part", "PredictedEpoch", "Run",
+    "StepTimes", "Trained", "TrainingOptions", "block_graph", "count_parts", "full_graph", "load_graph", "load_part",
+    "part_file", "part_workers", "partition_graph", "predict_epoch", "save_graph", "train", "train_own_part",
+    "under_launcher",
 ]  # fmt: skip

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import statistics
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv
 
-from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.kernels.messages import row_bytes
 from qsync_opt.messages import (
     Exchange,
     Pair,
@@ -29,9 +33,10 @@ from qsync_opt.messages import (
     variance_factor,
 )
 from qsync_opt.runtimes.torch.ddp import together
-from qsync_opt.runtimes.torch.messages.exchange import EXACT, Direction, HaloExchange
+from qsync_opt.runtimes.torch.messages.exchange import EXACT, REMEMBERED, WORD_BYTES, Direction, HaloExchange
 from qsync_opt.runtimes.torch.messages.links import probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
+from qsync_opt.runtimes.torch.messages.prediction import StepTimes, codec_by_worker, time_codec
 from qsync_opt.systems import solve
 
 _LOGGER = logging.getLogger(__name__)
@@ -50,6 +55,9 @@ class MessageOptions:
         backend: Of the kernels; see `qsync_opt.kernels.messages.pack_rows`.
         links: ``"ring"``: each pair of workers has a link of its own, round by round; ``"all-to-all"``: all messages of
             an exchange go at once, and those of one worker share its port.
+        late: Whether training uses the messages of the step before, which hides them behind a whole step but is
+            biased; steps that follow `FullGraph.load_state_dict` begin without messages.
+        share: Of the rows that are sent in training, drawn anew in each step; what is sent counts 1 / share times.
     """
 
     menu: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -59,8 +67,12 @@ class MessageOptions:
     seed: int = 0
     backend: str = "auto"
     links: str = "ring"
+    late: bool = False
+    share: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UnsupportedError(f"share is {self.share!r}, but it must be above 0 and at most 1")
         if self.links not in _ROUNDS:
             raise UnsupportedError(f"links is {self.links!r}, but allowed are {', '.join(_ROUNDS)}")
 
@@ -129,6 +141,8 @@ class FullGraph:
         self.ddp = DistributedDataParallel(model) if any(p.requires_grad for p in model.parameters()) else model
         self.send_counts = self._counts()
         self.links: list[list[tuple[int, float]]] | None = None
+        self._step_s: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._began: float | None = None
         self._inner, self._outer = self._subgraphs()
         self._cache: dict[str, Tensor] = {}
         self._solving: threading.Thread | None = None
@@ -194,6 +208,7 @@ class FullGraph:
                 if layer.name not in self._cache:
                     kept = exchange.forward.send_bits, exchange.forward.receive_bits
                     exchange.forward.widths(*(torch.full_like(bits, EXACT) for bits in kept))
+                    exchange.training = False  # neither late nor sampled
                     self._cache[layer.name] = exchange.finish(exchange.start(x)).detach()
                     exchange.forward.widths(*kept)
                 halo = self._cache[layer.name]
@@ -247,6 +262,8 @@ class FullGraph:
             group=self.group,
             seed=self.options.seed,
             backend=self.options.backend,
+            late=self.options.late,
+            share=self.options.share,
         )
 
     def __call__(self) -> Tensor:
@@ -293,6 +310,8 @@ class FullGraph:
         if self._solving is not None:
             self._solving.join()
         for layer in self.layers:
+            if layer.exchange is not None:
+                layer.exchange.drain()
             vars(layer.module).pop("forward", None)
 
     # Plans
@@ -310,13 +329,15 @@ class FullGraph:
         for direction in self.directions():
             weight = self.sensitivities.get(direction.name, 1.0)
             betas = [[weight * beta for beta in row] for row in self._gather_betas(direction)]
-            hidden = torch.tensor([direction.hidden_ns], dtype=torch.float64, device=self.part.x.device)
+            hidden = torch.tensor([direction.usual_hidden_ns], dtype=torch.float64, device=self.part.x.device)
             dist.all_reduce(hidden, dist.ReduceOp.MIN, group=self.group)
             rounds = []
             for pairs in self.rounds:
                 group = []
                 for i, j in pairs:
                     fixed, per_byte = self.links[i][j]
+                    # Zero and step of a row are sent whatever its width is; exact rows have none, which is neglected.
+                    fixed += round(per_byte * (WORD_BYTES + row_bytes(0, 1) * betas[i][j].size))
                     group.append(Pair(source=i, target=j, fixed_ns=fixed, ns_per_byte=per_byte, beta=betas[i][j]))
                 rounds.append(tuple(group))
             exchanges.append(
@@ -337,6 +358,38 @@ class FullGraph:
             name="full graph", time_limit_ns=int(budget) + 1, variance_weight=1.0, time_weight=None, bits=factor,
             exchanges=tuple(exchanges),
         )  # fmt: skip
+
+    def step_times(self, problem: Problem) -> StepTimes:
+        """What the latest training steps took beside their exchanges, the same on every rank; all ranks must call it.
+
+        Together with a problem of this job it predicts epochs under any plan (`predict_epoch`). Computation is what a
+        step took beyond packing and what the problem says of exchanges in the widths of these steps: so it holds the
+        time for which workers wait for each other because they are not equally fast.
+
+        Args:
+            problem: What `build_problem` gave, with the widths of these steps on its menu.
+
+        Raises:
+            NotReadyError: No step has been timed in the present widths.
+        """
+        if not self._step_s:
+            raise NotReadyError("no step has been timed yet; train two steps in these widths before")
+        present = self.plan or uniform_plan(problem, self.options.initial_bits)
+        exposed_s = evaluate(problem, present).exposed_ns / 1e9
+        used = {
+            int(width) for rounds in present.bits.values() for r in rounds for pair in r for width in np.unique(pair)
+        }
+        dim, device = max((each.dim for each in problem.exchanges), default=1), self.part.x.device
+        table = time_codec(sorted({*self.options.menu, EXACT, *used}), dim, device, self.options.backend)
+        by_width = codec_by_worker(problem, present, table).get(self.rank, 0.0)
+        step_s, codec_s = (statistics.median(column) for column in zip(*self._step_s, strict=True))
+        values = [step_s, codec_s, max(codec_s - by_width / 1e9, 0.0)]
+        shared = torch.tensor([*values, *(ns for both in table.values() for ns in both)], dtype=torch.float64)
+        shared = shared.to(device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
+        step_s, codec_s, fixed_s, *rest = shared.tolist()
+        compute_s = max(step_s - codec_s - exposed_s, 0.0)
+        return StepTimes(compute_s, fixed_s, dict(zip(table, zip(rest[::2], rest[1::2], strict=True), strict=True)))
 
     def _gather_betas(self, direction: Direction) -> list[list[np.ndarray[Any, Any]]]:
         """Scores of all messages by sender and receiver."""
@@ -370,6 +423,8 @@ class FullGraph:
         Returns:
             Exchange to the variance of the gradient per unit of the variance of its messages, the same on every rank.
         """
+        if self.options.late or self.options.share < 1:
+            raise UnsupportedError("sensitivities need all messages of the same step: leave late and share as they are")
         kept = [(w, w.send_bits, w.receive_bits, w.spread.clone()) for w in self.directions()]
         gradients = [parameter.grad for parameter in self.model.parameters()]
         device = self.part.x.device
@@ -421,6 +476,8 @@ class FullGraph:
         bits = together(lambda: self._widths(plan), self.group)
         for direction in self.directions():
             direction.widths(*(torch.cat(side) for side in bits[direction.name]))
+        self._step_s.clear()
+        self._began = None
         self.plan = plan
 
     def _widths(self, plan: Plan) -> dict[str, list[list[Tensor]]]:
@@ -449,6 +506,9 @@ class FullGraph:
 
     def _between_steps(self) -> None:
         """Use a plan that is ready on rank 0, or begin one; then count the step."""
+        now, ways = time.perf_counter(), self.directions()
+        if self._began is not None and self.steps > 1:  # the first exchanges features and compiles
+            self._step_s.append((now - self._began, sum(way.codec_ns for way in ways) / 1e9))
         if self._pending_plan is not None and all(layer.exchange is not None for layer in self.layers):
             plan, self._pending_plan = self._pending_plan, None
             self.use(plan)
@@ -462,6 +522,7 @@ class FullGraph:
         elif self._solving is not None:
             self._exchange_plan(wait=False)
         self.steps += 1
+        self._began = time.perf_counter()
         for layer in self.layers:
             if layer.exchange is not None:
                 layer.exchange.step = self.steps

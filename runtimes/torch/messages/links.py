@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-SMALL, LARGE = 1 << 10, 1 << 20
-"""Bytes of the two probes."""
+from qsync_opt.runtimes.torch.messages.transfer import transfer
+
+SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20)
+"""Bytes of the probes."""
 _REPEATS = 5
 
 
 def probe_links(group: Any, device: torch.device | str) -> list[list[tuple[int, float]]]:
     """Nanoseconds and nanoseconds per byte from each worker to each other, the same table on every rank.
 
-    All pairs of a ring round send at once, as in an exchange, and a pair's time is its receiver's, the least of some.
+    All pairs of a ring round send at once, by `transfer` as in an exchange, and a pair's time is its receiver's: the
+    median of some, since training meets usual times and not the best ones.
 
-    Source: AdaQP (MLSys 2023), section 4.2, with minima instead of a regression.
+    Source: AdaQP (MLSys 2023), section 4.2.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    measured = torch.zeros(world, 2, dtype=torch.float64)
+    measured = torch.zeros(world, len(SIZES), dtype=torch.float64)
     for step in range(1, world):
-        for column, size in enumerate((SMALL, LARGE)):
-            sizes = [0] * world
-            sizes[(rank + step) % world] = size
-            arrivals = [0] * world
-            arrivals[(rank - step) % world] = size
+        for column, size in enumerate(SIZES):
+            departures, arrivals = [0] * world, [0] * world
+            departures[(rank + step) % world] = arrivals[(rank - step) % world] = size
             data = torch.zeros(size, dtype=torch.uint8, device=device)
             out = torch.empty_like(data)
-            least = float("inf")
+            seconds = []
             for _ in range(_REPEATS):
                 dist.barrier(group)
                 started = time.perf_counter()
-                dist.all_to_all_single(out, data, arrivals, sizes, group=group)
+                transfer(out, data, arrivals, departures, group).wait()
                 if out.is_cuda:
                     torch.cuda.synchronize(out.device)
-                least = min(least, time.perf_counter() - started)
-            measured[(rank - step) % world, column] = 1e9 * least
-    everyone = [torch.zeros(world, 2, dtype=torch.float64, device=device) for _ in range(world)]
+                seconds.append(time.perf_counter() - started)
+            measured[(rank - step) % world, column] = 1e9 * statistics.median(seconds)
+    everyone = [torch.zeros(world, len(SIZES), dtype=torch.float64, device=device) for _ in range(world)]
     dist.all_gather(everyone, measured.to(device), group=group)
-    table: list[list[tuple[int, float]]] = []
-    for sender in range(world):
-        row = []
-        for receiver in range(world):
-            small, large = everyone[receiver][sender].tolist()
-            per_byte = max(large - small, 0.0) / (LARGE - SMALL)
-            row.append((int(max(small - per_byte * SMALL, 0.0)), per_byte))
-        table.append(row)
-    return table
+    return [
+        [
+            (0, 0.0) if sender == receiver else fit_link(SIZES, everyone[receiver][sender].tolist())
+            for receiver in range(world)
+        ]
+        for sender in range(world)
+    ]
+
+
+def fit_link(sizes: Sequence[int], times_ns: Sequence[float]) -> tuple[int, float]:
+    """The fixed time and the time per byte, both at least 0, whose relative errors have the least sum of squares.
+
+    Args:
+        sizes: Bytes.
+        times_ns: Nanoseconds of each, positive.
+    """
+    bytes_, times = np.asarray(sizes, np.float64), np.asarray(times_ns, np.float64)
+    columns = np.stack([1 / times, bytes_ / times], axis=1)
+    fixed, per_byte = np.linalg.lstsq(columns, np.ones(times.size))[0]
+    if fixed < 0 or per_byte < 0:  # the other alone fits best then
+        only = 1 if fixed < 0 else 0
+        value = columns[:, only].sum() / np.square(columns[:, only]).sum()
+        fixed, per_byte = (0.0, value) if only else (value, 0.0)
+    return round(fixed), float(per_byte)

@@ -12,8 +12,9 @@ pytest.importorskip("pymetis")
 import torch
 from torch_geometric.data import Data
 
-from qsync_opt.errors import ProblemError
-from qsync_opt.runtimes.torch.messages import load_part, partition_graph
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.runtimes.torch.messages import MessageOptions, load_part, partition_graph
+from qsync_opt.runtimes.torch.messages.links import fit_link
 
 WORKER = Path(__file__).resolve().parents[1] / "workers" / "messages_worker.py"
 
@@ -59,6 +60,16 @@ def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(tmp
     assert set(result["rounds"]) == {1} and all(result["ports"])
 
 
+def test_late_messages_and_samples_of_the_boundary(tmp_path):
+    """Weights stay as they are here, so that the third step has the rows of the first layers as they should be."""
+    for result in run("other_messages", 2, tmp_path).values():
+        assert result["late"][0] > 1e-3 and result["late"][-1] <= 1e-5  # the first step has zeros
+        assert max(result["eval"]) <= 1e-5
+        assert 0.4 < result["sampled_bytes"] < 0.7
+        assert 0 < result["bias"] < 0.15  # 1 / sqrt(200) is 0.07
+        assert sum(result["parts"][:3]) == pytest.approx(result["parts"][3]) and min(result["parts"]) >= 0
+
+
 @pytest.mark.parametrize(
     ("scenario", "words"),
     [
@@ -87,6 +98,19 @@ def test_nobody_waits_for_a_worker_that_was_killed(tmp_path):
     results = run("killed", 3, tmp_path)
     assert sorted(results) == [0, 1]
     assert all("another worker may have stopped" in result["error"] for result in results.values())
+
+
+def test_link_costs_are_those_of_the_times_they_are_fitted_to():
+    sizes = (1_000, 65_000, 1_000_000)
+    assert fit_link(sizes, [2_000 + 3.0 * size for size in sizes]) == (2_000, pytest.approx(3.0))
+    assert fit_link(sizes, [3.0 * size - 900 for size in sizes])[0] == 0  # a link has no negative costs
+    fixed, per_byte = fit_link(sizes, [10_000.0, 9_900.0, 9_800.0])
+    assert per_byte == 0 and 9_800 <= fixed <= 10_000
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(UnsupportedError, match=r"share is 0\.0, but it must be above 0"):
+        MessageOptions(share=0.0)
 
 
 def small(edges, count=6):

@@ -14,7 +14,7 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from qsync_opt.errors import QSyncError
 from qsync_opt.messages import Plan, uniform_plan
-from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph
+from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph, predict_epoch
 from qsync_opt.systems import solve
 
 KINDS = {"gcn": GCNConv, "mean": SAGEConv, "gat": GATConv}
@@ -142,6 +142,39 @@ def weighed(rank, world):
         "kept": kept_all,
         "sensitivities": sensitivities, "ratios": ratios, "rounds": [len(e.rounds) for e in problem.exchanges],
         "ports": [e.ports for e in problem.exchanges],
+    }  # fmt: skip
+
+
+def other_messages(rank, world):
+    """Rows a step late, and samples of the boundary, beside whole messages of the same step; weights stay."""
+    results = {}
+    for name, options in {"whole": {}, "late": {"late": True}, "sampled": {"share": 0.5}}.items():
+        torch.manual_seed(1)
+        model = Net("gcn")
+        plain = MessageOptions(initial_bits=32, replan_steps=0, **options)
+        full = full_graph(model, parts_of(graph(), world)[rank], options=plain)
+        second = []
+        model.second.register_forward_hook(lambda module, inputs, output, second=second: second.append(output.detach()))
+        outputs, sent = [], []
+        for _ in range(200 if name == "sampled" else 3):
+            output = full()
+            full.loss(output).backward()
+            outputs.append(output.detach())
+            sent.append(full.directions()[0].wire_bytes)
+        if name == "whole":
+            problem = full.build_problem()
+            predicted = predict_epoch(problem, uniform_plan(problem, 4), full.step_times(problem))
+        model.eval()
+        results[name] = outputs, torch.stack(second), full().detach(), sum(sent) / len(sent)
+        full.close()
+    whole, late, sampled = results.values()
+    errors = sampled[1] - whole[1][0]  # the second layer is affine in what is sampled, so its mean is right
+    return {
+        "late": [float((a - b).abs().max()) for a, b in zip(late[0], whole[0], strict=True)],
+        "eval": [float((each[2] - whole[2]).abs().max()) for each in (late, sampled)],
+        "sampled_bytes": sampled[3] / whole[3],
+        "bias": float(errors.mean(0).norm() / errors.square().mean(0).sum().sqrt()),
+        "parts": [predicted.compute_s, predicted.codec_s, predicted.exposed_s, predicted.epoch_s],
     }  # fmt: skip
 
 

@@ -1,0 +1,103 @@
+"""What an epoch under a plan takes, from an epoch that was measured under other widths.
+
+epoch = computation + packing and unpacking + what of the exchanges nothing hides. Exchanges are those of the problem
+(links and hidden times of this job), packing is timed for each width, and computation is what remains of a measured
+step without the other two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qsync_opt.kernels.messages import pack_rows, row_bytes, unpack_rows
+from qsync_opt.messages import Plan, Problem, evaluate
+
+_ROWS = 256
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step takes beside its exchanges, of the slowest worker.
+
+    Attributes:
+        compute_s: Seconds without packing, unpacking and messages.
+        codec_s: Seconds of packing and unpacking that do not depend on widths.
+        codec_ns: Width to nanoseconds for each number that is packed, and for each that is unpacked.
+    """
+
+    compute_s: float
+    codec_s: float
+    codec_ns: Mapping[int, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedEpoch:
+    """Seconds of an epoch under a plan: its parts, all exchanges (some of them hidden), and the sum of the parts."""
+
+    compute_s: float
+    codec_s: float
+    exposed_s: float
+    exchange_s: float
+
+    @property
+    def epoch_s(self) -> float:
+        """Computation, packing and exposed exchanges."""
+        return self.compute_s + self.codec_s + self.exposed_s
+
+
+def predict_epoch(problem: Problem, plan: Plan, times: StepTimes) -> PredictedEpoch:
+    """The time of an epoch under a plan.
+
+    Raises:
+        ProblemError: The plan is not of this problem.
+    """
+    found = evaluate(problem, plan)
+    codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codec_ns).values(), default=0.0)
+    return PredictedEpoch(times.compute_s, codec_s, found.exposed_ns / 1e9, found.time_ns / 1e9)
+
+
+def codec_by_worker(problem: Problem, plan: Plan, codec_ns: Mapping[int, tuple[float, float]]) -> dict[int, float]:
+    """Worker to nanoseconds of packing what it sends and unpacking what it receives, as far as widths decide."""
+    pairs = [(each, pair) for each in problem.exchanges for pair in each.pairs]
+    widths = [chosen for each in problem.exchanges for group in plan.bits[each.name] for chosen in group]
+    spent = {worker: 0.0 for _, pair in pairs for worker in (pair.source, pair.target)}
+    for (exchange, pair), chosen in zip(pairs, widths, strict=True):
+        for width, (pack, unpack) in codec_ns.items():
+            numbers = exchange.dim * int((chosen == width).sum())
+            spent[pair.source] += pack * numbers
+            spent[pair.target] += unpack * numbers
+    return spent
+
+
+def time_codec(
+    widths: Sequence[int], dim: int, device: torch.device | str, backend: str
+) -> dict[int, tuple[float, float]]:
+    """Width to nanoseconds per number packed and per number unpacked, for rows of ``dim`` numbers."""
+    rows = torch.randn(_ROWS, dim, generator=torch.Generator().manual_seed(0)).to(device)
+    index, out = torch.arange(_ROWS, device=device), torch.empty_like(rows)
+
+    def least_ns(work: object) -> float:
+        seconds = []
+        for _ in range(_REPEATS + 1):  # the first compiles
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            began = time.perf_counter()
+            work()  # type: ignore[operator]
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            seconds.append(time.perf_counter() - began)
+        return 1e9 * min(seconds[1:]) / (_ROWS * dim)
+
+    result = {}
+    for width in widths:
+        wire = pack_rows(rows, index, width, 0, backend=backend).reshape(_ROWS, row_bytes(dim, width))
+        result[width] = (
+            least_ns(lambda width=width: pack_rows(rows, index, width, 0, backend=backend)),
+            least_ns(lambda wire=wire, width=width: unpack_rows(wire, index, out, width, backend=backend)),
+        )
+    return result
