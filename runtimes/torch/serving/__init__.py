@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         microbatch_rows,
     )
     from qsync_opt.runtimes.torch.serving.profiling import (
-        process_kib,
+        process_memory,
         profile_serving,
         random_state,
         serve_model,
@@ -73,7 +73,7 @@ __all__ = [
     "Tokenizer", "Update", "WeightSource", "Workers", "bind", "check_plan", "choose", "config_from_json", "describe",
     "export_llama_cpp", "export_vllm", "generate", "generate_here", "group_names", "linear", "load_test",
     "load_tokenizer", "make_app", "measure_batches", "measure_harm", "measure_plan", "metrics_text", "microbatch_rows",
-    "open_model", "output_divergence", "pack", "pages_of", "percentiles", "process_kib", "profile_serving",
+    "open_model", "output_divergence", "pack", "pages_of", "percentiles", "process_memory", "profile_serving",
     "random_state", "read_ask", "read_config", "run_serving_demo", "sample_config", "scheme_bits", "serve",
     "serve_model", "serve_quietly", "start_engine", "start_stages", "steady_allocator", "uniform_plan", "unpack",
     "write_sample",
