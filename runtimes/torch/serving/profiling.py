@@ -47,7 +47,8 @@ _DECODE_PASSES = 8
 """Passes of decoding for one of prefilling."""
 _LONG_TOKENS = 256
 """Prompts from which on two lengths are measured."""
-_KEPT_BYTES = 4 << 20
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": 32 << 20, "MALLOC_TRIM_THRESHOLD_": 64 << 20}
+"""Bytes that glibc takes from the system one by one, and that it keeps: what both become by themselves sooner or later."""
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
 _LINK_PASSES = 60
@@ -350,13 +351,12 @@ def _pass_s(workers: Workers, cell: _Cell) -> float:
 
 @contextlib.contextmanager
 def steady_allocator() -> Iterator[None]:
-    """Processes that start within give freed memory back soon, so that what they hold can be predicted.
+    """Processes that start within use memory as those do that have run for long, so that what they hold can be predicted.
 
-    By itself glibc keeps up to 64 MiB, or nothing, as the order of requests has it. Other C libraries take no notice.
+    By itself glibc raises its thresholds as the order of requests has it. Other C libraries take no notice.
     """
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(_KEPT_BYTES)))
+    before = {name: os.environ.get(name) for name in _ALLOCATOR}
+    os.environ.update({name: str(value) for name, value in _ALLOCATOR.items()})
     try:
         yield
     finally:
@@ -416,5 +416,5 @@ def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int =
     cache = small.layers // 2 * workload.prompts * small.cache_bytes(workload.prompt_tokens + new_tokens)
     rows = tuple(-(-workload.prompts // count) for count in counts)
     lengths = tuple(sorted({1, workload.prompt_tokens}))
-    more = tuple((0, peak - peaks[0])[-len(lengths) :] for peak in peaks)
+    more = tuple((0, max(peak - peaks[0], 0))[-len(lengths) :] for peak in peaks)
     return peaks[0] - (weights + cache) // _KIB, Table(rows=rows, lengths=lengths, values=more)
