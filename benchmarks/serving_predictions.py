@@ -49,7 +49,9 @@ def one_round(model: str, label: str, number: int) -> list[dict[str, Any]]:
             f"{label} {number}: {measured.label}: "
             + ", ".join(f"{phase} {expected[phase]:.0f} predicted, {actual[phase]:.0f} measured" for phase in PHASES)
             + "; memory "
-            + ", ".join(f"{s['memory_kib']['predicted'] / s['memory_kib']['measured'] - 1:+.1%}" for s in record["stages"]),
+            + ", ".join(
+                f"{s['memory_kib']['predicted'] / s['memory_kib']['measured'] - 1:+.1%}" for s in record["stages"]
+            ),
             flush=True,
         )
         records.append(record)
@@ -93,7 +95,9 @@ def asked(label: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Run all models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", default=[], help="a model folder or .gguf file, beside the made one")
+    parser.add_argument(
+        "--model", action="append", default=[], help="a model folder or .gguf file, beside the made one"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "serving-predictions.json"))
     options = parser.parse_args()

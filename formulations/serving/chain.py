@@ -182,7 +182,7 @@ def _least_before(x_NG: Array, type_N: NDArray[np.intp], ranges_T: Sequence[_Ran
 
 
 def _ranges(low_G: NDArray[np.intp]) -> _Ranges | None:
-    """By the power of two that two parts of a range have: its ends, and where both parts begin; None if all begin at 0."""
+    """By the length of two parts of a range, 1, 2, 4, ...: ends, and where both begin; None if all begin at 0."""
     if low_G[-1] == 0:
         return None
     length_G, size, result = np.arange(len(low_G)) - low_G, 1, []

@@ -48,7 +48,7 @@ _DECODE_PASSES = 8
 _LONG_TOKENS = 256
 """Prompts from which on two lengths are measured."""
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": 32 << 20, "MALLOC_TRIM_THRESHOLD_": 64 << 20}
-"""Bytes that glibc takes from the system one by one, and that it keeps: what both become by themselves sooner or later."""
+"""Bytes from which glibc asks the system for each block, and that it keeps: what both become by themselves in time."""
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
 _LINK_PASSES = 60
@@ -351,7 +351,7 @@ def _pass_s(workers: Workers, cell: _Cell) -> float:
 
 @contextlib.contextmanager
 def steady_allocator() -> Iterator[None]:
-    """Processes that start within use memory as those do that have run for long, so that what they hold can be predicted.
+    """Processes that start within use memory as those do that ran for long, so that what they hold can be predicted.
 
     By itself glibc raises its thresholds as the order of requests has it. Other C libraries take no notice.
     """

@@ -1,19 +1,20 @@
-"""Harm of weight schemes by group: the divergence of the next token's distribution that rounding causes, to second order.
+"""Harm of weight schemes by group: how far rounding moves the next token's distribution, to second order.
 
-With p the distribution of the token after each position, and d what rounding a group's weights adds to its outputs, the
-Kullback-Leibler divergence is half of E[(g . d)^2], where g is the gradient of log p(y) with respect to these outputs
-for tokens y that are drawn from p: the outputs' Fisher information, through all that follows. g is shared by all schemes,
-and d takes one pass through the rounded group, on the inputs that the whole model gives it. What rounding adds to the
-outputs alone, tr(dW S dW^T) with second moments S of the inputs, says nothing of what the rest of the model makes of it.
+With p the distribution of the token after each position, and d what rounding a group's weights adds to its outputs,
+the Kullback-Leibler divergence is half of E[(g . d)^2], where g is the gradient of log p(y) with respect to these
+outputs for tokens y that are drawn from p: the outputs' Fisher information, through all that follows. All schemes
+share g, and d takes one pass through the rounded group, on the inputs that the whole model gives it. What rounding adds
+to the outputs alone, tr(dW S dW^T) with second moments S of the inputs, says nothing of what the rest makes of it.
 
 `output_divergence` measures the same without the second order: passes through the model with one group rounded.
 
-Source: ours; the Fisher information in place of a Hessian is that of Martens and Grosse (ICML 2015). LLM-PQ (PPoPP 2024)
+Source: ours; the Fisher information in place of a Hessian is that of Martens and Grosse (ICML 2015). LLM-PQ (2024)
 takes the squared step times the variance of the inputs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def measure_harm(
         with torch.no_grad():
             changes = [
                 torch.stack([rounded[s][g](x.detach(), layout) - y.detach() for s in schemes])
-                for g, (x, y) in enumerate(zip(hidden, hidden[1:], strict=False))
+                for g, (x, y) in enumerate(itertools.pairwise(hidden))
             ]
             probabilities = scores.detach().softmax(-1)
         for _ in range(draws):
@@ -111,7 +112,7 @@ def output_divergence(
     *,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """By group: the mean Kullback-Leibler divergence, in nats, of the token after each position, with that group rounded.
+    """By group: the mean Kullback-Leibler divergence, in nats, of the token after each position if it is rounded.
 
     Args:
         model: A model folder, a ``.gguf`` file, or a configuration with weights.

@@ -28,7 +28,6 @@ from qsync_opt.runtimes.torch.serving.steps import Step
 from qsync_opt.runtimes.torch.serving.weights import open_model
 from qsync_opt.serving import Plan
 
-
 _SENDS = 4
 """Passes that the next stage may be behind."""
 

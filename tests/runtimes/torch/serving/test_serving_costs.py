@@ -20,7 +20,6 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     run_serving_demo,
     sample_config,
     serve_model,
-    unpack,
     write_sample,
 )
 from qsync_opt.serving import ServeWorkload, ServingDevice, Stage, plan_serving  # noqa: E402
