@@ -8,6 +8,7 @@ allows: memory has a price, and this limit besides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -84,6 +85,9 @@ class Region:
     allowed_GS: NDArray[np.bool_]
 
 
+_Ranges = list[tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]]
+
+
 def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float, Draft | None]:
     """The least priced cost within a region, without constants, and a draft that has it; infinite if there is none."""
     groups = tables.groups
@@ -100,6 +104,7 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
     use_T = -prices.memory_T * tables.limit_T
     link_TT = (tables.link_TT2 * weights[:, None, :]).sum(-1)
     earliest_TG = _earliest(tables, region)
+    ranges_T = [_ranges(low_G) for low_G in earliest_TG]
     levels = _levels(tuple(map(int, tables.count_T)), region.prefix, region.closed)
     entries: list[Array] = []
     values: list[Array] = []
@@ -115,7 +120,7 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
             link = link_TT[levels[depth - 1].last[sources], level.last[:, None]]
             entry = (values[-1][sources] + link[:, :, None]).min(1) + use_T[level.last][:, None]
         sums = sums_TG[level.last]
-        value = _least_before(entry - sums, level.last, earliest_TG) + sums
+        value = _least_before(entry - sums, level.last, ranges_T) + sums
         if depth + 1 >= len(region.prefix) and (not region.closed or depth + 1 == len(region.prefix)):
             ends = value[:, -1] + finish_T[level.last]
             if depth > 0:
@@ -157,23 +162,34 @@ def _earliest(tables: Tables, region: Region) -> NDArray[np.intp]:
     return np.searchsorted(sums, sums[None] - tables.limit_T[:, None], side="left")
 
 
-def _least_before(x_NG: Array, type_N: NDArray[np.intp], earliest_TG: NDArray[np.intp]) -> Array:
+def _least_before(x_NG: Array, type_N: NDArray[np.intp], ranges_T: Sequence[_Ranges | None]) -> Array:
     """The minimum of each row from the earliest begin that its type has for an end up to before that end."""
     result = np.full_like(x_NG, np.inf)
     for t in np.unique(type_N):
-        rows, low_G = np.flatnonzero(type_N == t), earliest_TG[t]
-        if low_G[-1] == 0:
+        rows, ranges = np.flatnonzero(type_N == t), ranges_T[t]
+        if ranges is None:
             result[rows, 1:] = np.minimum.accumulate(x_NG[rows, :-1], axis=1)
             continue
         # Minima of 1, 2, 4, ... neighbours; two of them that overlap cover a range.
-        part, whole = x_NG[rows], np.full((len(rows), x_NG.shape[1]), np.inf)
-        length_G, size = np.arange(len(low_G)) - low_G, 1
-        while size <= length_G.max():
-            ends = np.flatnonzero((length_G >= size) & (length_G < 2 * size))
-            whole[:, ends] = np.minimum(part[:, low_G[ends]], part[:, ends - size])
-            part = np.minimum(part[:, :-size], part[:, size:])
-            size *= 2
+        part, whole, size = x_NG[rows], np.full((len(rows), x_NG.shape[1]), np.inf), 1
+        for k, (ends, begins, seconds) in enumerate(ranges):
+            if k:
+                part = np.minimum(part[:, :-size], part[:, size:])
+                size *= 2
+            whole[:, ends] = np.minimum(part[:, begins], part[:, seconds])
         result[rows] = whole
+    return result
+
+
+def _ranges(low_G: NDArray[np.intp]) -> _Ranges | None:
+    """By the length of two parts of a range, 1, 2, 4, ...: ends, and where both begin; None if all begin at 0."""
+    if low_G[-1] == 0:
+        return None
+    length_G, size, result = np.arange(len(low_G)) - low_G, 1, []
+    while size <= length_G.max():
+        ends = np.flatnonzero((length_G >= size) & (length_G < 2 * size))
+        result.append((ends, low_G[ends], ends - size))
+        size *= 2
     return result
 
 

@@ -5,7 +5,7 @@ many groups of each kind on a stage as of every other, in proportion, instead of
 dense simplex solves it in milliseconds. Its prices begin the bounds of `search` close to their optimum, and its numbers
 of groups by stage begin the local search; neither claims anything that is not checked there.
 
-Source: ours; the revised simplex method is textbook (Dantzig 1953).
+Source: ours; the simplex method is textbook (Dantzig 1953).
 """
 
 from __future__ import annotations
@@ -180,27 +180,30 @@ def _simplex(matrix: Array, right: Array, costs: Array) -> tuple[NDArray[np.intp
     """
     count, columns = matrix.shape
     basis = np.arange(columns - count, columns)
-    inverse, values = np.eye(count), right.copy()
+    # The rows in terms of the basis, right sides in the last column, reduced costs in the last row.
+    tableau = np.zeros((count + 1, columns + 1))
+    tableau[:-1, :-1], tableau[:-1, -1] = matrix, right
+    tableau[-1, :-1] = costs
+    tableau[-1] -= costs[basis] @ tableau[:-1]
+    reduced, values = tableau[-1, :-1], tableau[:-1, -1]
+    change, ratios = np.empty_like(tableau), np.empty(count)
     for _ in range(_MOST_PIVOTS):
-        reduced = costs - (costs[basis] @ inverse) @ matrix
         enter = int(reduced.argmin())
         if reduced[enter] >= -_TOLERANCE:
             break
-        direction = inverse @ matrix[:, enter]
-        positive = np.flatnonzero(direction > _TOLERANCE)
-        if not len(positive):
+        direction = tableau[:, enter].copy()
+        ratios.fill(np.inf)
+        np.divide(values, direction[:-1], out=ratios, where=direction[:-1] > _TOLERANCE)
+        leave = int(ratios.argmin())
+        if ratios[leave] == np.inf:
             break
-        leave = int(positive[(values[positive] / direction[positive]).argmin()])
-        step = values[leave] / direction[leave]
-        values -= step * direction
-        np.maximum(values, 0.0, out=values)
-        values[leave] = step
-        pivot = inverse[leave] / direction[leave]
+        tableau[leave] /= direction[leave]
         direction[leave] = 0.0
-        inverse -= direction[:, None] * pivot
-        inverse[leave] = pivot
+        np.multiply(direction[:, None], tableau[leave], out=change)
+        tableau -= change
+        np.maximum(values, 0.0, out=values)
         basis[leave] = enter
-    return basis, values, costs[basis] @ inverse
+    return basis, values, costs[columns - count :] - reduced[columns - count :]
 
 
 def _ends(groups_J: Array, groups: int) -> NDArray[np.intp]:

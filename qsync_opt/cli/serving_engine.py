@@ -120,7 +120,7 @@ def bench(
     new_tokens: Annotated[
         int | None, option("N", "new tokens of each prompt (default: the problem's, or 32)", min=2)
     ] = None,
-    rounds: Annotated[int, option("N", "batches; the fastest counts", min=1)] = 3,
+    rounds: Annotated[int, option("N", "batches; the median counts", min=1)] = 3,
     clients: Annotated[int, option("N", "clients of the load test over loopback; 0: none", min=0)] = 0,
     seconds: Annotated[float, option("S", "seconds of the load test")] = 30.0,
     context: Context = 1024,

@@ -17,8 +17,8 @@ HARM_FORMAT = "qsync-serving-harm/1"
 class Harm(Document):
     """Harm by group and scheme, measured on so many tokens of text.
 
-    ``measure`` says of what: ``"output error"`` is the mean square of what rounding changes in the outputs of a group's
-    products.
+    ``measure`` says of what: ``"divergence to second order"`` is about how far the next token's distribution moves if
+    that group is rounded, in nats for each token.
     """
 
     FORMAT: ClassVar = HARM_FORMAT

@@ -121,18 +121,22 @@ def _run(model: str, threads: tuple[int, ...], tell: Say) -> ServingDemo:
     if uniform.plan is not None:
         plans["planned, 8 bits everywhere"] = (uniform, uniform.plan)
     measured, predicted = [], []
+    by_name = dict(zip((d.name for d in devices), threads, strict=True))
     for label, (base, plan) in plans.items():
-        tell(f"serving: {label}")
-        by_name = dict(zip((d.name for d in devices), threads, strict=True))
+        expected = base.predict(plan)
+        tell(
+            f"serving: {label}; predicted are {expected.prefill_tokens_per_s:.0f} and "
+            f"{expected.decode_tokens_per_s or 0:.0f} tokens/s"
+        )
         measured.append(measure_plan(model, base, plan, by_name, label=label))
-        predicted.append(base.predict(plan))
+        predicted.append(expected)
     return ServingDemo(planned=planned, measured=tuple(measured), predicted=tuple(predicted))
 
 
 def measure_plan(
     model: str, planned: ServingPlan, plan: Plan, threads: Mapping[str, int], *, label: str = "planned"
 ) -> ServingMeasurement:
-    """Serve a plan's workload on this machine: the fastest of some rounds, and memory of each stage's process.
+    """Serve a plan's workload on this machine: the median of some rounds, and memory of each stage's process.
 
     Args:
         model: A model folder or a ``.gguf`` file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import statistics
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ def measure_batches(
     prefill: int | None = None,
     decode: int | None = None,
 ) -> dict[str, float]:
-    """Seconds and tokens per second of both phases, the fastest of some batches of random prompts.
+    """Seconds and tokens per second of both phases, the median of some batches of random prompts.
 
     Args:
         stages: They run nothing else.
@@ -38,7 +39,8 @@ def measure_batches(
     prefill, decode = prefill or prompts, decode or len(stages.plan.stages)
     generate(stages, batch, min(new_tokens, 3), prefill=prefill, decode=decode)
     runs = [generate(stages, batch, new_tokens, prefill=prefill, decode=decode) for _ in range(rounds)]
-    prefill_s, decode_s = min(run.prefill_s for run in runs), min(run.decode_s for run in runs)
+    prefill_s = statistics.median(run.prefill_s for run in runs)
+    decode_s = statistics.median(run.decode_s for run in runs)
     return {
         "prompts": prompts,
         "prompt_tokens": prompt_tokens,

@@ -1,15 +1,17 @@
 """Costs of a model's layers on this machine: random weights of its sizes, timed through the runtime itself.
 
-A layer's time is the difference between a model of several layers and one of a single layer; that of its attention the
-same with an MLP of next to no size. So what is measured is what serving does, passes and caches included.
+A few layers of every scheme run the passes of a workload in turn, and a clock around each group, around the head and
+around the whole pass says what each takes; what is left over is what a pass costs by itself. What passes between
+processes is measured on two stages that compute next to nothing, and memory on two stages of the model's matrix sizes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
+import itertools
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,23 +23,36 @@ import torch
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch
-from qsync_opt.runtimes.torch.serving.pipeline import Pipeline, generate_here
+from qsync_opt.runtimes.torch.serving.pipeline import Pipeline
 from qsync_opt.runtimes.torch.serving.stage import StageModel, group_names
+from qsync_opt.runtimes.torch.serving.steps import GREEDY, Step, pages_of
 from qsync_opt.runtimes.torch.serving.weights import StateSource, open_model
-from qsync_opt.serving import KINDS, PhaseCosts, Plan, ServeModel, ServeWorkload, ServingProfile, Stage, Table
+from qsync_opt.runtimes.torch.serving.workers import LocalWorkers, Workers
+from qsync_opt.serving import (
+    KINDS,
+    PhaseCosts,
+    Plan,
+    ServeModel,
+    ServeWorkload,
+    ServingProfile,
+    Stage,
+    Table,
+    default_microbatches,
+)
 
 _KIB = 1024
 _LAYERS = 4
-"""Layers of the larger of two models whose difference is timed."""
-_TINY_INNER = 32
-_DECODE_STEPS = 8
+"""Layers of the models that are timed, so many that their weights do not stay in the processor's nearest cache."""
+_DECODE_PASSES = 8
+"""Passes of decoding for one of prefilling."""
 _LONG_TOKENS = 256
 """Prompts from which on two lengths are measured."""
-_KEPT_BYTES = 4 << 20
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": 32 << 20, "MALLOC_TRIM_THRESHOLD_": 64 << 20}
+"""Bytes from which glibc asks the system for each block, and that it keeps: what both become by themselves in time."""
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
-_LINK_NS, _LINK_NS_PER_KIB = 150_000, 600.0
-"""A message between two processes of one machine over gloo: 0.15 ms and 1.7 GB/s."""
+_LINK_PASSES = 60
+"""Passes through two stages that compute next to nothing."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -111,8 +126,8 @@ def profile_serving(
         schemes: Weight schemes to measure.
         threads: Of a stage's process.
         dtype: Type of hidden states and caches.
-        repeats: The fastest of so many passes counts.
-        progress: Called before every measurement.
+        repeats: Times that every pass of prefilling is measured; of decoding, eight times as often. Medians count.
+        progress: Called before every round of passes.
 
     Returns:
         The profile. It holds for stages that are alone on their cores.
@@ -130,152 +145,218 @@ def profile_serving(
     else:
         config, label = open_model(model)[0], Path(model).name
     sizes = serve_model(config, label)
-    rows = sorted({1, max(workload.prompts // 4, 1), workload.prompts})
-    middle = workload.prompt_tokens + workload.new_tokens // 2
-    lengths, pasts = [workload.prompt_tokens], [middle]
-    if workload.prompt_tokens >= _LONG_TOKENS:
-        lengths, pasts = [workload.prompt_tokens // 4, *lengths], [middle // 4, *pasts]
+    base_kib, workspace = process_memory(sizes, workload, threads=threads)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _measured(
-            _Bench(config, dtype, repeats, rows, lengths, pasts), sizes, workload, name, schemes, threads, progress
-        )
+        bench = _Bench(config, workload, schemes, dtype)
+        for k in range(repeats):
+            if progress is not None:
+                progress(k, repeats, "passes")
+            bench.round()
+        link_ns, link_ns_per_kib = link_costs(config.hidden, workload, threads=threads)
     finally:
         torch.set_num_threads(before)
-
-
-class _Bench:
-    """Models of a configuration's layers, and the times of their passes."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        dtype: torch.dtype,
-        repeats: int,
-        rows: Sequence[int],
-        lengths: Sequence[int],
-        pasts: Sequence[int],
-    ) -> None:
-        self.config, self.dtype, self.repeats = config, dtype, repeats
-        self.rows, self.lengths, self.pasts = tuple(rows), tuple(lengths), tuple(pasts)
-
-    def stage(self, scheme: str, *, layers: int, tiny: bool) -> StageModel:
-        """A whole model of some layers, all of the first layer's kind."""
-        c = self.config
-        config = dataclasses.replace(
-            c,
-            layers=layers,
-            inner=_TINY_INNER if tiny else c.inner,
-            windows=c.windows[:1] * layers,
-            rotary=c.rotary[:1] * layers,
-            end_tokens=(),
-        )
-        state, names = random_state(config), group_names(layers)
-        source = StateSource(state)
-        return StageModel(
-            config, source, Stage(device="here", groups=names), dict.fromkeys(names, scheme), dtype=self.dtype
-        )
-
-    def seconds(self, stage: StageModel, rows: int, tokens: int, new: int) -> float:
-        """The fastest of some generations."""
-        prompts = [[1 + (row + t) % 7 for t in range(tokens)] for row in range(rows)]
-        best = float("inf")
-        for _ in range(self.repeats):
-            began = time.perf_counter()
-            generate_here([stage], prompts, new)
-            best = min(best, time.perf_counter() - began)
-        return best
-
-    def phases(self, stage: StageModel) -> tuple[list[list[float]], list[list[float]]]:
-        """Seconds of prefill by rows and prompt length, and of one decode step by rows and tokens in the cache."""
-        prefill = [[self.seconds(stage, rows, tokens, 1) for tokens in self.lengths] for rows in self.rows]
-        decode = []
-        for rows in self.rows:
-            line = []
-            for past in self.pasts:
-                short = self.seconds(stage, rows, past, 1)
-                line.append((self.seconds(stage, rows, past, 1 + _DECODE_STEPS) - short) / _DECODE_STEPS)
-            decode.append(line)
-        return prefill, decode
-
-    def table(self, seconds: Any, lengths: Sequence[int]) -> Table:
-        values = tuple(tuple(max(round(1e9 * value), 0) for value in line) for line in seconds)
-        return Table(rows=self.rows, lengths=tuple(lengths), values=values)
-
-    def costs(self, phases: Sequence[Any]) -> PhaseCosts:
-        return PhaseCosts(prefill=self.table(phases[0], self.lengths), decode=self.table(phases[1], self.pasts))
-
-
-def _measured(
-    bench: _Bench,
-    model: ServeModel,
-    workload: ServeWorkload,
-    name: str,
-    schemes: Sequence[str],
-    threads: int,
-    progress: Progress | None,
-) -> ServingProfile:
-    weights: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-    costs: dict[str, dict[str, PhaseCosts]] = {kind: {} for kind in KINDS}
-    last: Any = None
-    for done, scheme in enumerate(schemes):
-        if progress is not None:
-            progress(done, len(schemes), scheme)
-        many, one = bench.stage(scheme, layers=_LAYERS, tiny=False), bench.stage(scheme, layers=1, tiny=False)
-        source = StateSource(random_state(one.config))
-        for kind in KINDS:
-            inner = f"0.{kind}"
-            alone = StageModel(
-                bench.config, source, Stage(device="here", groups=(inner,)), {inner: scheme}, dtype=bench.dtype
-            )
-            # The first group brings the embedding; the rest is its own.
-            ends = one.config.vocabulary * one.config.hidden * bench.dtype.itemsize if alone.first else 0
-            weights[kind][scheme] = -(-(alone.bytes - ends) // _KIB)
-        whole = [torch.tensor(phase) for phase in bench.phases(many)]
-        single = [torch.tensor(phase) for phase in bench.phases(one)]
-        del many
-        layer = [(a - b).clamp_min(0) / (_LAYERS - 1) for a, b in zip(whole, single, strict=True)]
-        slim = [torch.tensor(p) for p in bench.phases(bench.stage(scheme, layers=_LAYERS, tiny=True))]
-        slim_one = [torch.tensor(p) for p in bench.phases(bench.stage(scheme, layers=1, tiny=True))]
-        attention = [(a - b).clamp_min(0) / (_LAYERS - 1) for a, b in zip(slim, slim_one, strict=True)]
-        attention = [torch.minimum(a, b) for a, b in zip(attention, layer, strict=True)]
-        costs["attn"][scheme] = bench.costs([a.tolist() for a in attention])
-        costs["mlp"][scheme] = bench.costs([(b - a).tolist() for a, b in zip(attention, layer, strict=True)])
-        ends_s = [(a - b).clamp_min(0) for a, b in zip(single, layer, strict=True)]
-        last = ends_s if last is None else [torch.minimum(a, b) for a, b in zip(last, ends_s, strict=True)]
-        gc.collect()
-    nothing = Table(rows=(1,), lengths=(1,), values=((0,),))
-    end_kib = -(-model.vocabulary * model.hidden * bench.dtype.itemsize // _KIB)
+    end_kib = -(-sizes.vocabulary * sizes.hidden * dtype.itemsize // _KIB)
+    scores_kib = -(-workload.prompts * sizes.vocabulary * dtype.itemsize // _KIB)
     return ServingProfile(
         name=name,
         source="measured",
-        model=model,
+        model=sizes,
         threads=threads,
-        base_kib=process_kib(model, workload, threads=threads),
+        base_kib=base_kib,
         load_kib=0,
-        cache_bytes_per_number=bench.dtype.itemsize,
-        weights_kib=weights,
-        costs=costs,
-        workspace=nothing,
+        cache_bytes_per_number=dtype.itemsize,
+        weights_kib={kind: {s: bench.weights_kib(kind, s) for s in schemes} for kind in KINDS},
+        costs={kind: {s: bench.costs(kind, s) for s in schemes} for kind in KINDS},
+        workspace=workspace,
         first_kib=end_kib,
-        last_kib=end_kib,
-        first=PhaseCosts(prefill=nothing, decode=nothing),
-        last=bench.costs([phase.tolist() for phase in last]),
-        link_ns=_LINK_NS,
-        link_ns_per_kib=_LINK_NS_PER_KIB,
+        last_kib=end_kib + scores_kib,
+        first=bench.costs("pass"),
+        last=bench.costs("head"),
+        link_ns=link_ns,
+        link_ns_per_kib=link_ns_per_kib,
     )
+
+
+class _Clock:
+    """Something that is called, with the seconds of each call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.seconds: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = self._call(*arguments)
+        self.seconds.append(time.perf_counter() - began)
+        return result
+
+    def taken(self) -> float:
+        """Seconds of all calls since the last time."""
+        total, self.seconds = sum(self.seconds), []
+        return total
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cell:
+    """Rows of a micro-batch, and a length: of the prompts, or of what is cached while decoding."""
+
+    rows: int
+    length: int
+    decodes: bool
+
+    def step(self) -> Step:
+        """The pass."""
+        start, count = (self.length, 1) if self.decodes else (0, self.length)
+        pages = pages_of(start + count)
+        return Step(
+            number=0,
+            tokens=tuple(tuple(1 + (row + t) % 7 for t in range(count)) for row in range(self.rows)),
+            starts=(start,) * self.rows,
+            pages=tuple(tuple(range(1 + row * pages, 1 + (row + 1) * pages)) for row in range(self.rows)),
+            choices=(GREEDY,) * self.rows,
+        )
+
+
+class _Bench:
+    """Models of a few layers, one for each scheme, and the seconds of the parts of their passes."""
+
+    def __init__(
+        self, config: DecoderConfig, workload: ServeWorkload, schemes: Sequence[str], dtype: torch.dtype
+    ) -> None:
+        self._schemes = tuple(schemes)
+        middle = workload.prompt_tokens + workload.new_tokens // 2
+        lengths = {False: [workload.prompt_tokens], True: [middle]}
+        if workload.prompt_tokens >= _LONG_TOKENS:
+            lengths = {decodes: [longest[0] // 4, *longest] for decodes, longest in lengths.items()}
+        # Every micro-batch that is planned with by default, so that nothing has to be interpolated.
+        parts = {part for option in default_microbatches(workload.prompts) for part in (option.prefill, option.decode)}
+        self._rows = sorted({-(-workload.prompts // part) for part in parts})
+        self._lengths = lengths
+        self._cells = [_Cell(r, n, d) for d, line in lengths.items() for n in line for r in self._rows]
+        few = dataclasses.replace(
+            config,
+            layers=_LAYERS,
+            windows=config.windows[:1] * _LAYERS,
+            rotary=config.rotary[:1] * _LAYERS,
+            end_tokens=(),
+        )
+        source, names = StateSource(random_state(few)), group_names(_LAYERS)
+        whole = Stage(device="here", groups=names)
+        self._stages = {s: StageModel(few, source, whole, dict.fromkeys(names, s), dtype=dtype) for s in schemes}
+        for stage in self._stages.values():
+            stage.reserve(1 + workload.prompts * pages_of(middle + 1))
+        self._clocks: dict[str, dict[str, list[_Clock]]] = {}
+        for scheme, stage in self._stages.items():
+            groups: Any = stage.groups
+            groups[:] = [_Clock(group) for group in groups]
+            scores: Any = _Clock(stage.scores)
+            stage.scores = scores  # type: ignore[method-assign]
+            self._clocks[scheme] = {"attn": groups[0::2], "mlp": groups[1::2], "head": [scores]}
+        self._seconds: dict[tuple[str, str, _Cell], list[float]] = {}
+        for stage in self._stages.values():
+            for cell in self._cells:
+                stage.run(cell.step())  # the first pass of a shape takes longer
+        self._forget()
+
+    def _forget(self) -> None:
+        for clocks in self._clocks.values():
+            for clock in itertools.chain.from_iterable(clocks.values()):
+                clock.taken()
+
+    def weights_kib(self, kind: str, scheme: str) -> int:
+        """Memory of a group's weights."""
+        group = self._stages[scheme].groups[KINDS.index(kind)]
+        return -(-group.bytes // _KIB)
+
+    def round(self) -> None:
+        """Every pass of every scheme in turn: a machine that is slower for a while is so for all of them."""
+        for cell, scheme in itertools.product(self._cells, self._schemes):
+            for _ in range(_DECODE_PASSES if cell.decodes else 1):
+                self._pass(cell, scheme)
+
+    def _pass(self, cell: _Cell, scheme: str) -> None:
+        step = cell.step()
+        began = time.perf_counter()
+        self._stages[scheme].run(step).tolist()
+        left = time.perf_counter() - began
+        for part, clocks in self._clocks[scheme].items():
+            taken = [clock.taken() for clock in clocks]
+            self._seconds.setdefault((part, scheme, cell), []).extend(taken)
+            left -= sum(taken)
+        self._seconds.setdefault(("pass", scheme, cell), []).append(left)
+
+    def costs(self, part: str, scheme: str | None = None) -> PhaseCosts:
+        """Medians of one part's times, over one scheme or all of them."""
+        schemes = self._schemes if scheme is None else (scheme,)
+
+        def table(decodes: bool) -> Table:
+            def ns(rows: int, length: int) -> int:
+                cell = _Cell(rows, length, decodes)
+                return round(1e9 * statistics.median(s for x in schemes for s in self._seconds[part, x, cell]))
+
+            lengths = self._lengths[decodes]
+            values = tuple(tuple(ns(rows, length) for length in lengths) for rows in self._rows)
+            return Table(rows=tuple(self._rows), lengths=tuple(lengths), values=values)
+
+        return PhaseCosts(prefill=table(False), decode=table(True))
+
+
+def link_costs(hidden: int, workload: ServeWorkload, *, threads: int = 1) -> tuple[int, float]:
+    """What a stage has beside its computation where there are several: nanoseconds of a pass, and per KiB of it.
+
+    Two stages of a model of next to no size but in the width of its hidden states run a pass at a time. What that takes
+    longer than in one process, on the way to the second stage and back, is shared by the two.
+
+    Raises:
+        StageError: A process could not start.
+    """
+    from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
+
+    config = sample_config(layers=2, hidden=hidden, inner=32, heads=1, kv_heads=1, vocabulary=64)
+    config["head_dim"] = 16
+    names = group_names(2)
+    parts = (names[:2], names[2:])
+    plan = Plan(
+        microbatch=0,
+        stages=tuple(Stage(device=str(j), groups=part) for j, part in enumerate(parts)),
+        schemes=dict.fromkeys(names, "W32"),
+    )
+    cells = _Cell(1, 1, True), _Cell(workload.prompts, workload.prompt_tokens, False)
+    with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
+        write_sample(folder, config)
+        with Pipeline(folder, plan, threads=[threads] * 2) as pipeline:
+            alone = LocalWorkers([StageModel(*open_model(folder), Stage(device="here", groups=names), plan.schemes)])
+            extra = [_pass_s(pipeline, cell) - _pass_s(alone, cell) for cell in cells]
+    kib = cells[1].rows * cells[1].length * hidden * 4 / _KIB
+    small, large = (max(seconds, 0.0) * 1e9 / 2 for seconds in extra)
+    return round(small), max(large - small, 0.0) / kib
+
+
+def _pass_s(workers: Workers, cell: _Cell) -> float:
+    """The median time of one pass after another."""
+    workers.reserve(1 + cell.rows * pages_of(cell.length + 1))
+    seconds, step = [], cell.step()
+    for _ in range(_LINK_PASSES if cell.decodes else _LINK_PASSES // 10):
+        began = time.perf_counter()
+        workers.submit(step)
+        workers.result()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 @contextlib.contextmanager
 def steady_allocator() -> Iterator[None]:
-    """Processes that start within give freed memory back soon, so that what they hold can be predicted.
+    """Processes that start within use memory as those do that ran for long, so that what they hold can be predicted.
 
-    By itself glibc keeps up to 64 MiB, or nothing, as the order of requests has it. Other C libraries take no notice.
+    By itself glibc raises its thresholds as the order of requests has it. Other C libraries take no notice.
     """
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(_KEPT_BYTES)))
+    before = {name: os.environ.get(name) for name in _ALLOCATOR}
+    os.environ.update({name: str(value) for name, value in _ALLOCATOR.items()})
     try:
         yield
     finally:
@@ -286,11 +367,15 @@ def steady_allocator() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def process_kib(model: ServeModel, workload: ServeWorkload, *, threads: int = 1) -> int:
-    """Memory that a stage's process holds beside weights, caches and ends, in KiB, as measured on two stages.
+def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int = 1) -> tuple[int, Table]:
+    """Memory that a stage's process holds beside weights, caches and ends, as measured on two stages.
 
-    They serve a workload with a Llama of the model's matrix sizes, but of few layers and a small vocabulary. What the
-    allocator keeps of loading and of passes is part of it, so that a profile needs no further allowance.
+    They prefill a workload's prompts in micro-batches of more and more rows, with a Llama of the model's matrix sizes,
+    but of few layers and a small vocabulary. What the allocator keeps of loading and of passes is part of it, so that a
+    profile needs no further allowance.
+
+    Returns:
+        KiB of the process with the smallest micro-batches, and what it has more by their rows.
 
     Raises:
         StageError: A process could not start.
@@ -314,14 +399,22 @@ def process_kib(model: ServeModel, workload: ServeWorkload, *, threads: int = 1)
         stages=tuple(Stage(device=str(j), groups=part) for j, part in enumerate(parts)),
         schemes=dict.fromkeys(names, "W8"),
     )
-    prompts = [[1] * workload.prompt_tokens] * workload.prompts
+    prompts, new_tokens = [[1] * workload.prompt_tokens] * workload.prompts, min(workload.new_tokens, 8)
+    counts = sorted({option.prefill for option in default_microbatches(workload.prompts)}, reverse=True)
+    peaks = []
     with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
         write_sample(folder, config)
         with steady_allocator():
             pipeline = Pipeline(folder, plan, threads=[threads] * 2)
-        with pipeline, MemoryWatch(pipeline.pids) as watch:
-            for _ in range(3):
-                pipeline.generate(prompts, min(workload.new_tokens, 8), prefill=1)
+        with pipeline:
+            for count in counts:
+                with MemoryWatch(pipeline.pids) as watch:
+                    for _ in range(3):
+                        pipeline.generate(prompts, new_tokens, prefill=count)
+                peaks.append(max(watch.peaks_kib.values()))
         weights = max(pipeline.weight_bytes)
-    cache = small.layers // 2 * workload.prompts * small.cache_bytes(workload.prompt_tokens + 8)
-    return max(watch.peaks_kib.values()) - (weights + cache) // _KIB
+    cache = small.layers // 2 * workload.prompts * small.cache_bytes(workload.prompt_tokens + new_tokens)
+    rows = tuple(-(-workload.prompts // count) for count in counts)
+    lengths = tuple(sorted({1, workload.prompt_tokens}))
+    more = tuple((0, max(peak - peaks[0], 0))[-len(lengths) :] for peak in peaks)
+    return peaks[0] - (weights + cache) // _KIB, Table(rows=rows, lengths=lengths, values=more)

@@ -1,51 +1,38 @@
-"""Harm of weight schemes by group: what rounding changes in the outputs of a group's products, on a few hundred tokens.
+"""Harm of weight schemes by group: how far rounding moves the next token's distribution, to second order.
 
-For a matrix W that becomes W + dW, and inputs x with second moments S = E[x x^T], the outputs change by
-E[|dW x|^2] = tr(dW S dW^T). That is divided by E[|W x|^2], and weighed by what the group adds to the hidden states: the
-mean of |added|^2 / |after|^2 over tokens, but for the first of each piece, on which outliers gather.
+With p the distribution of the token after each position, and d what rounding a group's weights adds to its outputs,
+the Kullback-Leibler divergence is half of E[(g . d)^2], where g is the gradient of log p(y) with respect to these
+outputs for tokens y that are drawn from p: the outputs' Fisher information, through all that follows. All schemes
+share g, and d takes one pass through the rounded group, on the inputs that the whole model gives it. What rounding adds
+to the outputs alone, tr(dW S dW^T) with second moments S of the inputs, says nothing of what the rest makes of it.
 
-`output_divergence` measures what the indicator stands for: the Kullback-Leibler divergence of the next token's
-distribution with one group rounded.
+`output_divergence` measures the same without the second order: passes through the model with one group rounded.
 
-Source: ours; LLM-PQ (PPoPP 2024) takes the variance of x for S, without the mean and the correlations. The second
-moments are those of GPTQ (ICLR 2023).
+Source: ours; the Fisher information in place of a Hessian is that of Martens and Grosse (ICML 2015). LLM-PQ (2024)
+takes the squared step times the variance of the inputs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
-from qsync_opt.runtimes.torch.serving.packing import unpack
-from qsync_opt.runtimes.torch.serving.pipeline import generate_here
-from qsync_opt.runtimes.torch.serving.stage import StageModel, group_names
+from qsync_opt.runtimes.torch.serving.stage import StageModel, check_prompts, group_names
+from qsync_opt.runtimes.torch.serving.steps import GREEDY, Layout, Step, pages_of
 from qsync_opt.runtimes.torch.serving.weights import WeightSource, open_model
 from qsync_opt.serving import Harm, Stage
 
-_MATRICES = {"attn": ("qkv", "out"), "mlp": ("gate_up", "down")}
+_DRAWS = 8
+"""Draws of the tokens after a piece of text."""
+_WHOLE = "W32"
 Progress = Callable[[int, int, str], None]
-
-
-class _Products(torch.overrides.TorchFunctionMode):
-    """Calls a function with the input and the output of every ``F.linear`` within, in turn."""
-
-    def __init__(self, seen: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
-        super().__init__()
-        self._seen, self._count = seen, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear:
-            self._seen(self._count, args[0], result)
-            self._count += 1
-        return result
 
 
 def measure_harm(
@@ -54,16 +41,22 @@ def measure_harm(
     schemes: Sequence[str] = ("W4", "W8"),
     *,
     name: str | None = None,
+    draws: int = _DRAWS,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> Harm:
-    """The indicator of every group and scheme of a model.
+    """The indicator of every group and scheme of a model, in nats for each token.
+
+    It holds the model in 32 bits and in every scheme, and takes one pass forward and ``draws`` backward for each piece.
 
     Args:
         model: A model folder, a ``.gguf`` file, or a configuration with weights.
         prompts: Token numbers of text, a few hundred in all, in pieces of one length.
         schemes: Weight schemes; ``"W32"`` has the harm 0.
         name: Of the model.
-        progress: Called before every group.
+        draws: Draws of the tokens that follow; the relative error is about sqrt(2 / (draws * pieces)).
+        seed: Of the draws.
+        progress: Called before every piece of text.
 
     Raises:
         ProblemError: The prompts are empty, of unlike lengths, or not this model's tokens; or an output is no number.
@@ -71,34 +64,45 @@ def measure_harm(
 
     Source: ours; see the module.
     """
+    if draws < 1:
+        raise ProblemError(f"draws is {draws}, but it must be at least 1")
     config, source = model if isinstance(model, tuple) else open_model(model)
     label = name or (Path(model).name if isinstance(model, str | Path) else config.kind)
-    _check(prompts)
-    whole = _stage(config, source, {})
+    _check(config, prompts)
     names = group_names(config.layers)
-    moments, shares = _moments(whole, prompts, 2 * len(names))
-    result: dict[str, dict[str, float]] = {}
-    for k, group in enumerate(names):
+    whole = _stage(config, source, _WHOLE)
+    rounded = {s: _stage(config, source, s).groups for s in schemes}
+    _reserve([whole.groups, *rounded.values()], len(prompts[0]))
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(len(names), len(schemes), dtype=torch.float64)
+    for k, prompt in enumerate(prompts):
         if progress is not None:
-            progress(k, len(names), group)
-        kind = group.partition(".")[2]
-        plain = _weights(whole.groups[k], kind)
-        result[group] = {}
-        for scheme in schemes:
-            rounded = StageModel(config, source, Stage(device="here", groups=(group,)), {group: scheme}).groups[0]
-            harm = 0.0
-            for number, (before, after) in enumerate(zip(plain, _weights(rounded, kind), strict=True)):
-                second = moments[2 * k + number]
-                change = after - before
-                harm += float(((change @ second) * change).sum() / ((before @ second) * before).sum().clamp_min(1e-30))
-            harm *= shares[k]
+            progress(k, len(prompts), f"piece {k}")
+        layout = _layout(prompt)
+        hidden, scores = _forward(whole, layout)
+        with torch.no_grad():
+            changes = [
+                torch.stack([rounded[s][g](x.detach(), layout) - y.detach() for s in schemes])
+                for g, (x, y) in enumerate(itertools.pairwise(hidden))
+            ]
+            probabilities = scores.detach().softmax(-1)
+        for _ in range(draws):
+            drawn = torch.multinomial(probabilities, 1, generator=generator)
+            score = torch.zeros_like(probabilities).scatter_(1, drawn, 1.0) - probabilities
+            gradients = torch.autograd.grad(scores, hidden[1:], score, retain_graph=True)
+            slopes = [(change * g).flatten(1).double().sum(1) for change, g in zip(changes, gradients, strict=True)]
+            total += torch.stack(slopes).square()
+    harms = total / (2 * draws * sum(map(len, prompts)))
+    result: dict[str, dict[str, float]] = {}
+    for group, values in zip(names, harms.tolist(), strict=True):
+        result[group] = dict(zip(schemes, values, strict=True))
+        for scheme, harm in result[group].items():
             if not math.isfinite(harm):
                 raise ProblemError(
                     f"the harm of group {group!r} in scheme {scheme!r} is {harm}: the model's outputs are no numbers; "
                     "check its weights"
                 )
-            result[group][scheme] = harm
-    return Harm(model=label, measure="output error", tokens=sum(map(len, prompts)), groups=result)
+    return Harm(model=label, measure="divergence to second order", tokens=sum(map(len, prompts)), groups=result)
 
 
 def output_divergence(
@@ -108,13 +112,13 @@ def output_divergence(
     *,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """By group: the mean Kullback-Leibler divergence, in nats, of the token after each prompt, with that group rounded.
+    """By group: the mean Kullback-Leibler divergence, in nats, of the token after each position if it is rounded.
 
     Args:
         model: A model folder, a ``.gguf`` file, or a configuration with weights.
-        prompts: Token numbers of text, in pieces of one length; more pieces, less noise.
+        prompts: Token numbers of text, in pieces of one length; more tokens, less noise.
         scheme: Of the one group; all others are in 32 bits.
-        progress: Called before every group.
+        progress: Called before every piece of text.
 
     Raises:
         ProblemError: The prompts are empty, of unlike lengths, or not this model's tokens.
@@ -123,82 +127,65 @@ def output_divergence(
     Source: ours.
     """
     config, source = model if isinstance(model, tuple) else open_model(model)
-    _check(prompts)
-    whole = _stage(config, source, {})
-    expected = _log_probabilities(whole, prompts)
-    result = {}
+    _check(config, prompts)
     names = group_names(config.layers)
-    for k, group in enumerate(names):
+    whole, rounded = _stage(config, source, _WHOLE), _stage(config, source, scheme).groups
+    _reserve([whole.groups, rounded], len(prompts[0]))
+    total = dict.fromkeys(names, 0.0)
+    for k, prompt in enumerate(prompts):
         if progress is not None:
-            progress(k, len(names), group)
-        kept = whole.groups[k]
-        whole.groups[k] = StageModel(config, source, Stage(device="here", groups=(group,)), {group: scheme}).groups[0]
-        actual = _log_probabilities(whole, prompts)
-        whole.groups[k] = kept
-        result[group] = float((expected.exp() * (expected - actual)).sum(-1).mean().clamp_min(0))
-    return result
+            progress(k, len(prompts), f"piece {k}")
+        layout = _layout(prompt)
+        with torch.no_grad():
+            inputs = list(_hidden(whole, layout))
+            expected = whole.scores(inputs[-1]).double().log_softmax(-1)
+            for g, name in enumerate(names):
+                x = rounded[g](inputs[g], layout)
+                for group in whole.groups[g + 1 :]:
+                    x = group(x, layout)
+                actual = whole.scores(x).double().log_softmax(-1)
+                total[name] += float((expected.exp() * (expected - actual)).sum().clamp_min(0))
+    return {name: value / sum(map(len, prompts)) for name, value in total.items()}
 
 
-def _check(prompts: Sequence[Sequence[int]]) -> None:
+def _check(config: DecoderConfig, prompts: Sequence[Sequence[int]]) -> None:
     if not prompts or len({len(prompt) for prompt in prompts}) != 1:
         raise ProblemError("prompts must be pieces of text of one length, at least one")
+    check_prompts(prompts, config.vocabulary)
 
 
-def _stage(config: DecoderConfig, source: WeightSource, schemes: dict[str, str]) -> StageModel:
+def _stage(config: DecoderConfig, source: WeightSource, scheme: str) -> StageModel:
     names = group_names(config.layers)
-    every = {**dict.fromkeys(names, "W32"), **schemes}
-    return StageModel(config, source, Stage(device="here", groups=names), every)
+    return StageModel(config, source, Stage(device="here", groups=names), dict.fromkeys(names, scheme))
 
 
-def _weights(group: Attention | Mlp, kind: str) -> list[torch.Tensor]:
-    return [unpack(getattr(group, name), torch.float32) for name in _MATRICES[kind]]
+def _reserve(stages: Sequence[Sequence[Attention | Mlp]], tokens: int) -> None:
+    for groups in stages:
+        for group in groups:
+            group.reserve(1 + pages_of(tokens))
 
 
-class _Tap:
-    """A group that notes which share of the hidden states it adds."""
-
-    def __init__(self, group: Attention | Mlp, length: int, shares: list[float]) -> None:
-        self._group, self._length, self._shares = group, length, shares
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def __call__(self, x: torch.Tensor, layout: Any) -> torch.Tensor:
-        y = self._group(x, layout)
-        after = y.float().reshape(-1, self._length, y.shape[-1])
-        added = after - x.float().reshape(after.shape)
-        share = added.pow(2).sum(-1) / after.pow(2).sum(-1).clamp_min(1e-30)
-        self._shares.append(float((share[:, 1:] if self._length > 1 else share).mean()))
-        return y
+def _layout(prompt: Sequence[int]) -> Layout:
+    pages = tuple(range(1, 1 + pages_of(len(prompt))))
+    step = Step(number=0, tokens=(tuple(prompt),), starts=(0,), pages=(pages,), choices=(GREEDY,))
+    return Layout.of(step, torch.device("cpu"))
 
 
-def _moments(
-    stage: StageModel, prompts: Sequence[Sequence[int]], products: int
-) -> tuple[list[torch.Tensor], list[float]]:
-    """The second moments of the inputs of every product, and the share that every group adds, in order."""
-    moments: list[torch.Tensor] = []
-    shares: list[float] = []
-
-    def seen(number: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        if number < products:
-            flat = x.reshape(-1, x.shape[-1]).float()
-            moments.append(flat.T @ flat / len(flat))
-
-    groups: Any = stage.groups
-    plain = list(groups)
-    groups[:] = [_Tap(group, len(prompts[0]), shares) for group in plain]
-    try:
-        with _Products(seen):
-            generate_here([stage], prompts, 1)
-    finally:
-        groups[:] = plain
-    return moments, shares
+def _hidden(stage: StageModel, layout: Layout) -> Iterator[torch.Tensor]:
+    """The hidden states (N, H) before the first group and after each."""
+    x = stage.embed(layout.tokens_N)
+    yield x
+    for group in stage.groups:
+        x = group(x, layout)
+        yield x
 
 
-def _log_probabilities(stage: StageModel, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Log-probabilities (prompts, vocabulary) of the token after each prompt."""
-    scores: list[torch.Tensor] = []
-    with _Products(lambda number, x, y: scores.append(y)):
-        generate_here([stage], prompts, 1)
-    last = scores[-1]
-    return last.reshape(len(prompts), -1).double().log_softmax(-1)
+def _forward(stage: StageModel, layout: Layout) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The hidden states, and the scores (N, vocabulary) that gradients lead back from."""
+    stage.reserve(1 + int(layout.table_SP.shape[1]))  # the cache of the last piece is part of its graph
+    x = stage.embed(layout.tokens_N).detach().requires_grad_()
+    hidden = [x]
+    for group in stage.groups:
+        x = group(x, layout)
+        hidden.append(x)
+    return hidden, stage.scores(x)

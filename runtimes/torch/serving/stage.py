@@ -152,12 +152,16 @@ class StageModel:
     def hidden(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The hidden states (N, H) after this stage; the first stage takes tokens (N,)."""
         if self._embedding is not None:
-            x = self._embedding(x)
+            x = self.embed(x)
         for group in self.groups:
             x = group(x, layout)
         return x
 
-    @torch.inference_mode()
+    def embed(self, tokens_N: torch.Tensor) -> torch.Tensor:
+        """The hidden states (N, H) of tokens, on the first stage."""
+        assert self._embedding is not None, "only the first stage has an embedding"
+        return self._embedding(tokens_N)
+
     def scores(self, x_SH: torch.Tensor) -> torch.Tensor:
         """The scores (S, vocabulary) from the last hidden state of each sequence; on the last stage."""
         assert self._head is not None, "only the last stage has a head"

@@ -28,6 +28,9 @@ from qsync_opt.runtimes.torch.serving.steps import Step
 from qsync_opt.runtimes.torch.serving.weights import open_model
 from qsync_opt.serving import Plan
 
+_SENDS = 4
+"""Passes that the next stage may be behind."""
+
 
 class StageError(QSyncError):
     """A stage has ended, or did not answer in time."""
@@ -152,25 +155,40 @@ class _Setup:
     options: StageOptions
 
 
+class _Arriving(NamedTuple):
+    """Hidden states that are on their way."""
+
+    work: Any
+    x: torch.Tensor
+
+    def wait(self, device: torch.device) -> torch.Tensor:
+        """The hidden states of the stage before."""
+        self.work.wait()
+        return self.x.to(device)
+
+
 @dataclass(slots=True)
 class _Links:
-    """What a stage sends to the next; nothing where the pipeline is one stage."""
+    """What a stage has from the one before and sends to the next; nothing where the pipeline is one stage."""
 
     rank: int
     stages: int
-    pending: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    sent: deque[tuple[Any, torch.Tensor]] = field(default_factory=deque)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send without waiting, so that the next pass can begin."""
-        sent = tensor.contiguous().cpu().view(torch.uint8)
-        self.pending = [(work, kept) for work, kept in self.pending if not work.is_completed()]
-        self.pending.append((dist.isend(sent, self.rank + 1), sent))
+        """Send without waiting, so that the next pass can begin, unless the receiver is far behind."""
+        kept = tensor.contiguous().cpu().view(torch.uint8)
+        self.sent.append((dist.isend(kept, self.rank + 1), kept))
+        # A send over gloo is never completed until somebody waits for it.
+        while len(self.sent) > _SENDS:
+            self.sent.popleft()[0].wait()
 
-    def receive(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The hidden states of the stage before."""
-        x = torch.empty(shape, dtype=dtype)
-        dist.recv(x.view(torch.uint8), self.rank - 1)
-        return x.to(device)
+    def expect(self, order: Step | int | None, hidden: int, dtype: torch.dtype) -> _Arriving | None:
+        """Let the hidden states of a pass come; None on the first stage, or if the order is no pass."""
+        if self.rank == 0 or not isinstance(order, Step):
+            return None
+        x = torch.empty((sum(order.counts), hidden), dtype=dtype)
+        return _Arriving(dist.irecv(x.view(torch.uint8), self.rank - 1), x)
 
 
 def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
@@ -204,18 +222,20 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
                 timeout=datetime.timedelta(seconds=options.timeout_s),
             )
         pipe.send(("ready", stage.bytes, stage.draft_refusal))
+        # gloo sends when the receiver is ready: the next pass's hidden states come while this one's are computed.
+        orders: deque[tuple[Step | int | None, _Arriving | None]] = deque()
         while True:
-            order = pipe.recv()
+            while not orders or (len(orders) == 1 and pipe.poll()):
+                order = pipe.recv()
+                orders.append((order, links.expect(order, config.hidden, stage.dtype)))
+            order, arriving = orders.popleft()
             if order is None:
                 break
             if isinstance(order, int):
                 stage.reserve(order)
                 pipe.send(("reserved", stage.cache_bytes))
                 continue
-            x = None
-            if setup.rank > 0:
-                x = links.receive((sum(order.counts), config.hidden), stage.dtype, stage.device)
-            x, drafted = _run(stage, order, x)
+            x, drafted = _run(stage, order, None if arriving is None else arriving.wait(stage.device))
             if stage.last:
                 pipe.send(("result", Result(order.number, tuple(x.tolist()), drafted)))
             else:

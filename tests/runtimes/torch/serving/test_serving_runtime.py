@@ -12,6 +12,7 @@ from qsync_opt.errors import ModelError, ProblemError, UnsupportedError  # noqa:
 from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     Choice,
     Layout,
+    MemoryWatch,
     PagedCache,
     PageStore,
     Pipeline,
@@ -27,7 +28,9 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     open_model,
     pack,
     read_config,
+    sample_config,
     unpack,
+    write_sample,
 )
 from qsync_opt.serving import Plan, Stage  # noqa: E402
 
@@ -225,6 +228,21 @@ def test_processes_give_the_same_tokens(llama, cuts):
             assert [list(tokens) for tokens in generation.tokens] == expected
             assert generation.prefill_s > 0 and generation.decode_s > 0
         assert len(seen) == (1 + 7) + (3 + 7 * 2) + (2 + 7 * 3)
+
+
+def test_a_stage_keeps_nothing_of_what_it_sent(tmp_path):
+    folder = write_sample(tmp_path, sample_config(layers=2, hidden=512, inner=64, heads=4, kv_heads=1, vocabulary=64))
+    prompts = [[1 + t % 7 for t in range(64)]] * 8  # 1 MiB of hidden states
+    peaks = []
+    with Pipeline(str(folder), make_plan(2, (2,))) as pipeline:
+        for passes in (10, 60):
+            with MemoryWatch(pipeline.pids[:1]) as watch:
+                for _ in range(passes):
+                    pipeline.generate(prompts, 1, prefill=1)
+            peaks.append(max(watch.peaks_kib.values()))
+    if not peaks[0]:
+        pytest.skip("there is no /proc here")
+    assert peaks[1] - peaks[0] < 30 << 10
 
 
 def test_a_killed_stage_is_an_error_and_not_a_wait(llama):
