@@ -30,15 +30,15 @@ if TYPE_CHECKING:
         quantize_fp8,
         quantize_int8,
     )
-    from qsync_opt.kernels.quantize.random_bits import random_words, signed, stepped_key, stream_key
+    from qsync_opt.kernels.quantize.random_bits import call_steps, random_words, signed, stepped_key, stream_key
     from qsync_opt.kernels.quantize.weight_cache import cached_bytes, clear_weights, once_per_step
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "BLOCK", "E4M3", "E5M2", "FORMATS", "GRANULARITIES", "INT8", "INT8_MAX", "PRECISIONS", "ROUNDINGS", "UNIT",
-    "Quantized", "QuantizedMatrix", "amax", "cached_bytes", "clear_weights", "dequantize", "dequantize_matrix",
-    "drawing", "format_of", "once_per_step", "plain_by_amax", "quantize_by_amax", "quantize_fp8", "quantize_int8",
-    "quantize_matrix", "quantize_unchecked", "random_words", "scale_from", "signed", "spread", "stepped_key",
-    "stream_key",
+    "Quantized", "QuantizedMatrix", "amax", "cached_bytes", "call_steps", "clear_weights", "dequantize",
+    "dequantize_matrix", "drawing", "format_of", "once_per_step", "plain_by_amax", "quantize_by_amax", "quantize_fp8",
+    "quantize_int8", "quantize_matrix", "quantize_unchecked", "random_words", "scale_from", "signed", "spread",
+    "stepped_key", "stream_key",
 ]  # fmt: skip

@@ -63,9 +63,20 @@ def stepped_key(key: int, step: Tensor | None) -> int | Tensor:
 
     ``step`` is one int64, which the caller raises between steps; None leaves the key of a stream as it is.
     """
-    if step is None:
-        return key
-    value = step.reshape(1) + signed(key + _GOLDEN)  # mixed as by `_mix`; shifts of int64 copy the sign
+    return key if step is None else _mixed(step.reshape(1) + signed(key + _GOLDEN))
+
+
+def call_steps(seeds_O: Tensor, step: Tensor) -> Tensor:
+    """One int64 for every operator of a pass, to be its ``step``: a mix of its seed and the counter of passes.
+
+    Operators that differ by this input alone, and not by a constant, can share the code of a compiled graph.
+    """
+    return _mixed(_mixed(seeds_O + signed(_GOLDEN)) + step + signed(_GOLDEN))
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """`_mix` of every element."""
+    # Shifts of int64 copy the sign.
     value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * signed(_MULTIPLIER_1)
     value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * signed(_MULTIPLIER_2)
     return value ^ ((value >> 31) & _LOW_33_BITS)

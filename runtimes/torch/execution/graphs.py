@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,12 @@ from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels.autograd import differentiated_once
 from qsync_opt.kernels.quantize import clear_weights
 from qsync_opt.runtimes.torch.execution.checks import NO_SECOND_DERIVATIVE, check_capturable, model_device
-from qsync_opt.runtimes.torch.interception import Interception, interception_of
+from qsync_opt.runtimes.torch.interception import CompiledByBlocks, Interception, interception_of
 from qsync_opt.runtimes.torch.support import (
     bare_model,
     call_arguments,
     capture_stream,
     capturing,
-    compiled_in_place,
     hidden_capture,
     is_capturing,
     model_unchanged,
@@ -177,9 +176,11 @@ class CapturedPasses:
         replayed: Whether the last pass of the model was a replay.
     """
 
-    def __init__(self, interception: Interception, model: nn.Module, *, compiled: bool = False) -> None:
-        """``compiled``: what is captured is compiled before."""
-        self._compiled = compiled
+    def __init__(
+        self, interception: Interception, model: nn.Module, *, compiled: bool = False, blocks: Sequence[str] = ()
+    ) -> None:
+        """``compiled``: what is captured is compiled before, with ``blocks`` as in `CompiledByBlocks`."""
+        self._compiled, self._blocks = compiled, blocks
         self.generation = 0
         self.replayed = False
         self._interception = interception
@@ -243,7 +244,7 @@ class CapturedPasses:
             with (
                 torch.cuda.device(model_device(self._model)),
                 model_unchanged(self._model),
-                compiled_in_place(self._model, dynamic=False) if self._compiled else contextlib.nullcontext(),
+                self._compiled_model() if self._compiled else contextlib.nullcontext(),
             ):
                 return self._warm_up_and_capture(leaves, spec)
         except torch.OutOfMemoryError:
@@ -259,6 +260,15 @@ class CapturedPasses:
             interception.passes = passes
             if counter is not None:
                 counter.copy_(count)
+
+    @contextlib.contextmanager
+    def _compiled_model(self) -> Iterator[None]:
+        before: Any = self._model._compiled_call_impl
+        self._model._compiled_call_impl = CompiledByBlocks(self._model, self._blocks, dynamic=False)
+        try:
+            yield
+        finally:
+            self._model._compiled_call_impl = before
 
     def _warm_up_and_capture(self, leaves: Sequence[Any], spec: TreeSpec) -> _Passes:
         # Memory of their own, so that a replay does not depend on the caller's tensors.

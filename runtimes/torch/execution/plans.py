@@ -26,7 +26,7 @@ from torch import nn
 from qsync_opt.errors import ModelError, NotReadyError, QSyncError, UnsupportedError
 from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, layers, ops
 from qsync_opt.kernels.autograd import float_modes
-from qsync_opt.kernels.quantize import signed
+from qsync_opt.kernels.quantize import call_steps, signed
 from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
 from qsync_opt.numerics import is_eight_bit
 from qsync_opt.runtimes.plans import DevicePlans, precisions_of
@@ -53,7 +53,15 @@ from qsync_opt.runtimes.torch.execution.operators import (
     refuse_transforms,
     run_fixed,
 )
-from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, Run, interception_of, operator_name
+from qsync_opt.runtimes.torch.interception import (
+    CompiledByBlocks,
+    Interception,
+    OperatorCall,
+    Run,
+    interception_of,
+    operator_name,
+    repeated_blocks,
+)
 from qsync_opt.runtimes.torch.support import HALF, bare_model, full_precision, tensors_in
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
@@ -101,7 +109,8 @@ class ApplyOptions:
         captured: Capture the first training pass in CUDA graphs and replay it from then on, as `graphed` does. A
             `JobPlan` sets it.
         compiled: Compile the model in place (``model.compile()``), which the first passes do; with ``captured`` what is
-            captured is compiled, and other passes run as they are. A `JobPlan` sets it.
+            captured is compiled, and other passes run as they are. Blocks that repeat are compiled once
+            (`CompiledByBlocks`). A `JobPlan` sets it.
         chunked_loss: Compute the loss of `LinearCrossEntropy`, and of Hugging Face's models for causal language
             modelling, without the logits of all tokens at once: these models' training passes with labels then return
             no logits.
@@ -142,8 +151,8 @@ class AppliedPlan:
     """A plan that is applied to a model: runs every operator call.
 
     ``audit`` compares the first steps with the prediction, if there is one. ``counter`` is the number of passes, an
-    integer on the device, from which compiled graphs draw their noise. ``device_type`` is the applied entry of the
-    plan, None if it has no name.
+    integer on the device, from which compiled graphs draw their noise. ``regions`` are the paths of the blocks that are
+    compiled once for all that are equal. ``device_type`` is the applied entry of the plan, None if it has no name.
     """
 
     def __init__(
@@ -177,6 +186,14 @@ class AppliedPlan:
         step = options.kernels.step
         first = signed(options.kernels.offset)
         self.counter = torch.full((), first, dtype=torch.int64, device=self._device) if step is None else step
+        self.regions: tuple[str, ...] = ()
+        self._places: dict[str, int] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        # Of a pass that is being compiled, or of the region in it; and the former while the latter is traced.
+        self._steps_O: torch.Tensor | None = None
+        self._all_steps_O: torch.Tensor | None = None
+        self._seeds_O: torch.Tensor | None = None
+        self._first_place = 0
         self._set_kernels()
         self._counts_passes = step is None and bool(self._kernels)
         self.audit: StepAudit | None = None
@@ -197,7 +214,7 @@ class AppliedPlan:
                 module.choice = choose if options.chunked_loss else False
         try:
             # What torch's settings carry out changes nothing per operator.
-            passes_only = options.autocast in TORCH_MODES and not options.captured
+            passes_only = options.autocast in TORCH_MODES and not (options.captured or options.compiled)
             self.interception = Interception(model, self, lifted_kinds, passes_only=passes_only)
         except QSyncError:
             self._give_losses_back()
@@ -213,8 +230,9 @@ class AppliedPlan:
             self._modes_before = float_modes.set_fp32_modes(TORCH_MODES[options.autocast])
         if options.compiled:
             self._compiled_before = (model._compiled_call_impl,)
+            self._set_regions(repeated_blocks(model))
             if not options.captured:
-                model.compile()
+                model._compiled_call_impl = CompiledByBlocks(model, self.regions)
         if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own
             self.interception.finish = full_precision
         self.interception.prepares_evaluation = options.evaluate_in == "plan"
@@ -257,10 +275,52 @@ class AppliedPlan:
                 seed, half_format = int.from_bytes(digest, "little"), backend.half_format(self._device)
                 _, implied = ops.eight_bit(precision, base)
                 self._kernels[name] = replace(implied, half_format=half_format, seed=seed)
+        self._set_seeds()
         self._traced_kernels = {
             name: replace(kernels, offset=0, step=self.counter) for name, kernels in self._kernels.items()
         }
         self._seeds = {name: str(kernels.seed) for name, kernels in self._kernels.items()}
+
+    def _set_regions(self, paths: tuple[str, ...]) -> None:
+        """Compile the blocks at ``paths`` as regions.
+
+        Equal blocks are compiled once where no constant distinguishes them. So the random stream of an operator in 8
+        bits is not told by its seed, a constant, but by an element of a tensor: those of a block lie together, in the
+        same order in equal blocks.
+        """
+        self.regions = paths
+        if not (paths and self._kernels):
+            return
+        inside = {
+            path: sorted(name for name in self._kernels if name.startswith((f"{path}/", f"{path}."))) for path in paths
+        }
+        names = [name for own in inside.values() for name in own]
+        for path, own in inside.items():
+            begin = names.index(own[0]) if own else 0
+            self._spans[path] = (begin, begin + len(own))
+        names += sorted(self._kernels.keys() - set(names))
+        self._places = {name: index for index, name in enumerate(names)}
+        self._set_seeds()
+        self.interception.on_region_begin, self.interception.on_region_end = self._begin_region, self._end_region
+
+    def _set_seeds(self) -> None:
+        """Write the seeds of the operators in 8 bits to the tensor that compiled graphs read."""
+        if self._places:
+            seeds_O = torch.tensor([signed(self._kernels[name].seed) for name in self._places], dtype=torch.int64)
+            if self._seeds_O is None:
+                self._seeds_O = seeds_O.to(self._device)
+            else:
+                self._seeds_O.copy_(seeds_O)
+
+    def _begin_region(self, path: str) -> None:
+        assert self._steps_O is not None  # the pass began in the same graph
+        begin, end = self._spans[path]
+        # A copy: inputs that begin elsewhere in their memory would make regions differ.
+        own = self._steps_O[begin:end].clone()
+        self._all_steps_O, self._steps_O, self._first_place = self._steps_O, own, begin
+
+    def _end_region(self) -> None:
+        self._all_steps_O, self._steps_O, self._first_place = None, self._all_steps_O, 0
 
     def __call__(self, call: OperatorCall) -> Any:
         """Run one operator in its precision."""
@@ -289,8 +349,12 @@ class AppliedPlan:
         if kernels is None:
             return None
         if not self.interception.training:
-            return kernels.nearest()
+            shared = self._steps_O is not None and torch.compiler.is_compiling()
+            return replace(kernels.nearest(), seed=0, offset=0) if shared else kernels.nearest()
         if torch.compiler.is_compiling():  # the whole model, or one module of an eager pass
+            if self._steps_O is not None:
+                step = self._steps_O[self._places[name] - self._first_place]
+                return replace(kernels, seed=0, offset=0, step=step)
             # A seed read as an integer could become a symbol, and has more bits than symbols may.
             return self._traced_kernels[name].at(seed=int(self._seeds[name]), offset=0)
         if self.interception.traced:
@@ -388,12 +452,15 @@ class AppliedPlan:
                 check_master_weights(self._model)
         if self._counts_passes:
             self.counter.add_(1)
+        if self._seeds_O is not None and torch.compiler.is_compiling():
+            self._steps_O = call_steps(self._seeds_O, self.counter)
 
     def _end_pass(self, path: str) -> None:
         """Check after the first whole training pass that it ran every planned operator, and warn of unplanned ones.
 
         An evaluation that runs all of them settles it too.
         """
+        self._steps_O = None  # or the compiled graph would return it
         # While a pass is compiled, nothing that changes between passes may be read: it would be compiled again.
         tracing = torch.compiler.is_compiling()
         if path or (not tracing and self._checked):
@@ -494,7 +561,9 @@ def apply(
     source = graph.opaque_modules() if graph is not None else settings.opaque_modules if settings is not None else ()
     applied.interception.opaque_modules = frozenset(source)
     if options.captured:
-        applied.interception.graphs = CapturedPasses(applied.interception, bare, compiled=options.compiled)
+        applied.interception.graphs = CapturedPasses(
+            applied.interception, bare, compiled=options.compiled, blocks=applied.regions
+        )
     if settings is not None and not options.compiled:  # its hook would be compiled with the model
         applied.audit = StepAudit(bare, predicted_ns=settings.expected_ns, predicted_bytes=settings.expected_bytes)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -96,6 +97,14 @@ def leaf_of(module: nn.Module) -> Leaf | None:
     return _OTHERS.get(forward)
 
 
+@torch.compiler.nested_compile_region  # type: ignore[untyped-decorator]
+def _as_region(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module as a region of the graph that is being compiled."""
+    # Torch calls a region from inside the function mode, where the mode is suspended.
+    with contextlib.nullcontext() if forward.interception.resting else forward.interception.traced_mode:
+        return forward.inner(*args, **kwargs)
+
+
 _modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 
 
@@ -110,6 +119,7 @@ class Forward:
         # The instance's own attribute, None if forward comes from the class.
         self.shadowed = module.__dict__.get("forward")
         self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        self.repeats = False  # whether it is compiled as a region, once for all that are equal
         self.leaf = None if self.shadowed is not None else leaf_of(module)
         # Callers that inspect the signature of forward (as trainers do) see the original.
         functools.update_wrapper(self, self.inner)
@@ -118,6 +128,8 @@ class Forward:
         """Run the module, as a pass of its own or as a part of the running one."""
         interception = self.interception
         if interception.resting:
+            if self.repeats and torch.compiler.is_compiling():
+                return _as_region(self, args, kwargs)
             return self.inner(*args, **kwargs)
         if self.recurrent and interception.recurrent_inputs is not None:
             args = interception.recurrent_inputs(args)
@@ -149,9 +161,20 @@ class Forward:
         outer = interception.path
         interception.enter(self.path, args)
         try:
+            if self.repeats and torch.compiler.is_compiling():
+                return self._region(args, kwargs)
             return self.inner(*args, **kwargs)
         finally:
             interception.path = outer
+
+    def _region(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        interception = self.interception
+        if interception.on_region_begin is not None:
+            interception.on_region_begin(self.path)
+        result = _as_region(self, args, kwargs)
+        if interception.on_region_end is not None:
+            interception.on_region_end()
+        return result
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotReadyError(

@@ -123,6 +123,9 @@ class Interception:
         finish: If set, applied to what an outermost module returns.
         on_pass_begin: If set, called before an outermost forward pass, but not before a recomputation.
         on_pass_end: If set, called with the path of the outermost module after its pass.
+        on_region_begin: If set, called with the path of a block before it is traced as a region of a compiled pass.
+        on_region_end: If set, called after it.
+        traced_mode: The function mode of passes that are compiled or captured.
         recurrent_inputs: If set, applied to the arguments of recurrent modules, which compare the types of inputs and
             weights before any operator runs.
         opaque_modules: Paths of modules inside of which nothing is intercepted.
@@ -144,11 +147,13 @@ class Interception:
         self.handler = handler
         self.on_pass_begin: Callable[[], None] | None = None
         self.on_pass_end: Callable[[str], None] | None = None
+        self.on_region_begin: Callable[[str], None] | None = None
+        self.on_region_end: Callable[[], None] | None = None
         self.recurrent_inputs: Callable[[Any], Any] | None = None
         self.opaque_modules: frozenset[str] = frozenset()
         self.opaque_inputs: Callable[[Any], Any] | None = None
         self.function_names = function_names(kinds)
-        self._mode, self._traced_mode = FunctionMode(self), TracedFunctionMode(self)
+        self._mode, self.traced_mode = FunctionMode(self), TracedFunctionMode(self)
         self._counts: Counts = {}
         self.passes = 0
         self.path: str | None = None
@@ -263,7 +268,7 @@ class Interception:
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.path = forward.path
         try:
-            with self._traced_mode if self.traced else self._mode:
+            with self.traced_mode if self.traced else self._mode:
                 return forward.inner(*args, **kwargs)
         finally:
             self.path = None
@@ -359,7 +364,7 @@ class Interception:
 
     def _listen(self, names: dict[Any, str]) -> None:
         self.function_names = names
-        for mode in (self._mode, self._traced_mode):
+        for mode in (self._mode, self.traced_mode):
             mode.listen(names)
 
     def _shadow(self, modules: list[tuple[str, nn.Module]]) -> None:

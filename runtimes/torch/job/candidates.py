@@ -334,7 +334,7 @@ def least_sensitive_candidate(
 
 _MOST, _UNIFORM = 5, 3
 """Shortlisted candidates with launched and with captured passes each, and how many of them are uniform."""
-_NEAR, _SIZED_NEAR = 0.08, 0.25
+NEAR, _SIZED_NEAR = 0.08, 0.25
 """How much longer than the fastest of its kind a candidate's passes may take, with equal and with sized batches."""
 _LEAN_FAR, _LEAN_NEAR = 2.5, 1.25
 """The candidate that needs the least memory is timed if its passes take at most so many times as long as the fastest
@@ -380,7 +380,7 @@ def shortlist(
         uniform = sorted(uniform_candidates(fits).values(), key=expected_ns)[:_UNIFORM]
         best = least_sensitive_candidate(fits, slack=slack, workers=workers)
         if workers is None:
-            add([best, *uniform, *(_refined(candidate, fits, slack) for candidate in uniform)], _NEAR)
+            add([best, *uniform, *(_refined(candidate, fits, slack) for candidate in uniform)], NEAR)
         else:
             unscaled = {name: [mode for mode in own if not mode.needs_scaling] for name, own in fits.items()}
             joint = {name: mode for name, own in fits.items() for mode in own if mode.name == JOINT}

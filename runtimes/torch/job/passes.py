@@ -30,6 +30,7 @@ from qsync_opt.runtimes.torch.job.candidates import (
     FORMS,
     JOINT,
     LAUNCHED,
+    NEAR,
     ExecutionMode,
     Modes,
     fastest_modes,
@@ -60,6 +61,14 @@ _FAR_SLOWER = 3.0
 _NEAR_FASTEST, _MOST_COMPILED = 1.2, 3
 """Modes are compiled whose passes, captured where they can be, take at most so many times the fastest one's time, and
 as many modes at most: what compiling saves differs little between precisions."""
+_MORE_SAVED = 1.5
+"""How many times the nanoseconds that capturing saved at most so far it is thought to save of a slower mode: the host
+launches as many operators, and the device keeps it waiting for longer."""
+_FURTHER_SAVED = 0.05
+"""Share of a mode's time that compiling is thought to save beyond what it saved of another mode of its kind."""
+_CAPTURING_PAYS = 0.015
+"""Share of the time that capturing must save of launched passes, or it is not tried on compiled ones too, which wait
+less for the host."""
 _OPERATOR_BY_OPERATOR = 3.0
 """How many times as long it takes to compile a mode that torch does not carry out by itself."""
 _STEPS_SHARE = 0.15
@@ -103,6 +112,8 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
             kept_bytes=state_bytes + buckets,
             compiled=job.options.compiled,
             until=job.began + (1 - _STEPS_SHARE) * job.options.planning_seconds,
+            # With several device types, what is slow on the fastest may be the least sensitive that is fast enough.
+            slack=job.options.slack if len(types.ranks) == 1 else None,
         )
     )
     results = gather_json([[mode.pass_ns, mode.needed_bytes] for mode in timed])
@@ -183,6 +194,7 @@ def time_modes(
     kept_bytes: int = 0,
     compiled: bool = False,
     until: float = math.inf,
+    slack: float | None = None,
 ) -> list[ExecutionMode]:
     """The modes with the median time of a forward and backward pass on this rank, and on a card the peak memory.
 
@@ -198,28 +210,27 @@ def time_modes(
         kept_bytes: What training keeps beside parameters, gradients and activations.
         compiled: Compile the model under every mode, one after the other.
         until: Time of ``time.perf_counter`` after which no mode should still be compiled.
+        slack: How much longer than the fastest a pass may take that could still be chosen (0.1: 10 %). Forms of modes
+            that cannot be as fast, as those timed before say, are not tried. None: all forms are.
 
     Returns:
         In the same order. ``needed_bytes`` is None where memory ran out, an operation of the model refused the
-        precisions, or passes could not be captured or compiled, or were too slow to try; on a CPU, which keeps no
+        precisions, or passes could not be captured or compiled, or would be too slow to try; on a CPU, which keeps no
         account of memory, it stays what it was.
     """
     timing = _Timing(example, graph, kernels, kept_bytes, compiled)
     with model_unchanged(example.model):
         if compiled:
             return [timing.once_prepared(mode) for mode in modes]
-        results = timing.in_turn(modes)
-        times_ns = {mode.name: mode.pass_ns for mode in results if mode.form == LAUNCHED and mode.pass_ns}
-        far_ns = _FAR_SLOWER * min(times_ns.values(), default=0)
-        for index, mode in enumerate(modes):
-            if mode.form == CAPTURED:
-                if far_ns and times_ns.get(mode.name, far_ns) >= far_ns:
-                    results[index] = _not_timed(mode)  # the host is not what it waits for
-                else:
-                    results[index] = timing.once_prepared(mode)
+        results = timing.captured_modes(timing.in_turn(modes), slack)
         if any(mode.compiled for mode in modes):
-            results = timing.compiled_modes(results, until)
+            results = timing.compiled_modes(results, until, slack)
         return results
+
+
+def _could_be_chosen_ns(fastest_ns: float, slack: float) -> float:
+    """The longest passes with which a mode is still shortlisted beside the fastest ones."""
+    return (1 + slack) * (1 + NEAR) * fastest_ns
 
 
 def _not_timed(mode: ExecutionMode) -> ExecutionMode:
@@ -267,13 +278,46 @@ class _Timing:
             for mode, own, needed in zip(modes, times_ns, needs, strict=True)
         ]
 
-    def compiled_modes(self, modes: Sequence[ExecutionMode], until: float) -> list[ExecutionMode]:
+    def captured_modes(self, modes: Sequence[ExecutionMode], slack: float | None) -> list[ExecutionMode]:
+        """The modes with times of captured passes of those that could be chosen; launched ones are timed already.
+
+        Capturing saves what a device waits for its host. Of modes that torch carries out by itself, and of those that
+        run operator by operator, the host launches about as many operators each: a mode whose passes take longer waits
+        no longer than the fastest of its kind.
+        """
+        launched_ns = {mode.name: mode.pass_ns for mode in modes if mode.form == LAUNCHED and mode.pass_ns}
+        fastest_ns = min(launched_ns.values(), default=0)
+        saved_ns: dict[bool, int] = {}
+        results = {mode.label: mode for mode in modes}
+        for mode in sorted(modes, key=lambda mode: launched_ns.get(mode.name, 0)):
+            if mode.form != CAPTURED:
+                continue
+            own_ns, carried = launched_ns.get(mode.name), mode.carrier is not None
+            bound_ns = 0.0
+            if own_ns is not None and carried in saved_ns:
+                bound_ns = own_ns - _MORE_SAVED * saved_ns[carried]
+            if launched_ns and (own_ns is None or own_ns >= _FAR_SLOWER * min(launched_ns.values())):
+                results[mode.label] = _not_timed(mode)  # the host is not what it waits for
+            elif slack is not None and bound_ns > _could_be_chosen_ns(fastest_ns, slack):
+                results[mode.label] = _not_timed(mode)
+            else:
+                captured = results[mode.label] = self.once_prepared(mode)
+                if captured.pass_ns and own_ns is not None:
+                    saved_ns[carried] = max(saved_ns.get(carried, 0), own_ns - captured.pass_ns)
+                    fastest_ns = min(fastest_ns, captured.pass_ns)
+        return [results[mode.label] for mode in modes]
+
+    def compiled_modes(
+        self, modes: Sequence[ExecutionMode], until: float, slack: float | None = None
+    ) -> list[ExecutionMode]:
         """The modes with times of compiled passes of those that are fastest otherwise, as far as time allows.
 
         Args:
             modes: In all forms; launched and captured ones are timed already.
             until: As in `time_modes`.
+            slack: As in `time_modes`.
         """
+        of_form = {form: {m.name: m.pass_ns for m in modes if m.form == form and m.pass_ns} for form in FORMS}
         fastest_ns: dict[str, int] = {}
         carried: dict[str, bool] = {}
         for mode in modes:
@@ -296,17 +340,29 @@ class _Timing:
             results[mode.label] = self.once_prepared(mode)
             compiling_s = max(compiling_s, (time.perf_counter() - began) / factor)
 
+        def capturing_pays(name: str) -> bool:
+            launched, captured = of_form[LAUNCHED].get(name), of_form[CAPTURED].get(name)
+            return not (launched and captured) or captured <= (1 - _CAPTURING_PAYS) * launched
+
         compiled = {(mode.name, mode.captured): mode for mode in modes if mode.compiled}
         ready: list[ExecutionMode] = []
+        left: dict[bool, float] = {}
+        """Least share of the time that compiling left, by whether torch carries out the mode by itself."""
         for name in chosen:
+            if slack is not None and carried[name] in left:
+                least_ns = (left[carried[name]] - _FURTHER_SAVED) * fastest_ns[name]
+                if least_ns > _could_be_chosen_ns(min(mode.pass_ns for mode in ready), slack):
+                    continue
             # Launched passes are seldom faster than captured ones: they are for where no graph can be captured.
-            for captured in (True, False):
+            for captured in (True, False) if slack is None or capturing_pays(name) else (False,):
                 wanted = compiled.get((name, captured))
                 if wanted is None or any(other.name == name for other in ready):
                     continue
                 compile_and_time(wanted)
-                if results[wanted.label].pass_ns:
+                if own_ns := results[wanted.label].pass_ns:
                     ready.append(results[wanted.label])
+                    share = own_ns / fastest_ns[name]
+                    left[carried[name]] = min(share, left.get(carried[name], share))
         # Of the fastest launched ones too, from the compiler's cache: they need less memory, and shapes may change.
         fastest = min(ready, key=lambda mode: mode.pass_ns, default=None)
         if fastest is not None and fastest.captured and (fastest.name, False) in compiled:

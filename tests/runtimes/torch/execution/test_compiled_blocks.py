@@ -1,0 +1,217 @@
+"""Compiled plans of models whose blocks repeat: each kind of block is compiled once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.utils.checkpoint import checkpoint
+
+from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
+
+pytestmark = [
+    # torch's own, about a cache of constants.
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+]
+BLOCKS = 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, block=Block, run=lambda block, x: block(x)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head, self.run = nn.Linear(8, 8), nn.Linear(8, 4), run
+        self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x)
+
+
+def precisions(*of_blocks, head="FP32"):
+    """A plan with these precisions of the layers of all blocks, or of one block each."""
+    each = [*of_blocks, *[of_blocks[-1]] * (BLOCKS - len(of_blocks))]
+    layers = {f"blocks.{i}.{name}/linear": precision for i, precision in enumerate(each) for name in ("up", "down")}
+    return {**layers, "stem/linear": head, "head/linear": head}
+
+
+@pytest.fixture
+def uses(monkeypatch):
+    """Number of blocks that share each compiled graph, of every compilation; nothing is generated."""
+    torch.compiler.reset()
+    compilations = []
+
+    def backend(graph, example):
+        calls = [node.args[1] for node in graph.graph.nodes if "invoke_subgraph" in str(node.target)]
+        compilations.append(sorted(calls.count(name) for name in set(calls)))
+        return lookup_backend("aot_eager")(graph, example)
+
+    compile_plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_plain(*args, backend=backend, **options))
+    yield compilations
+    torch.compiler.reset()
+
+
+def passes(model, x, count=1):
+    """Results and gradients of some training passes, whose gradients add up."""
+    model.zero_grad()
+    results = [model(x) for _ in range(count)]
+    sum(result.float().square().sum() for result in results).backward()
+    return results, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (precisions("BF16"), {}),
+        (precisions("BF16", head="BF16"), {"autocast": "BF16"}),
+        (precisions("FP32"), {"autocast": "FP32"}),
+    ],
+    ids=["BF16", "autocast", "FP32"],
+)
+def test_equal_blocks_are_compiled_once_with_the_same_results(uses, plan, options):
+    model, x = Model(), torch.randn(4, 8)
+    expected = passes(apply(model, plan, options=ApplyOptions(**options)), x)
+    apply(undo(model), plan, options=ApplyOptions(compiled=True, **options))
+    results = passes(model, x)
+    assert uses == [[BLOCKS]]
+    torch.testing.assert_close(results, expected)
+    assert undo(model)._compiled_call_impl is None
+
+
+class Side(Model):
+    """Equal blocks beside each other."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        # Doubled, so that their gradients have one layout, and one backward graph does.
+        return self.head(torch.stack([2 * block(x) for block in self.blocks]))
+
+
+@pytest.mark.parametrize("precision", ["INT8", "INT8-BWD8"])
+def test_blocks_in_8_bits_share_code_but_not_noise(uses, precision):
+    model, x = Side(), torch.randn(4, 8)
+    for block in model.blocks:
+        block.load_state_dict(model.blocks[0].state_dict())
+    exact = model(x).detach()
+    apply(model, precisions(precision), options=ApplyOptions(compiled=True))
+    results, gradients = passes(model, x, 2)
+    assert uses == [[BLOCKS]]
+    drawn = torch.cat(results).flatten(1).unique(dim=0)
+    assert len(drawn) == 2 * BLOCKS
+    for result in results:
+        assert ((result.double() - exact).norm() / exact.norm()).item() < 0.05
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+    assert applied_plan(model).options.kernels.offset == 2
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    assert uses == [[BLOCKS], [BLOCKS]]
+
+
+def test_as_many_kinds_of_blocks_are_compiled_as_the_plan_makes(uses):
+    model = apply(Model(), precisions("BF16", "FP32"), options=ApplyOptions(compiled=True))
+    model(torch.randn(4, 8))
+    assert uses == [[2]]  # what is used once becomes a part of the whole
+
+
+def test_checkpointed_blocks_round_alike_when_they_run_again(uses):
+    def run(block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+    x, results = torch.randn(4, 8), []
+    for model in (Model(), Model(run=run)):
+        apply(model, precisions("INT8"), options=ApplyOptions(compiled=True))
+        results.append(passes(model, x))
+    torch.testing.assert_close(*results)
+    assert uses[0] == [BLOCKS]
+
+
+def test_blocks_may_write_to_their_buffers(uses):
+    class Counting(Block):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+    model, x = Model(Counting), torch.randn(4, 8)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    states = []
+    for compiled in (False, True):
+        model.load_state_dict(before)
+        apply(model, precisions("BF16"), options=ApplyOptions(compiled=compiled))
+        states.append((passes(model, x), {name: buffer.clone() for name, buffer in model.named_buffers()}))
+        undo(model)
+    torch.testing.assert_close(*states)
+    assert not torch.equal(states[0][1]["blocks.2.norm.running_mean"], before["blocks.2.norm.running_mean"])
+
+
+def test_a_model_that_is_no_single_graph_is_compiled_as_a_whole(uses, caplog):
+    class Breaking(Block):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model, x = Model(Breaking), torch.randn(4, 8)
+    expected = passes(apply(model, precisions("BF16")), x)
+    apply(undo(model), precisions("BF16"), options=ApplyOptions(compiled=True))
+    torch.testing.assert_close(passes(model, x), expected)
+    assert "the model is compiled as a whole" in caplog.text
+    assert uses
+    assert not any(uses)
+
+
+def test_a_model_without_repeated_blocks_is_compiled_as_a_whole(uses):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    apply(model, {"0/linear": "INT8", "2/linear": "INT8"}, options=ApplyOptions(compiled=True))
+    passes(model, torch.randn(4, 8))
+    assert uses == [[]]
+
+
+def tower():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def experts():
+    return nn.ModuleDict({"gate": nn.Linear(8, 2), "experts": nn.ModuleList(Block() for _ in range(2))})
+
+
+def test_the_blocks_are_those_that_leave_least_to_compile():
+    assert repeated_blocks(Model()) == ("blocks.0", "blocks.1", "blocks.2")
+    assert repeated_blocks(nn.Sequential(tower(), tower())) == tuple(f"{i}.{j}" for i in range(2) for j in range(4))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(2))) for _ in range(6)))
+    assert repeated_blocks(layers) == tuple(str(i) for i in range(6))
+    assert repeated_blocks(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) == ()
+    assert repeated_blocks(nn.ModuleList([Block()])) == ()
+
+
+def test_blocks_differ_by_what_is_compiled_into_them():
+    class Scaled(Block):
+        def extra_repr(self):
+            return f"scale={self.scale}"
+
+    first, second = Scaled(), Scaled()
+    first.scale = second.scale = 1.0
+    assert repeated_blocks(nn.Sequential(first, second)) == ("0", "1")
+    second.scale = 2.0
+    assert repeated_blocks(nn.Sequential(first, second)) == ()
+    frozen = nn.Sequential(Block(), Block())
+    frozen[0].requires_grad_(False)
+    assert repeated_blocks(frozen) == ()
+
+
+def test_the_error_of_the_model_is_the_callers(uses):
+    model = apply(Model(), precisions("BF16"), options=ApplyOptions(compiled=True))
+    assert isinstance(model._compiled_call_impl, CompiledByBlocks)
+    with pytest.raises((RuntimeError, ValueError)):
+        model(torch.randn(4, 7))
