@@ -164,6 +164,8 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> tuple
             evaluation = evaluate(problem, plan)
             if evaluation.feasible and (best is None or evaluation.objective < best[0]):
                 best = evaluation.objective, plan
+            if evaluation.feasible:
+                break  # the other targets take longer
 
     for step in range(_STEPS):
         mu, pi = _outer(problem, rows, table, share_R, hidden)
