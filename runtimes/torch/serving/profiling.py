@@ -372,8 +372,8 @@ def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int =
     """Memory that a stage's process holds beside weights, caches and ends, as measured on two stages.
 
     They prefill a workload's prompts in micro-batches of more and more rows, with a Llama of the model's matrix sizes,
-    but of few layers and a small vocabulary. What the allocator keeps of loading and of passes is part of it, and what it
-    may keep once more is allowed for.
+    but of few layers and a small vocabulary. What the allocator keeps of loading and of passes is part of it, and what
+    it may keep once more is allowed for.
 
     Returns:
         KiB of the process with the smallest micro-batches, and what it has more by their rows.
