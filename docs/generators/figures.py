@@ -44,7 +44,17 @@ def figures() -> dict[str, str]:
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs(results["learned-costs.json"]),
         **_plain_processor(results["plain-processor.json"]),
+        **_serving(results),
     }
+
+
+def _serving(results: Mapping[str, Record]) -> dict[str, str]:
+    """What was asked of serving and measured; a range where it is one."""
+    found = {}
+    for name, prefixes in (("serving-harm", ("groups", "layers")),):
+        rows = {row["what"].rpartition(", ")[2]: row["measured"] for row in results[f"{name}.json"]["asked"]}
+        found |= {f"{name}.{prefix}": f"{rows[prefix]:.2f}" for prefix in prefixes}
+    return found
 
 
 def _learned_costs(data: Record) -> dict[str, str]:
