@@ -44,17 +44,14 @@ def figures() -> dict[str, str]:
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs(results["learned-costs.json"]),
         **_plain_processor(results["plain-processor.json"]),
-        **_serving(results),
+        **_serving_harm(results["serving-harm.json"]),
     }
 
 
-def _serving(results: Mapping[str, Record]) -> dict[str, str]:
-    """What was asked of serving and measured; a range where it is one."""
-    found = {}
-    for name, prefixes in (("serving-harm", ("groups", "layers")),):
-        rows = {row["what"].rpartition(", ")[2]: row["measured"] for row in results[f"{name}.json"]["asked"]}
-        found |= {f"{name}.{prefix}": f"{rows[prefix]:.2f}" for prefix in prefixes}
-    return found
+def _serving_harm(data: Record) -> dict[str, str]:
+    """Rank correlation of the indicator of harm with the measured divergence."""
+    rows = {row["what"].rpartition(", ")[2]: row["measured"] for row in data["asked"]}
+    return {f"serving-harm.{what}": f"{rows[what]:.2f}" for what in ("groups", "layers")}
 
 
 def _learned_costs(data: Record) -> dict[str, str]:
