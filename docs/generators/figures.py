@@ -45,6 +45,17 @@ def figures() -> dict[str, str]:
         **_learned_costs(results["learned-costs.json"]),
         **_plain_processor(results["plain-processor.json"]),
         **_serving_harm(results["serving-harm.json"]),
+        **_serving_load(results["serving-load.json"]),
+    }
+
+
+def _serving_load(data: Record) -> dict[str, str]:
+    """What the endpoint lost under many clients, and how its memory grew."""
+    lost, growth = data["asked"]
+    return {
+        "serving-load.lost": str(lost["measured"]),
+        "serving-load.answers": lost["note"],
+        "serving-load.growth": percent(growth["measured"]),
     }
 
 
