@@ -1,4 +1,4 @@
-"""Serving as predicted and as measured: a model made on the spot, and others that are named, on two unequal processes.
+"""Serving as predicted and as measured, on two unequal processes: a model made on the spot, or one that is named.
 
     python benchmarks/serving_predictions.py [--model FILE.gguf] [--rounds 3] [--output FILE]
 
@@ -93,25 +93,19 @@ def asked(label: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run all models."""
+    """Run all rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", action="append", default=[], help="a model folder or .gguf file, beside the made one"
-    )
+    parser.add_argument("--model", help="a model folder or .gguf file; one is made by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "serving-predictions.json"))
     options = parser.parse_args()
     head = results_head("2 shared processors of an Intel Xeon, no card", {"torch": torch.__version__})
-    rows: list[dict[str, Any]] = []
-    records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        made = write_sample(Path(folder) / "made-up", sample_config(**MADE_UP))
-        for model in [str(made), *options.model]:
-            label = Path(model).stem
-            own = [r for k in range(options.rounds) for r in one_round(model, label, k)]
-            records += own
-            rows += asked(label, own)
-            write_json(options.output, {**head, "asked": rows, "records": records})
+        model = options.model or str(write_sample(Path(folder) / "made-up", sample_config(**MADE_UP)))
+        label = Path(model).stem
+        records = [r for k in range(options.rounds) for r in one_round(model, label, k)]
+    rows = asked(label, records)
+    write_json(options.output, {**head, "asked": rows, "records": records})
     for row in rows:
         print(f"{row['what']}: asked {row['asked']}, measured {row['measured']}")
 

@@ -44,7 +44,25 @@ def figures() -> dict[str, str]:
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs(results["learned-costs.json"]),
         **_plain_processor(results["plain-processor.json"]),
+        **_serving_harm(results["serving-harm.json"]),
+        **_serving_load(results["serving-load.json"]),
     }
+
+
+def _serving_load(data: Record) -> dict[str, str]:
+    """What the endpoint lost under many clients, and how its memory grew."""
+    lost, growth = data["asked"]
+    return {
+        "serving-load.lost": str(lost["measured"]),
+        "serving-load.answers": lost["note"],
+        "serving-load.growth": percent(growth["measured"]),
+    }
+
+
+def _serving_harm(data: Record) -> dict[str, str]:
+    """Rank correlation of the indicator of harm with the measured divergence."""
+    rows = {row["what"].rpartition(", ")[2]: row["measured"] for row in data["asked"]}
+    return {f"serving-harm.{what}": f"{rows[what]:.2f}" for what in ("groups", "layers")}
 
 
 def _learned_costs(data: Record) -> dict[str, str]:

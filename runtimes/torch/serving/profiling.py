@@ -47,8 +47,8 @@ _DECODE_PASSES = 8
 """Passes of decoding for one of prefilling."""
 _LONG_TOKENS = 256
 """Prompts from which on two lengths are measured."""
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": 32 << 20, "MALLOC_TRIM_THRESHOLD_": 64 << 20}
-"""Bytes from which glibc asks the system for each block, and that it keeps: what both become by themselves in time."""
+_KEPT_BYTES = 4 << 20
+"""Bytes from which glibc asks the system for each block, and most of freed memory that it keeps."""
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
 _LINK_PASSES = 60
@@ -351,12 +351,13 @@ def _pass_s(workers: Workers, cell: _Cell) -> float:
 
 @contextlib.contextmanager
 def steady_allocator() -> Iterator[None]:
-    """Processes that start within use memory as those do that ran for long, so that what they hold can be predicted.
+    """Processes that start within give freed memory back soon, so that what they hold can be predicted.
 
-    By itself glibc raises its thresholds as the order of requests has it. Other C libraries take no notice.
+    By itself glibc keeps up to 64 MiB, or nothing, as the order of requests has it. Other C libraries take no notice.
     """
-    before = {name: os.environ.get(name) for name in _ALLOCATOR}
-    os.environ.update({name: str(value) for name, value in _ALLOCATOR.items()})
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(_KEPT_BYTES)))
     try:
         yield
     finally:
@@ -371,8 +372,8 @@ def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int =
     """Memory that a stage's process holds beside weights, caches and ends, as measured on two stages.
 
     They prefill a workload's prompts in micro-batches of more and more rows, with a Llama of the model's matrix sizes,
-    but of few layers and a small vocabulary. What the allocator keeps of loading and of passes is part of it, so that a
-    profile needs no further allowance.
+    but of few layers and a small vocabulary. What the allocator keeps of loading and of passes is part of it, and what
+    it may keep once more is allowed for.
 
     Returns:
         KiB of the process with the smallest micro-batches, and what it has more by their rows.
@@ -417,4 +418,4 @@ def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int =
     rows = tuple(-(-workload.prompts // count) for count in counts)
     lengths = tuple(sorted({1, workload.prompt_tokens}))
     more = tuple((0, max(peak - peaks[0], 0))[-len(lengths) :] for peak in peaks)
-    return peaks[0] - (weights + cache) // _KIB, Table(rows=rows, lengths=lengths, values=more)
+    return peaks[0] + (_KEPT_BYTES - weights - cache) // _KIB, Table(rows=rows, lengths=lengths, values=more)
