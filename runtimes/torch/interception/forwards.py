@@ -140,7 +140,7 @@ class Forward:
                 if result is not NotImplemented:
                     return result
             return interception.outermost(self, args, kwargs)
-        if not torch.compiler.is_compiling() and interception.thread != get_ident():
+        if not torch.compiler.is_compiling() and interception.thread not in (0, get_ident()):
             raise NotReadyError(
                 f"module {self.path or 'the root'!r} runs in two threads at once, but a plan follows one pass at a "
                 "time: let the threads take turns, and use DistributedDataParallel in place of DataParallel"

@@ -103,7 +103,7 @@ class Interception:
     Attributes:
         handler: Called with every named operator; returns the result of the call.
         path: Path of the running module, None outside of a forward pass.
-        thread: Thread of the present or last pass.
+        thread: Thread of the present or last pass; 0 if it is compiled.
         passes: Outermost forward passes that have begun, without recomputations.
         pass_index: Index of the present pass; for a recomputation, of the pass that it repeats.
         training: Whether the outermost module of the present pass is in training mode.
@@ -237,6 +237,7 @@ class Interception:
         the graph and needs no memory of earlier calls.
         """
         self.traced = True
+        self.thread = 0  # which one it runs in later is not known
         self.recomputing = self.prepared_pass = False
         self.training = forward.module.training
         self._counts = {}

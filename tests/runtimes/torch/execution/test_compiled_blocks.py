@@ -13,6 +13,8 @@ from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blo
 pytestmark = [
     # torch's own, about a cache of constants.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    # torch's own, where a layer's input is another layer's result.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 BLOCKS = 3
 
