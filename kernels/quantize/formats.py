@@ -122,7 +122,8 @@ def _in_one_pass(values: Tensor) -> bool:
 
 
 def _host_values(values: Tensor) -> Any:
-    return values.detach().to(torch.float32).view(-1).numpy()
+    # Not by .numpy(), after which torch never resizes a storage again: sharded parameters are freed so.
+    return np.from_dlpack(values.detach().to(torch.float32).view(-1))
 
 
 def _host_key(key: int | Tensor | None) -> tuple[Any, bool]:

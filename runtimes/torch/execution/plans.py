@@ -109,8 +109,9 @@ class ApplyOptions:
         captured: Capture the first training pass in CUDA graphs and replay it from then on, as `graphed` does. A
             `JobPlan` sets it.
         compiled: Compile the model in place (``model.compile()``), which the first passes do; with ``captured`` what is
-            captured is compiled, and other passes run as they are. Blocks that repeat are compiled once
-            (`CompiledByBlocks`). A `JobPlan` sets it.
+            captured is compiled, and other passes run as they are. A `JobPlan` sets it.
+        regional: With ``compiled``, compile blocks that repeat once for all of them (`CompiledByBlocks`): faster to
+            compile, but nothing is fused across blocks. Not for models that checkpoint their blocks' activations.
         chunked_loss: Compute the loss of `LinearCrossEntropy`, and of Hugging Face's models for causal language
             modelling, without the logits of all tokens at once: these models' training passes with labels then return
             no logits.
@@ -128,6 +129,7 @@ class ApplyOptions:
     autocast: str | None = None
     captured: bool = False
     compiled: bool = False
+    regional: bool = False
     chunked_loss: bool = True
     outputs: str = "FP32"
 
@@ -214,7 +216,7 @@ class AppliedPlan:
                 module.choice = choose if options.chunked_loss else False
         try:
             # What torch's settings carry out changes nothing per operator.
-            passes_only = options.autocast in TORCH_MODES and not (options.captured or options.compiled)
+            passes_only = options.autocast in TORCH_MODES and not (options.captured or options.regional)
             self.interception = Interception(model, self, lifted_kinds, passes_only=passes_only)
         except QSyncError:
             self._give_losses_back()
@@ -230,7 +232,8 @@ class AppliedPlan:
             self._modes_before = float_modes.set_fp32_modes(TORCH_MODES[options.autocast])
         if options.compiled:
             self._compiled_before = (model._compiled_call_impl,)
-            self._set_regions(repeated_blocks(model))
+            if options.regional:
+                self._set_regions(repeated_blocks(model))
             if not options.captured:
                 model._compiled_call_impl = CompiledByBlocks(model, self.regions)
         if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own

@@ -97,7 +97,7 @@ def leaf_of(module: nn.Module) -> Leaf | None:
     return _OTHERS.get(forward)
 
 
-@torch.compiler.nested_compile_region  # type: ignore[untyped-decorator]
+@torch.compiler.nested_compile_region
 def _as_region(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module as a region of the graph that is being compiled."""
     # Torch calls a region from inside the function mode, where the mode is suspended.

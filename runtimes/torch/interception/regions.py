@@ -71,8 +71,8 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 class CompiledByBlocks:
     """Calls a model compiled with its repeated blocks as regions; set as ``_compiled_call_impl`` of the model.
 
-    Regions need a pass that is one graph, and operators that are seen in them, which they are not inside of a compiled
-    checkpoint. If a pass cannot be compiled so, the model is compiled as a whole from then on, with a warning. Nothing has run by then, because a pass of one graph is compiled before any of it runs.
+    Regions need a pass that is one graph. If torch cannot compile it so, the model is compiled as a whole from then on,
+    with a warning. Nothing has run by then, because a pass of one graph is compiled before any of it runs.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], **options: Any) -> None:

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
@@ -86,7 +85,7 @@ def passes(model, x, count=1):
 def test_equal_blocks_are_compiled_once_with_the_same_results(uses, plan, options):
     model, x = Model(), torch.randn(4, 8)
     expected = passes(apply(model, plan, options=ApplyOptions(**options)), x)
-    apply(undo(model), plan, options=ApplyOptions(compiled=True, **options))
+    apply(undo(model), plan, options=ApplyOptions(compiled=True, regional=True, **options))
     results = passes(model, x)
     assert uses == [[BLOCKS]]
     torch.testing.assert_close(results, expected)
@@ -108,7 +107,7 @@ def test_blocks_in_8_bits_share_code_but_not_noise(uses, precision):
     for block in model.blocks:
         block.load_state_dict(model.blocks[0].state_dict())
     exact = model(x).detach()
-    apply(model, precisions(precision), options=ApplyOptions(compiled=True))
+    apply(model, precisions(precision), options=ApplyOptions(compiled=True, regional=True))
     results, gradients = passes(model, x, 2)
     assert uses == [[BLOCKS]]
     drawn = torch.cat(results).flatten(1).unique(dim=0)
@@ -123,21 +122,9 @@ def test_blocks_in_8_bits_share_code_but_not_noise(uses, precision):
 
 
 def test_as_many_kinds_of_blocks_are_compiled_as_the_plan_makes(uses):
-    model = apply(Model(), precisions("BF16", "FP32"), options=ApplyOptions(compiled=True))
+    model = apply(Model(), precisions("BF16", "FP32"), options=ApplyOptions(compiled=True, regional=True))
     model(torch.randn(4, 8))
     assert uses == [[2]]  # what is used once becomes a part of the whole
-
-
-def test_checkpointed_blocks_round_alike_when_they_run_again(uses):
-    def run(block, x):
-        return checkpoint(block, x, use_reentrant=False)
-
-    x, results = torch.randn(4, 8), []
-    for model in (Model(), Model(run=run)):
-        apply(model, precisions("INT8"), options=ApplyOptions(compiled=True))
-        results.append(passes(model, x))
-    torch.testing.assert_close(*results)
-    assert uses[0] == [BLOCKS]
 
 
 def test_blocks_may_write_to_their_buffers(uses):
@@ -151,7 +138,7 @@ def test_blocks_may_write_to_their_buffers(uses):
     states = []
     for compiled in (False, True):
         model.load_state_dict(before)
-        apply(model, precisions("BF16"), options=ApplyOptions(compiled=compiled))
+        apply(model, precisions("BF16"), options=ApplyOptions(compiled=compiled, regional=compiled))
         states.append((passes(model, x), {name: buffer.clone() for name, buffer in model.named_buffers()}))
         undo(model)
     torch.testing.assert_close(*states)
@@ -166,7 +153,7 @@ def test_a_model_that_is_no_single_graph_is_compiled_as_a_whole(uses, caplog):
 
     model, x = Model(Breaking), torch.randn(4, 8)
     expected = passes(apply(model, precisions("BF16")), x)
-    apply(undo(model), precisions("BF16"), options=ApplyOptions(compiled=True))
+    apply(undo(model), precisions("BF16"), options=ApplyOptions(compiled=True, regional=True))
     torch.testing.assert_close(passes(model, x), expected)
     assert "the model is compiled as a whole" in caplog.text
     assert uses
@@ -175,7 +162,7 @@ def test_a_model_that_is_no_single_graph_is_compiled_as_a_whole(uses, caplog):
 
 def test_a_model_without_repeated_blocks_is_compiled_as_a_whole(uses):
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    apply(model, {"0/linear": "INT8", "2/linear": "INT8"}, options=ApplyOptions(compiled=True))
+    apply(model, {"0/linear": "INT8", "2/linear": "INT8"}, options=ApplyOptions(compiled=True, regional=True))
     passes(model, torch.randn(4, 8))
     assert uses == [[]]
 
@@ -213,7 +200,7 @@ def test_blocks_differ_by_what_is_compiled_into_them():
 
 
 def test_the_error_of_the_model_is_the_callers(uses):
-    model = apply(Model(), precisions("BF16"), options=ApplyOptions(compiled=True))
+    model = apply(Model(), precisions("BF16"), options=ApplyOptions(compiled=True, regional=True))
     assert isinstance(model._compiled_call_impl, CompiledByBlocks)
     with pytest.raises((RuntimeError, ValueError)):
         model(torch.randn(4, 7))
