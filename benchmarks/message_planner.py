@@ -42,7 +42,7 @@ WORKERS, DIM = 8, 256
 NAMES = ("forward 1", "forward 2", "backward 1", "backward 2")
 
 
-def problem(messages: int, links: str, seed: int = 0) -> Problem:
+def make_problem(messages: int, links: str, seed: int = 0) -> Problem:
     """A problem of about so many messages."""
     rng = np.random.default_rng(seed)
     per_pair = messages / (len(NAMES) * WORKERS * (WORKERS - 1))
@@ -77,14 +77,14 @@ def main() -> None:
     arguments = parser.parse_args()
     records, asked = [], []
     for links in ("ring", "ports"):
-        made = problem(arguments.messages, links)
+        problem = make_problem(arguments.messages, links)
         for repeat in range(arguments.repeats):
             began = time.perf_counter()
-            solution = qsync_opt.solve(made)
+            solution = qsync_opt.solve(problem)
             seconds = time.perf_counter() - began
             records.append(
                 {
-                    "links": links, "messages": made.num_messages, "repeat": repeat, "seconds": seconds,
+                    "links": links, "messages": problem.num_messages, "repeat": repeat, "seconds": seconds,
                     "objective": solution.objective, "bound": solution.bound, "gap": solution.gap,
                 }
             )  # fmt: skip
@@ -92,7 +92,7 @@ def main() -> None:
         own = [record for record in records if record["links"] == links]
         seconds = statistics.median(record["seconds"] for record in own)
         gap = max(record["gap"] for record in own)
-        what = f"{made.num_messages} messages of {WORKERS} workers, {links}"
+        what = f"{problem.num_messages} messages of {WORKERS} workers, {links}"
         for name, target, measured, met in (
             ("seconds to plan", "<= 2", round(seconds, 3), seconds <= 2),
             ("proved gap of", "<= 1e-5", float(f"{gap:.3g}"), gap <= 1e-5),

@@ -116,7 +116,7 @@ def _loops() -> Any:
     return importlib.import_module("qsync_opt.kernels.quantize.loops")
 
 
-def _in_one_pass(values: Tensor) -> bool:
+def in_one_pass(values: Tensor) -> bool:
     """Whether numba can read a tensor: it is in the host's memory, and neither compiled nor without data."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling() and type(values) in _PLAIN_TENSORS
 
@@ -133,9 +133,10 @@ def _host_key(key: int | Tensor | None) -> tuple[Any, bool]:
 def int8_rows(dense: Tensor, rows: int, rounding: str, key: int, step: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Codes of a contiguous tensor in FP32 or 16 bits and the scales (rows,) of its equal parts, in one call.
 
-    The bits are those of :func:`scale_from` and :func:`codes_of`. None where no compiled loop can read the tensor.
+    The bits are those of :func:`scale_from` and :func:`codes_of`. None where no compiled loop can read a tensor that is
+    `in_one_pass`.
     """
-    if not _in_one_pass(dense) or dense.element_size() > 4 or not dense.numel() or (loops := _loops()) is None:
+    if dense.element_size() > 4 or not dense.numel() or (loops := _loops()) is None:
         return None
     codes = torch.empty(dense.shape, dtype=torch.int8)
     scales = torch.empty(rows, dtype=torch.float32)
@@ -149,7 +150,7 @@ def _int8_codes(values: Tensor, factor: Tensor | None, key: int | Tensor | None)
     if factor is not None and factor.numel() != 1:
         values, factor = values * factor, None
     codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
-    if _in_one_pass(values) and (loops := _loops()) is not None:
+    if in_one_pass(values) and (loops := _loops()) is not None:
         factors = np.full(1, 1.0 if factor is None else factor.item(), np.float32)
         loops.int8_codes(_host_values(values), factors, *_host_key(key), codes.view(-1).numpy())
         return codes

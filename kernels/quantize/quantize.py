@@ -17,7 +17,17 @@ from torch import Tensor
 
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E4M3, INT8, EightBits, amax, codes_of, factor_of, int8_rows, scale_from
+from qsync_opt.kernels.quantize.formats import (
+    E4M3,
+    INT8,
+    EightBits,
+    amax,
+    codes_of,
+    factor_of,
+    in_one_pass,
+    int8_rows,
+    scale_from,
+)
 from qsync_opt.kernels.quantize.operators import UNIT, dequantize_matrix, drawing, quantize_matrix, quantize_unchecked
 from qsync_opt.kernels.quantize.random_bits import stream_key
 
@@ -106,7 +116,7 @@ def _quantize(
         quantized = _on_card(x, dims, form, options, stream)
         if quantized is not None:
             return quantized
-    elif form is INT8 and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    elif form is INT8 and in_one_pass(x):
         quantized = _on_host(x, dims, options, stream)
         if quantized is not None:
             return quantized

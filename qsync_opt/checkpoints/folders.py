@@ -228,24 +228,24 @@ def remove_older(folder: Path, step: int, keep: int) -> None:
     removed is only warned of: that is no failure of the checkpoint. One that is removed in part is no checkpoint any
     more, since it was renamed before.
     """
-    later = [other for other in steps_in(folder) if other > step]
-    if later:
+    steps = steps_in(folder)
+    if steps[-1] > step:
         _LOGGER.warning(
             "%r has checkpoints of later steps than %d, up to %d: load() takes these; remove them if the job went back",
             str(folder),
             step,
-            later[-1],
+            steps[-1],
         )
-    own = step_folder(folder, step)
-    replaced = [path for path in [folder / f".{own.name}.old"] if path.exists()]
     try:
-        for other in steps_in(folder)[:-keep]:
+        replaced = folder / f".{step_folder(folder, step).name}.old"
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        for other in steps[:-keep]:
             if other != step:
                 path = step_folder(folder, other)
-                replaced.append(folder / f".{path.name}.tmp")
-                os.replace(path, replaced[-1])
-        for path in replaced:
-            shutil.rmtree(path)
+                hidden = folder / f".{path.name}.tmp"
+                os.replace(path, hidden)
+                shutil.rmtree(hidden)
     except OSError as failure:
         _LOGGER.warning("an older checkpoint in %r was not removed: %s", str(folder), failure)
 

@@ -76,10 +76,10 @@ def measure(
         print_json(result.to_json())
         return EXIT_OK
     rows = []
-    for draft, found in result.drafts.items():
+    for draft, measured in result.drafts.items():
         for length in result.lengths:
-            interval = found.counts.interval(length, result.confidence_level)
-            judged = sum(found.judged[:length])
+            interval = measured.counts.interval(length, result.confidence_level)
+            judged = sum(measured.judged[:length])
             rows.append(
                 (draft, str(length), str(judged), f"{interval.mid:.3f}", f"{interval.low:.3f} - {interval.high:.3f}")
             )

@@ -1,7 +1,4 @@
-"""The page of a serving plan: stages, bits, both phases, and what was measured beside what was predicted.
-
-One self-contained HTML file that runs no script.
-"""
+"""The page of a serving plan: stages, bits, both phases, and what was measured beside what was predicted."""
 
 from __future__ import annotations
 
@@ -9,52 +6,11 @@ import os
 from collections.abc import Iterable
 from html import escape
 
-import qsync_opt
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import format_gap, format_memory, format_time, write_text
 from qsync_opt.report.markup import card, level_bar, table
-from qsync_opt.report.page import content_hash, styles
+from qsync_opt.report.plain_page import Section, plain_page
 from qsync_opt.serving import Prediction, ServingMeasurement, ServingPlan, StagePrediction
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src '{hash}'; img-src data:; \
-base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<meta name="generator" content="qsync-opt {version}">
-<link rel="icon" href="data:,">
-<title>{name} – serving plan</title>
-<style>{style}</style>
-</head>
-<body>
-<main class="wide">
-<section id="summary" aria-labelledby="title">
-<p class="eyebrow">Serving plan</p>
-<h1 id="title"><bdi>{name}</bdi></h1>
-{summary}
-</section>
-<section id="stages" aria-labelledby="stages-title">
-<h2 id="stages-title">Stages</h2>
-<p class="lead">Devices in the order in which a token passes them. Times are of one micro-batch, with the message to \
-the next stage.</p>
-{stages}
-</section>
-<section id="phases" aria-labelledby="phases-title">
-<h2 id="phases-title">Phases</h2>
-{phases}
-</section>
-<section id="bits" aria-labelledby="bits-title">
-<h2 id="bits-title">Bits by layer</h2>
-{bits}
-</section>
-</main>
-<footer class="wide"><p>{footer}</p></footer>
-</body>
-</html>
-"""
 
 
 def serving_report_html(result: ServingPlan, *, measured: ServingMeasurement | None = None, note: str = "") -> str:
@@ -65,20 +21,20 @@ def serving_report_html(result: ServingPlan, *, measured: ServingMeasurement | N
     """
     if result.plan is None:
         raise ProblemError(f"there is no plan to report: {result.reason}")
-    prediction, style = result.predict(), styles()
-    return _PAGE.format(
-        hash=content_hash(style),
-        version=escape(qsync_opt.__version__),
-        name=escape(result.problem.name),
-        style=style,
-        summary=_summary(result, prediction),
-        stages='<div class="cards">'
-        + "".join(_stage(result, stage, k, measured) for k, stage in enumerate(prediction.stages))
-        + "</div>",
-        phases=_phases(result, prediction, measured),
-        bits=_bits(result),
-        footer=escape(f"Made by qsync-opt {qsync_opt.__version__}. {note}".strip()),
-    )
+    prediction = result.predict()
+    stages = "".join(_stage(result, stage, k, measured) for k, stage in enumerate(prediction.stages))
+    sections = [
+        Section(
+            "stages",
+            "Stages",
+            f'<div class="cards">{stages}</div>',
+            "Devices in the order in which a token passes them. Times are of one micro-batch, with the message to the "
+            "next stage.",
+        ),
+        Section("phases", "Phases", _phases(result, prediction, measured)),
+        Section("bits", "Bits by layer", _bits(result)),
+    ]
+    return plain_page("serving plan", result.problem.name, _summary(result, prediction), sections, note)
 
 
 def write_serving_report(

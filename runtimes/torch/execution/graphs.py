@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from qsync_opt.runtimes.torch.support import (
     call_arguments,
     capture_stream,
     capturing,
+    compiled_in_place,
     hidden_capture,
     is_capturing,
     model_unchanged,
@@ -244,7 +245,9 @@ class CapturedPasses:
             with (
                 torch.cuda.device(model_device(self._model)),
                 model_unchanged(self._model),
-                self._compiled_model() if self._compiled else contextlib.nullcontext(),
+                compiled_in_place(self._model, CompiledByBlocks(self._model, self._blocks, dynamic=False))
+                if self._compiled
+                else contextlib.nullcontext(),
             ):
                 return self._warm_up_and_capture(leaves, spec)
         except torch.OutOfMemoryError:
@@ -260,15 +263,6 @@ class CapturedPasses:
             interception.passes = passes
             if counter is not None:
                 counter.copy_(count)
-
-    @contextlib.contextmanager
-    def _compiled_model(self) -> Iterator[None]:
-        before: Any = self._model._compiled_call_impl
-        self._model._compiled_call_impl = CompiledByBlocks(self._model, self._blocks, dynamic=False)
-        try:
-            yield
-        finally:
-            self._model._compiled_call_impl = before
 
     def _warm_up_and_capture(self, leaves: Sequence[Any], spec: TreeSpec) -> _Passes:
         # Memory of their own, so that a replay does not depend on the caller's tensors.

@@ -8,8 +8,9 @@ step without the other two.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -56,9 +57,9 @@ def predict_epoch(problem: Problem, plan: Plan, times: StepTimes) -> PredictedEp
     Raises:
         ProblemError: The plan is not of this problem.
     """
-    found = evaluate(problem, plan)
+    evaluation = evaluate(problem, plan)
     codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codec_ns).values(), default=0.0)
-    return PredictedEpoch(times.compute_s, codec_s, found.exposed_ns / 1e9, found.time_ns / 1e9)
+    return PredictedEpoch(times.compute_s, codec_s, evaluation.exposed_ns / 1e9, evaluation.time_ns / 1e9)
 
 
 def codec_by_worker(problem: Problem, plan: Plan, codec_ns: Mapping[int, tuple[float, float]]) -> dict[int, float]:
@@ -81,13 +82,13 @@ def time_codec(
     rows = torch.randn(_ROWS, dim, generator=torch.Generator().manual_seed(0)).to(device)
     index, out = torch.arange(_ROWS, device=device), torch.empty_like(rows)
 
-    def least_ns(work: object) -> float:
+    def least_ns(work: Callable[[], object]) -> float:
         seconds = []
         for _ in range(_REPEATS + 1):  # the first compiles
             if out.is_cuda:
                 torch.cuda.synchronize(out.device)
             began = time.perf_counter()
-            work()  # type: ignore[operator]
+            work()
             if out.is_cuda:
                 torch.cuda.synchronize(out.device)
             seconds.append(time.perf_counter() - began)
@@ -97,7 +98,7 @@ def time_codec(
     for width in widths:
         wire = pack_rows(rows, index, width, 0, backend=backend).reshape(_ROWS, row_bytes(dim, width))
         result[width] = (
-            least_ns(lambda width=width: pack_rows(rows, index, width, 0, backend=backend)),
-            least_ns(lambda wire=wire, width=width: unpack_rows(wire, index, out, width, backend=backend)),
+            least_ns(partial(pack_rows, rows, index, width, 0, backend=backend)),
+            least_ns(partial(unpack_rows, wire, index, out, width, backend=backend)),
         )
     return result

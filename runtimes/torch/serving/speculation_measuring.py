@@ -226,21 +226,21 @@ def measure_speculation(
             )
             extras[("regimes", regime, "x-batch")] = batch
             extras[("regimes", regime, "x-context")] = context
-    found = {}
+    measured: dict[str, DraftMeasurement] = {}
     for draft in drafts:
         if not any(_can_gain(regime, draft, length) for regime in regimes for length in lengths):
             tell(f"{draft} would lose even if all its tokens were accepted, so that it is not tried")
             none = (0,) * max(lengths)
-            found[draft] = DraftMeasurement(memory_kib=0, accepted=none, judged=none)
+            measured[draft] = DraftMeasurement(memory_kib=0, accepted=none, judged=none)
             continue
         tell(f"counting what is accepted of {draft}")
         counts = measure_acceptance(workers, draft, max(lengths), prompts, new_tokens)
-        found[draft] = DraftMeasurement(memory_kib=0, accepted=counts.accepted, judged=counts.judged)
+        measured[draft] = DraftMeasurement(memory_kib=0, accepted=counts.accepted, judged=counts.judged)
     return Measurements(
         name=name,
         memory_kib=0,
         lengths=tuple(lengths),
-        drafts=found,
+        drafts=measured,
         regimes=tuple(regimes),
         extras=extras,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -54,10 +54,13 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def compiled_in_place(model: nn.Module, **options: Any) -> Iterator[None]:
-    """Compile a model in place within the block; ``options`` are those of ``torch.compile``."""
+def compiled_in_place(model: nn.Module, call: Callable[..., Any] | None = None, **options: Any) -> Iterator[None]:
+    """Call a model compiled within the block: by ``call``, or by ``torch.compile`` with ``options``."""
     before: Any = model._compiled_call_impl
-    model.compile(**options)
+    if call is None:
+        model.compile(**options)
+    else:
+        model._compiled_call_impl = call
     try:
         yield
     finally:
