@@ -244,10 +244,10 @@ class Checkpoints:
         """Agree on a save, plan who writes what, and create the folder."""
         check_integer(step, "step")
         rank, _ = world()
-        tensors, values = together(lambda: self._state.collect(rank))
+        tensors, values, shapes = together(lambda: self._state.collect(rank))
         require_agreement(
             "the step or the model to be saved",
-            {"step": step, "model": self._state.shapes_digest()},
+            {"step": step, "model": shapes},
             "save the same model at the same step on all ranks",
         )
         _require_equal_others(values.others)

@@ -50,11 +50,16 @@ class Staging:
             for source, target in at_once:
                 target.copy_(source, non_blocking=source.is_cuda)  # in the order of the current stream
         self._sources = [source for source, _ in deferred]
+        self._event = None
+        copy = self._copy
         if device is not None:
-            self._copy_on_stream(deferred, device)
-        else:
-            self._thread = threading.Thread(target=self._copy, args=(deferred,), name="checkpoint-staging")
-            self._thread.start()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            copy = self._copy_on_stream
+        # On a GPU too: to begin a thousand copies takes some milliseconds, which training need not wait for.
+        self._thread = threading.Thread(target=copy, args=(deferred,), name="checkpoint-staging")
+        self._thread.start()
 
     def reserve(self, file: RankFile, sources: Sequence[Tensor]) -> None:
         """Allocate what `begin` needs, if it is not there yet.
@@ -84,17 +89,13 @@ class Staging:
         try:
             with torch.no_grad():
                 for source, target in pairs:
-                    target.copy_(source)
+                    target.copy_(source, non_blocking=source.is_cuda)
         except BaseException as failure:  # raised again by finish
             self._error = failure
 
-    def _copy_on_stream(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
+    def _copy_on_stream(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        with torch.cuda.stream(self._stream):
+            self._copy(pairs)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(self._stream)
 

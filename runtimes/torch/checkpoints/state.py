@@ -147,17 +147,14 @@ class JobState:
     def _model(self) -> nn.Module:
         return bare_model(self._wrapped)
 
-    def shapes_digest(self) -> str:
-        """Fingerprint of the names and shapes of the model's tensors."""
-        return digest([[name, [*tensor.shape]] for name, tensor in self._model_tensors()[0].items()])
-
-    def collect(self, rank: int) -> tuple[dict[str, Tensor], Values]:
-        """The tensors that a rank saves, not copied, and all that is no tensor.
+    def collect(self, rank: int) -> tuple[dict[str, Tensor], Values, str]:
+        """The tensors that a rank saves, not copied; all that is no tensor; a digest of the model's names and shapes.
 
         Raises:
             ModelError: A lazy module has no parameters yet, or a part of the state cannot be in a file.
         """
         tensors, extra = self._model_tensors()
+        shapes = digest([[name, [*tensor.shape]] for name, tensor in tensors.items()])
         others: dict[str, Tensor] = {}
         values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
         optimizers = tuple(self._split_optimizer(number, tensors) for number in range(len(self._optimizers)))
@@ -171,7 +168,7 @@ class JobState:
         if (device := first_device(self._model)).type == "cuda":
             tensors[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
         _require_supported(tensors)
-        return tensors, Values(model=extra, optimizers=optimizers, others=values)
+        return tensors, Values(model=extra, optimizers=optimizers, others=values), shapes
 
     def changed_by_steps_only(self) -> frozenset[str]:
         """Names of tensors that nothing changes but an optimizer's step: parameters of the model that have one."""

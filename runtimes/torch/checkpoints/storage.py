@@ -223,7 +223,7 @@ def pieces_of(file: RankFile, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]
     for name, box in file.boxes:
         tensor = tensors[name]
         if not isinstance(tensor, DTensor) and box.lengths == tensor.shape:  # most are; training waits for this loop
-            yield tensor.detach()
+            yield tensor
         else:
             local, place = local_part(tensor)
             yield local[box.relative_to(place)]
