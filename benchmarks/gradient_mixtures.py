@@ -2,7 +2,8 @@
 
 A combination is a link, a model and a number of workers (processes of this machine with one thread each). For each,
 steps under every scheme of the menu are recorded and fitted (`qsync_opt.gradients.fit_reductions`), and
-`plan_reductions` plans the mixture of least variance that is as fast as the fastest scheme. Links of so many Gbit/s are
+`plan_reductions` plans the mixture of least variance that is as fast as the fastest scheme, or that scheme where the
+mixture gains less than the model errs. Links of so many Gbit/s are
 network namespaces that this script makes (it needs root and ``tc``) and removes.
 
     python benchmarks/gradient_mixtures.py --predict     # plans and predictions, to be committed before
@@ -140,6 +141,7 @@ def predicted(model: str) -> dict[str, Any]:
                 ),
                 **{name: sum(scheme(name).mean_variance(bucket, fitted.workers) for bucket in own) for name in MENU},
             },
+            "error": round(fitted.error, 4),
             "slowdowns": {name: round(share, 4) for name, share in fitted.slowdowns.items()},
         }
     result: dict[str, Any] = broadcast_json(found)

@@ -1,7 +1,8 @@
 """Compressed all-reduce between two gloo ranks, beside plain FP32, DDP's BF16 hook and PowerSGD.
 
 Each subject is a ``DistributedDataParallel`` model with one bucket of a size, or a small GPT; what is timed is its
-backward pass with the reduction in it. Subjects take turns in every round, and a round counts with the slower rank.
+backward pass with the reduction in it. The backward pass of a bucket adds a constant to it in place; ``nothing`` is that
+pass with no reduction at all. Subjects take turns in every round, and a round counts with the slower rank.
 Links of so many Gbit/s are pairs of network namespaces that this script makes (it needs root and ``tc``) and removes;
 ``loopback`` is the machine itself.
 
@@ -38,22 +39,27 @@ from qsync_opt.kernels.gradients import Codec, Layout
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 
 HERE = Path(__file__).parent
-PEERS = ("FP32", "BF16 hook", "PowerSGD")
+PEERS = ("nothing", "FP32", "BF16 hook", "PowerSGD")
 OURS = ("sum8", "packed8", "sum4", "two8", "linear")
 MODEL_SUBJECTS = ("FP32", "BF16 hook", "packed8", "two8")
 CODEC_MB = 26
 
 
 class Flat(nn.Module):
-    """One parameter whose gradient costs next to nothing."""
+    """One parameter whose gradient costs next to nothing: ones."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(elements // 1024, 1024))
-        self.register_buffer("slope", torch.randn(elements // 1024, 1024))
 
     def forward(self) -> torch.Tensor:
-        return (self.weight * self.slope).sum()
+        return self.weight.sum()
+
+
+def no_reduction(state, bucket):
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def bf16_on_gloo(state, bucket):  # DDP refuses the hook itself, by its name, where there is no NCCL
@@ -62,9 +68,11 @@ def bf16_on_gloo(state, bucket):  # DDP refuses the hook itself, by its name, wh
 
 def hooked(model: nn.Module, subject: str) -> DistributedDataParallel:
     """The model with a subject's hook."""
-    # Buffers stay where they are: their broadcast before every step would be timed as if it were the reduction.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1000, broadcast_buffers=False)
-    if subject == "BF16 hook":
+    # Gradients stay in their buckets: what else would be timed is copies to them, and memory touched for the first time.
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1000, gradient_as_bucket_view=True)
+    if subject == "nothing":
+        wrapped.register_comm_hook(None, no_reduction)
+    elif subject == "BF16 hook":
         wrapped.register_comm_hook(None, bf16_on_gloo)
     elif subject == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -93,7 +101,6 @@ def flat_step(subject: str, elements: int) -> Any:
     model = hooked(Flat(elements), subject)
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
         model().backward()
 
     return step
@@ -106,7 +113,7 @@ def gpt_step(subject: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=False)
         model(tokens, tokens).backward()
         optimizer.step()
 
@@ -143,14 +150,15 @@ def codec(rounds: int) -> list[dict[str, Any]]:
         each, own = scheme(name), Codec()
         layout = Layout(width=each.width, lanes=each.lanes, block=each.block)
         out, times = torch.empty_like(x), []
+        room = torch.empty(layout.words(len(x)), dtype=layout.dtype)  # as reductions keep one
         for _ in range(rounds + 1):
             began = time.perf_counter()
             if name == "two8":
-                part = own.encode(x, "int8", each.block, 1)
+                part = own.encode(x, "int8", each.block, 1, out=room)
                 own.decode(part, "int8", each.block, out=out)
             else:
                 scales = own.sum_scales(x, layout.block)
-                codes = own.encode_sum(x, scales, each.levels(2), layout, 1)
+                codes = own.encode_sum(x, scales, each.levels(2), layout, 1, out=room)
                 own.decode_sum(codes, scales, each.levels(2), 2, layout, len(x), out=out)
             times.append(round(1e3 * (time.perf_counter() - began), 3))
         records.append({"what": "codec", "megabytes": CODEC_MB, "subject": name, "ms": times[1:]})

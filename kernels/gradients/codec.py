@@ -6,6 +6,7 @@ PyTorch everywhere.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -81,11 +82,13 @@ class Codec:
             scales: Tensor = _OPERATORS["scales"](x, block)
             return scales
         scales = torch.empty(-(-len(x) // block), dtype=torch.int16)
-        _loops().sum_scales(x.view(torch.int32).numpy(), block, scales.numpy())
+        _loops().sum_scales(_host(x.view(torch.int32)), block, _host(scales))
         return scales.view(torch.bfloat16)
 
-    def encode_sum(self, x: Tensor, scales: Tensor, levels: int, layout: Layout, key: int) -> Tensor:
-        """Codes under common scales; see `reference.encode_sum`."""
+    def encode_sum(
+        self, x: Tensor, scales: Tensor, levels: int, layout: Layout, key: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Codes under common scales; see `reference.encode_sum`. Compiled loops write them into ``out``, if given."""
         compiler = self._on(x.device)
         if compiler is None or not len(x):
             return reference.encode_sum(x, scales, levels, layout, key)
@@ -95,10 +98,10 @@ class Codec:
                 x, scales, levels, layout.width, layout.lanes, words, layout.block, signed(key)
             )
             return codes
-        out = torch.empty(words, dtype=torch.int8) if layout.lanes == 1 else torch.zeros(words, dtype=torch.int32)
+        out = torch.empty(words, dtype=layout.dtype) if out is None else out
         _loops().encode_sum(
-            x.numpy(), scales.float().numpy(), levels, layout.width, layout.lanes, words, layout.block,
-            _word(key), out.numpy(),
+            _host(x), _host(scales.float()), levels, layout.width, layout.lanes, words, layout.block,
+            _word(key), _host(out),
         )  # fmt: skip
         return out
 
@@ -124,20 +127,21 @@ class Codec:
             return mean
         out = torch.empty(elements) if out is None else out
         _loops().decode_sum(
-            codes.numpy(), scales.float().numpy(), levels, workers, layout.width, layout.lanes, words, layout.block,
-            out.numpy(),
+            _host(codes), _host(scales.float()), levels, workers, layout.width, layout.lanes, words, layout.block,
+            _host(out),
         )  # fmt: skip
         return out
 
-    def encode(self, x: Tensor, form: str, block: int, key: int) -> Encoded:
-        """Codes with scales of this worker's own; see `reference.encode`."""
+    def encode(self, x: Tensor, form: str, block: int, key: int, out: Tensor | None = None) -> Encoded:
+        """Codes with scales of this worker's own; see `reference.encode`. Compiled loops write codes into ``out``."""
         compiler = self._on_int8(x.device, form, block)
         if compiler is None or not len(x):
             return reference.encode(x, form, block, key)
         if compiler == "CUDA":
             return Encoded(*_OPERATORS["encode_int8"](x, block, signed(key)))
-        codes, scales = torch.empty(len(x), dtype=torch.int8), torch.empty(-(-len(x) // block))
-        _loops().encode_int8(x.numpy(), x.view(torch.int32).numpy(), block, _word(key), codes.numpy(), scales.numpy())
+        codes = torch.empty(len(x), dtype=torch.int8) if out is None else out
+        scales = torch.empty(-(-len(x) // block))
+        _loops().encode_int8(_host(x), _host(x.view(torch.int32)), block, _word(key), _host(codes), _host(scales))
         return Encoded(codes, scales)
 
     def reduce(self, codes_ND: Tensor, scales_NB: Tensor, form: str, block: int, key: int) -> Encoded:
@@ -148,7 +152,7 @@ class Codec:
         if compiler == "CUDA":
             return Encoded(*_OPERATORS["reduce_int8"](codes_ND, scales_NB, block, signed(key)))
         codes, scales = torch.empty_like(codes_ND[0]), torch.empty_like(scales_NB[0])
-        _loops().reduce_int8(codes_ND.numpy(), scales_NB.numpy(), block, _word(key), codes.numpy(), scales.numpy())
+        _loops().reduce_int8(_host(codes_ND), _host(scales_NB), block, _word(key), _host(codes), _host(scales))
         return Encoded(codes, scales)
 
     def decode(self, encoded: Encoded, form: str, block: int, out: Tensor | None = None) -> Tensor:
@@ -160,8 +164,21 @@ class Codec:
             values: Tensor = _OPERATORS["decode_int8"](*encoded, block)
             return values
         out = torch.empty(len(encoded.codes)) if out is None else out
-        _loops().decode_int8(encoded.codes.numpy(), encoded.scales.numpy(), block, out.numpy())
+        _loops().decode_int8(_host(encoded.codes), _host(encoded.scales), block, _host(out))
         return out
+
+
+_HOST_TYPES = {torch.float32: np.float32, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8}
+
+
+def _host(values: Tensor) -> Any:
+    """The memory of a contiguous tensor as an array, which keeps the tensor alive.
+
+    Not by ``numpy()``, after which torch never resizes a storage again: sharded gradients are freed so.
+    """
+    memory = (ctypes.c_byte * (values.numel() * values.element_size())).from_address(values.data_ptr())
+    memory.tensor = values  # type: ignore[attr-defined]
+    return np.frombuffer(memory, _HOST_TYPES[values.dtype]).reshape(values.shape)
 
 
 def _word(key: int) -> np.uint64:

@@ -1,17 +1,18 @@
 """The codec on CPUs: loops that numba compiles, with the bits of `reference`.
 
 They release the GIL and run in one thread: a training process has as many workers as it has processors to spare. Inner
-loops count from zero over slices, or LLVM would not vectorize them: an index that may be negative wraps around. The
-machine code is kept in ``NUMBA_CACHE_DIR`` or beside the source.
+loops count from zero over slices, or LLVM would not vectorize them: an index that may be negative wraps around. Nothing
+is allocated or called per block but drawing, which would cost as much as the block itself. The machine code is kept in
+``NUMBA_CACHE_DIR`` or beside the source.
 """
-
-from __future__ import annotations
 
 import math
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
@@ -21,6 +22,7 @@ _SMALLEST = np.float32(2.0**-100)
 _MAGIC = np.float32(12582912.0)
 """1.5 * 2**23: a number of magnitude below 2**22 that is added to it is rounded to nearest, ties to even."""
 _MAGIC_BITS = np.int32(0x4B400000)
+"""The bits of that number, of which the lowest eight are 0: the lowest eight of a rounded number are its INT8 code."""
 _PIECE = 256
 """Elements whose noise is drawn at a time; a multiple of four."""
 _NOISE_UNIT = np.float32(2.0**-16)
@@ -38,37 +40,40 @@ def _draw(key: Any, first: int, words: Any, count: int, odd: Any) -> None:
         words[i] = (w ^ (w >> _SHIFT)) | odd
 
 
+@intrinsic
+def _as_float(context: Any, bits: Any) -> Any:
+    """The FP32 number with these bits, an int32."""
+    return numba.float32(numba.int32), lambda _, builder, __, values: builder.bitcast(values[0], ir.FloatType())
+
+
+@intrinsic
+def _as_bits(context: Any, value: Any) -> Any:
+    """The bits of an FP32 number, as int32."""
+    return numba.int32(numba.float32), lambda _, builder, __, values: builder.bitcast(values[0], ir.IntType(32))
+
+
 @jit
-def _largest(bits: Any) -> Any:
-    """Largest magnitude as bits, +inf where there is NaN or an infinity."""
+def _scale(bits: Any) -> Any:
+    """Largest magnitude, +inf where there is NaN or an infinity, and not too small to divide by."""
     most = np.int32(0)
     for i in range(len(bits)):
         most = max(most, bits[i] & np.int32(0x7FFFFFFF))
-    return min(most, np.int32(0x7F800000))
+    scale = _as_float(min(most, np.int32(0x7F800000)))
+    return _SMALLEST if scale > 0 and scale < _SMALLEST else scale
 
 
 @jit
 def sum_scales(bits: Any, block: int, scales: Any) -> None:
     """Scales (BF16 as int16) of the blocks of a gradient, given as int32 bits."""
-    value = np.empty(1, np.int32)
-    floats = value.view(np.float32)
     for b in range(len(scales)):
-        value[0] = _largest(bits[b * block : (b + 1) * block])
-        if floats[0] > 0 and floats[0] < _SMALLEST:
-            floats[0] = _SMALLEST
-        scales[b] = np.int16((value[0] + np.int32(0xFFFF)) >> 16)
+        scales[b] = np.int16((_as_bits(_scale(bits[b * block : (b + 1) * block])) + np.int32(0xFFFF)) >> 16)
 
 
 @jit
-def _round_piece(x: Any, inverse: Any, levels: Any, noise: Any, codes: Any) -> None:
-    """Rounded codes of a piece, as int32."""
-    rounded = codes.view(np.float32)
-    for i in range(len(x)):
-        y = x[i] * inverse + np.float32(noise[i]) * _NOISE_UNIT
-        y = min(max(y, -levels), levels)
-        rounded[i] = y + _MAGIC
-    for i in range(len(x)):
-        codes[i] = codes[i] - _MAGIC_BITS
+def _rounded(x: Any, inverse: Any, noise: Any, levels: Any) -> Any:
+    """The bits of 1.5 * 2**23 plus a code."""
+    y = x * inverse + np.float32(noise) * _NOISE_UNIT
+    return _as_bits(min(max(y, -levels), levels) + _MAGIC)
 
 
 @jit
@@ -88,31 +93,39 @@ def encode_sum(
     """
     words = np.empty(_PIECE // 4, np.uint64)
     noise = words.view(np.int16)
-    codes = np.empty(_PIECE, np.int32)
     elements = len(x)
     top = np.float32(levels)
+    if lanes > 1:
+        out[min(elements, lane_words) :] = 0
     for lane in range(lanes):
         start = lane * lane_words
         stop = min(elements, start + lane_words)
+        shift = np.uint32(lane * width)
         while start < stop:
             end = min(stop, (start // block + 1) * block, start // 4 * 4 + _PIECE)
             inverse = _inverse(scales[start // block], levels)
-            size = end - start
             skipped = start % 4
-            if inverse > 0:
-                _draw(key, start // 4, words, (skipped + size + 3) // 4, _ODD)
-                _round_piece(x[start:end], inverse, top, noise[skipped : skipped + size], codes[:size])
-            else:
-                codes[:size] = 0
             base = start - lane * lane_words
-            part = out[base : base + size]
+            own, part = x[start:end], out[base : base + end - start]
+            if inverse > 0:
+                _draw(key, start // 4, words, (skipped + end - start + 3) // 4, _ODD)
+            drawn = noise[skipped : skipped + end - start]
             if lanes == 1:
-                for i in range(len(part)):
-                    part[i] = codes[i]
+                if inverse > 0:
+                    for i in range(len(part)):
+                        part[i] = np.int8(_rounded(own[i], inverse, drawn[i], top))
+                else:
+                    part[:] = 0
             else:
-                shift = np.uint32(lane * width)
-                for i in range(len(part)):
-                    part[i] |= np.int32(np.uint32(codes[i] + levels) << shift)
+                if lane == 0:
+                    part[:] = 0
+                if inverse > 0:
+                    for i in range(len(part)):
+                        code = _rounded(own[i], inverse, drawn[i], top) - _MAGIC_BITS
+                        part[i] |= np.int32(np.uint32(code + levels) << shift)
+                else:
+                    for i in range(len(part)):
+                        part[i] |= np.int32(np.uint32(levels) << shift)
             start = end
 
 
@@ -151,28 +164,21 @@ def decode_sum(
 
 
 @jit
-def _block_scale(bits: Any) -> Any:
-    value = np.empty(1, np.int32)
-    value[0] = _largest(bits)
-    scale = value.view(np.float32)[0]
-    return _SMALLEST if scale > 0 and scale < _SMALLEST else scale
+def _int8_block(x: Any, bits: Any, first: int, key: Any, words: Any, noise: Any, out: Any) -> Any:
+    """Codes of one block that begins at element ``first``, a multiple of four; returns its scale.
 
-
-@jit
-def _int8_block(x: Any, bits: Any, first: int, key: Any, words: Any, codes: Any, out: Any) -> Any:
-    """Codes of one block that begins at element ``first``, a multiple of four; returns its scale."""
-    scale = _block_scale(bits)
-    inverse = _inverse(scale, 127)
-    for start in range(0, len(x), _PIECE):
-        size = min(_PIECE, len(x) - start)
-        if inverse > 0:
-            _draw(key, (first + start) // 4, words, (size + 3) // 4, _ODD)
-            _round_piece(x[start : start + size], inverse, np.float32(127), words.view(np.int16)[:size], codes[:size])
-        else:
-            codes[:size] = 0
-        part = out[start : start + size]
-        for i in range(len(part)):
-            part[i] = codes[i]
+    ``noise`` are the ``words`` as int16.
+    """
+    scale = _scale(bits)
+    inverse, top = _inverse(scale, 127), np.float32(127)
+    if inverse > 0:
+        for start in range(0, len(x), _PIECE):
+            own, part = x[start : start + _PIECE], out[start : start + _PIECE]
+            _draw(key, (first + start) // 4, words, (len(own) + 3) // 4, _ODD)
+            for i in range(len(own)):
+                part[i] = np.int8(_rounded(own[i], inverse, noise[i], top))
+    else:
+        out[:] = 0
     return scale
 
 
@@ -180,10 +186,10 @@ def _int8_block(x: Any, bits: Any, first: int, key: Any, words: Any, codes: Any,
 def encode_int8(x: Any, bits: Any, block: int, key: Any, codes: Any, scales: Any) -> None:
     """INT8 codes with a scale per block; ``block`` is a multiple of four."""
     words = np.empty(_PIECE // 4, np.uint64)
-    rounded = np.empty(_PIECE, np.int32)
+    noise = words.view(np.int16)
     for b in range(len(scales)):
-        part = slice(b * block, (b + 1) * block)
-        scales[b] = _int8_block(x[part], bits[part], b * block, key, words, rounded, codes[part])
+        first, last = b * block, (b + 1) * block
+        scales[b] = _int8_block(x[first:last], bits[first:last], first, key, words, noise, codes[first:last])
 
 
 @jit
@@ -200,7 +206,7 @@ def decode_int8(codes: Any, scales: Any, block: int, out: Any) -> None:
 def reduce_int8(codes: Any, scales: Any, block: int, key: Any, out: Any, out_scales: Any) -> None:
     """The mean of the workers' values, encoded again."""
     words = np.empty(_PIECE // 4, np.uint64)
-    rounded = np.empty(_PIECE, np.int32)
+    noise = words.view(np.int16)
     mean = np.empty(block, np.float32)
     bits = mean.view(np.int32)
     workers, elements = codes.shape
@@ -219,4 +225,4 @@ def reduce_int8(codes: Any, scales: Any, block: int, key: Any, out: Any, out_sca
                     total[i] = total[i] + np.float32(own[i]) * step
         for i in range(size):
             mean[i] = mean[i] * share
-        out_scales[b] = _int8_block(mean[:size], bits[:size], first, key, words, rounded, out[first : first + size])
+        out_scales[b] = _int8_block(mean[:size], bits[:size], first, key, words, noise, out[first : first + size])

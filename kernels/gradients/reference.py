@@ -53,6 +53,11 @@ class Layout:
     lanes: int
     block: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the integers."""
+        return torch.int8 if self.lanes == 1 else torch.int32
+
     def words(self, elements: int) -> int:
         """Integers that hold the codes of so many elements: lanes begin at multiples of four elements."""
         if self.lanes == 1:

@@ -36,7 +36,7 @@ _ROUNDS = 5
 _FASTER = 0.02
 """Share by which a mixture is to be faster than the fastest single scheme, where that costs no variance."""
 _CLEARLY_FASTER = 0.05
-"""Share by which it must be faster if it has more variance: more than predictions err."""
+"""Share by which it must be faster if it has more variance."""
 _RIDGE = 1e-3
 _MOST_SLOWDOWN = 0.95
 
@@ -52,6 +52,8 @@ class ReductionModel:
             before), with nothing beside it.
         times_ns: Of each bucket's reduction, by scheme.
         slowdowns: Share by which computation beside a reduction is slower, by scheme.
+        error: Share by which predicted steps differ from recorded ones that they were not fitted to, a root mean
+            square; 0 if it is not known.
     """
 
     workers: int
@@ -59,6 +61,7 @@ class ReductionModel:
     segments_ns: tuple[int, ...]
     times_ns: Mapping[str, tuple[int, ...]]
     slowdowns: Mapping[str, float]
+    error: float = 0.0
 
     def single(self, name: str) -> Plan:
         """The plan that gives every bucket one scheme."""
@@ -162,6 +165,9 @@ def fit_reductions(records: Iterable[RecordedReductions]) -> ReductionModel:
     Segments and slowdowns are those of the least squares ``gap_k = segment_k + sum of slowdown * time beside``, over
     the gaps between buckets in all records. A bucket's time under a scheme is the median of those recorded.
 
+    The model's ``error`` is cross-validated: each record is predicted from the others. Record every scheme twice, some
+    steps apart: a record without which a scheme would be missing is predicted by the whole model, which errs less.
+
     Raises:
         ProblemError: There is no record, they are of unlike jobs, or a scheme was not recorded for a bucket.
 
@@ -175,18 +181,33 @@ def fit_reductions(records: Iterable[RecordedReductions]) -> ReductionModel:
             "of one"
         )
     workers, elements = jobs.pop()
-    count = len(elements)
     recorded = [record.usual() for record in records]
-    names = list(dict.fromkeys(each.scheme for step in recorded for each in step))
+    for name in dict.fromkeys(each.scheme for step in recorded for each in step):
+        for k in range(len(elements)):
+            if not any(step[k].scheme == name for step in recorded):
+                raise ProblemError(f"scheme {name!r} was not recorded for bucket b{k}; record a step that has it there")
+    model = _model(workers, elements, recorded)
+    squares = []
+    for k, step in enumerate(recorded):
+        rest = [*recorded[:k], *recorded[k + 1 :]]
+        known = all(any(other[b].scheme == each.scheme for other in rest) for b, each in enumerate(step))
+        plan = Plan(schemes={f"b{b}": each.scheme for b, each in enumerate(step)})
+        predicted = (_model(workers, elements, rest) if known else model).predict(plan)
+        squares.append((predicted[-1].end_ns / max(1, step[-1].end_ns) - 1) ** 2)
+    return replace(model, error=math.sqrt(statistics.fmean(squares)))
+
+
+def _model(
+    workers: int, elements: tuple[int, ...], recorded: Sequence[Sequence[Reduction]]
+) -> ReductionModel:
+    """The model fitted to some steps; schemes that a bucket lacks in all of them are left out."""
+    count = len(elements)
     times_ns = {}
-    for name in names:
+    for name in dict.fromkeys(each.scheme for step in recorded for each in step):
         own = [[_taken_ns(step, k) for step in recorded if step[k].scheme == name] for k in range(count)]
-        if not all(own):
-            missing = next(k for k in range(count) if not own[k])
-            raise ProblemError(
-                f"scheme {name!r} was not recorded for bucket b{missing}; record a step that has it there"
-            )
-        times_ns[name] = tuple(round(statistics.median(each)) for each in own)
+        if all(own):
+            times_ns[name] = tuple(round(statistics.median(each)) for each in own)
+    names = list(dict.fromkeys(each.scheme for step in recorded for each in step))
     gaps, beside = zip(*(_gaps(step, names) for step in recorded), strict=True)
     segments, slowdowns = _fitted(np.array(gaps), np.array(beside))
     return ReductionModel(
@@ -242,8 +263,9 @@ def plan_reductions(
     """The plan of least variance among those that are predicted to be as fast as the fastest single scheme.
 
     Where a mixture without more variance than that scheme is faster by 2 %, the plan is too; more variance must make it
-    faster by 5 %. Plans are made for the times
-    at which buckets are ready, predicted anew under each, and only the prediction decides.
+    faster by 5 %. Among very many mixtures some are predicted to be fast by chance: where predictions err by more than
+    that (``model.error``), a mixture must be faster by as much as they err, or the plan is the fastest single scheme.
+    Plans are made for the times at which buckets are ready, predicted anew under each, and only the prediction decides.
 
     Args:
         model: Of the job's steps.
@@ -285,7 +307,7 @@ def plan_reductions(
     single = [model.single(name) for name in names]
     for plan in single:
         weigh(plan)
-    fastest_single = min(kept.values(), key=lambda row: row.iteration_ns, default=None)
+    fastest_single = min(kept.values(), key=lambda row: (row.iteration_ns, row.variance), default=None)
     improve(single[0] if fastest_single is None else fastest_single.plan, None)
     if not kept:
         raise ProblemError(
@@ -313,12 +335,16 @@ def plan_reductions(
     if fastest_single is None:
         return quietest(fastest.iteration_ns).plan
     single_ns = fastest_single.iteration_ns
-    better = quietest(max(fastest.iteration_ns, int((1 - _FASTER) * single_ns)))
+    faster_ns = int((1 - max(_FASTER, model.error)) * single_ns)
+    if model.error > _FASTER and fastest.iteration_ns > faster_ns:
+        return fastest_single.plan
+    better = quietest(max(fastest.iteration_ns, faster_ns))
     if better.variance <= fastest_single.variance:
         return better.plan
-    if fastest.iteration_ns <= (1 - _CLEARLY_FASTER) * single_ns:
-        return quietest(int((1 - _CLEARLY_FASTER) * single_ns)).plan
-    return quietest(single_ns).plan
+    clearly_ns = int((1 - max(_CLEARLY_FASTER, model.error)) * single_ns)
+    if fastest.iteration_ns <= clearly_ns:
+        return quietest(clearly_ns).plan
+    return fastest_single.plan if model.error > _FASTER else quietest(single_ns).plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

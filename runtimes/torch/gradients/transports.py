@@ -1,7 +1,8 @@
 """How codes become the mean gradient on every worker: all-reduces of integers, or all-to-all and all-gather.
 
 Every function works on the current stream and ends with identical bits on all ranks. On CPUs a large bucket is reduced
-in pieces: while one is under way the next is encoded, and the last one's mean is decoded.
+in pieces: while one is under way the next is encoded, and the last one's mean is decoded. There codes have buffers that
+are kept, because touching fresh memory takes half as long again as encoding into it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Reducer:
     group: Any = None
     seed: int = 0
     codec: Codec = field(default_factory=Codec)
+    _kept: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
 
     def reduce(self, gradient: Tensor, scheme: GradientScheme, step: int = 0, bucket: int = 0) -> None:
         """Replace ``gradient``, flat and contiguous, by the mean over all workers; every worker must call it.
@@ -76,7 +78,7 @@ class Reducer:
         else:
             unit = (scheme.block or 4) * workers
             pieces = enumerate(_pieces(x, unit))
-            _overlapped([self._two_shot(piece, scheme, self._keys(step, bucket, k)) for k, piece in pieces])
+            _overlapped([self._two_shot(k, piece, scheme, self._keys(step, bucket, k)) for k, piece in pieces])
         if x.data_ptr() != gradient.data_ptr():
             gradient.copy_(x)
 
@@ -93,31 +95,37 @@ class Reducer:
         flights, first = [], 0
         for k, piece in enumerate(_pieces(x, block if block < _PIECE else 4)):
             own = scales[first // block : -(-(first + piece.numel()) // block)]
-            flights.append(self._sum_piece(piece, own, scheme, self._keys(step, bucket, k)[0]))
+            flights.append(self._sum_piece(k, piece, own, scheme, self._keys(step, bucket, k)[0]))
             first += piece.numel()
         _overlapped(flights)
 
-    def _sum_piece(self, x: Tensor, scales: Tensor, scheme: Scheme, key: int) -> Iterator[Any]:
+    def _sum_piece(self, piece: int, x: Tensor, scales: Tensor, scheme: Scheme, key: int) -> Iterator[Any]:
         """Replace one piece by its mean; gives the collective that it waits for."""
         workers, elements = dist.get_world_size(self.group), x.numel()
         levels = scheme.levels(workers)
         layout = Layout(width=scheme.width, lanes=scheme.lanes, block=scheme.block or elements)
-        codes = self.codec.encode_sum(x, scales, levels, layout, key)
+        room = self._room("codes", piece, layout.words(elements), layout.dtype, x.device)
+        codes = self.codec.encode_sum(x, scales, levels, layout, key, out=room)
         yield dist.all_reduce(codes, group=self.group, async_op=True)
         _put(self.codec.decode_sum(codes, scales, levels, workers, layout, elements, out=x), x)
 
-    def _two_shot(self, x: Tensor, scheme: Scheme, keys: list[int]) -> Iterator[Any]:
+    def _two_shot(self, piece: int, x: Tensor, scheme: Scheme, keys: list[int]) -> Iterator[Any]:
         """Replace one piece by its mean; gives the collectives that it waits for."""
         form, block = FORMS[scheme.code], scheme.block or 4
         workers, elements = dist.get_world_size(self.group), x.numel()
         part = -(-elements // (workers * block)) * block  # of one worker
         padded = x if part * workers == elements else torch.nn.functional.pad(x, (0, part * workers - elements))
-        sent = self.codec.encode(padded, form, block, keys[0])
-        (codes_ND, first), (scales_NB, second) = (self._exchanging(values, workers) for values in sent)
+        room = self._room("codes", piece, len(padded), torch.int8, x.device) if form == "int8" else None
+        sent = self.codec.encode(padded, form, block, keys[0], out=room)
+        into = self._room("exchanged", piece, sent.codes.nbytes, torch.uint8, x.device)
+        codes_ND, first = self._exchanging(sent.codes, workers, into)
+        scales_NB, second = self._exchanging(sent.scales, workers)
         yield first
         yield second
         own = self.codec.reduce(codes_ND, scales_NB, form, block, keys[1])
-        (codes, first), (scales, second) = (self._gathering(values, workers) for values in own)
+        into = self._room("gathered", piece, own.codes.nbytes * workers, torch.uint8, x.device)
+        codes, first = self._gathering(own.codes, workers, into)
+        scales, second = self._gathering(own.scales, workers)
         yield first
         yield second
         out = x if len(padded) == elements else None
@@ -137,21 +145,30 @@ class Reducer:
         _wait(work)
         return reference.decode_exponential(gathered[:elements], scale, workers)
 
-    def _exchanging(self, values: Tensor, workers: int) -> tuple[Tensor, Any]:
+    def _room(self, what: str, piece: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """A buffer of a piece that is kept from reduction to reduction; None on cards, whose memory torch keeps."""
+        if device.type != "cpu":
+            return None
+        size, kept = count * dtype.itemsize, self._kept.get((what, piece))
+        if kept is None or len(kept) < size:
+            kept = self._kept[what, piece] = torch.empty(size, dtype=torch.uint8)
+        return kept[:size].view(dtype)
+
+    def _exchanging(self, values: Tensor, workers: int, into: Tensor | None = None) -> tuple[Tensor, Any]:
         """Every worker's values for this one, shape (workers, len(values) / workers), once they are there.
 
-        They go as bytes, for all backends.
+        They go as bytes, for all backends, into a buffer of as many, if one is given.
         """
-        sent = values.view(torch.uint8)
-        received, work = torch.empty_like(sent), None
+        sent, work = values.view(torch.uint8), None
+        received = torch.empty_like(sent) if into is None else into
         if len(sent):
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return received.view(values.dtype).view(workers, -1), work
 
-    def _gathering(self, values: Tensor, workers: int) -> tuple[Tensor, Any]:
-        """The values of all workers one after another, once they are there."""
-        sent = values.contiguous().view(torch.uint8)
-        received, work = torch.empty(workers * len(sent), dtype=torch.uint8, device=sent.device), None
+    def _gathering(self, values: Tensor, workers: int, into: Tensor | None = None) -> tuple[Tensor, Any]:
+        """The values of all workers one after another, once they are there; ``into`` as of `_exchanging`."""
+        sent, work = values.contiguous().view(torch.uint8), None
+        received = sent.new_empty(workers * len(sent)) if into is None else into
         if len(sent):
             parts = list(received.view(workers, -1).unbind(0))
             work = dist.all_gather(parts, sent, group=self.group, async_op=True)

@@ -174,6 +174,9 @@ def test_compiled_sums_equal_the_reference_bit_for_bit(each, elements):
         levels = each.levels(workers)
         codes = plain.encode_sum(x, scales, levels, layout, key)
         assert torch.equal(codes, compiled.encode_sum(x, scales, levels, layout, key))
+        used = torch.full_like(codes, 77)  # as a buffer is that held other codes
+        assert torch.equal(codes, compiled.encode_sum(x, scales, levels, layout, key, out=used))
+        assert torch.equal(codes, used)
         total = (codes.long() * workers).to(codes.dtype)  # lanes carry nothing over
         values = [c.decode_sum(total, scales, levels, workers, layout, elements) for c in (plain, compiled)]
         assert torch.equal(values[0].view(torch.int32), values[1].view(torch.int32)) or torch.equal(
@@ -199,6 +202,18 @@ def test_compiled_two_shot_equals_the_reference_bit_for_bit(elements):
     assert torch.equal(both[0].scales, both[1].scales)
     values = [codec.decode(Encoded(*both[0]), "int8", BLOCK).nan_to_num(nan=9.0) for codec in (plain, compiled)]
     assert torch.equal(*values)
+
+
+@COMPILED
+def test_compiled_codecs_leave_storages_resizable():
+    x, codec, layout = torch.randn(1000), Codec("compiled"), Layout(width=8, lanes=1, block=BLOCK)
+    scales = codec.sum_scales(x, BLOCK)
+    codes = codec.encode_sum(x, scales, 63, layout, 1)
+    codec.decode_sum(codes, scales, 63, 2, layout, len(x), out=x)
+    parts = codec.encode(x, "int8", BLOCK, 1, out=codes)
+    codec.decode(parts, "int8", BLOCK, out=x)
+    for each in (x, scales, *parts):
+        each.untyped_storage().resize_(0)  # as sharded parameters and gradients are freed
 
 
 def test_exponents_are_added_as_the_paper_says():

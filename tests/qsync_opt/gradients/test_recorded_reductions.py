@@ -140,6 +140,58 @@ def test_planned_mixtures_are_as_fast_as_any_scheme_with_less_variance(model, no
         assert all(row[1] >= variance * (1 - 1e-9) for row in single if row[0] <= time_ns)
 
 
+def lengthened(record, factor):
+    """The record of a busy moment, in which everything takes longer."""
+    steps = tuple(
+        tuple(
+            replace(each, **{name: round(factor * getattr(each, name)) for name in ("ready_ns", "start_ns", "end_ns")})
+            for each in step
+        )
+        for step in record.steps
+    )
+    return replace(record, steps=steps)
+
+
+def test_the_error_of_a_model_is_that_of_records_it_was_not_fitted_to():
+    model = model_of([400_000] * 3, [[300_000, 150_000, 50_000], [90_000, 60_000, 80_000]], [0.0, 0.0])
+    once = [recorded(model, model.single(name)) for name in model.times_ns]
+    assert fit_reductions(once).error == pytest.approx(0, abs=1e-3)
+    assert fit_reductions([*once, *once]).error == pytest.approx(0, abs=1e-3)
+    # Each of the two moments is predicted from the other, and from both of the other scheme.
+    busy = [lengthened(each, 1.2) for each in once]
+    assert 0.1 < fit_reductions([*once, *busy]).error < 0.25
+    # Without a second record nothing is left out, and the fit hides part of the difference.
+    assert fit_reductions([once[0], busy[1]]).error < 0.1
+
+
+@pytest.mark.parametrize(
+    ("last_ns", "error", "chosen"),
+    [
+        (360, 0.0, "two8"),  # 4 % faster than sum8 everywhere, and less variance
+        (360, 0.03, "two8"),
+        (360, 0.06, "sum8"),  # within the error of predictions that is no gain
+        (400, 0.01, "two8"),  # as fast, with less variance
+        (400, 0.03, "sum8"),
+        (300, 0.06, "two8"),
+    ],
+)
+def test_a_mixture_must_gain_more_than_predictions_err(last_ns, error, chosen):
+    model = model_of([100, 500], [[800, last_ns], [500, 400]], [0.0, 0.0])
+    times = dict(zip(("two8", "sum8"), model.times_ns.values(), strict=True))
+    model = replace(model, times_ns=times, slowdowns=dict.fromkeys(times, 0.0), error=error)
+    assert list(plan_reductions(model, statistics(2)).schemes.values()) == ["sum8", chosen]
+
+
+def test_more_variance_must_gain_more_than_predictions_err():
+    # The first scheme is quieter and faster alone; with sum8 in the last bucket the step takes 8 % less.
+    times = {"two8": (500, 400), "sum8": (900, 320)}
+    model = replace(
+        model_of([100, 500], [[0, 0]], [0.0]), times_ns=times, slowdowns=dict.fromkeys(times, 0.0), error=0.06
+    )
+    assert list(plan_reductions(model, statistics(2)).schemes.values()) == ["two8", "sum8"]
+    assert list(plan_reductions(replace(model, error=0.09), statistics(2)).schemes.values()) == ["two8", "two8"]
+
+
 def test_too_little_variance_for_every_plan_is_said():
     model = model_of([10, 10], [[5, 5], [5, 5]], [0.0, 0.0])
     model = replace(model, times_ns={"two8": (5, 5), "sum8": (5, 5)}, slowdowns={"two8": 0.0, "sum8": 0.0})
