@@ -1,8 +1,8 @@
 """Compressed all-reduce between two gloo ranks, beside plain FP32, DDP's BF16 hook and PowerSGD.
 
 Each subject is a ``DistributedDataParallel`` model with one bucket of a size, or a small GPT; what is timed is its
-backward pass with the reduction in it. The backward pass of a bucket adds a constant to it in place; ``nothing`` is that
-pass with no reduction at all. Subjects take turns in every round, and a round counts with the slower rank.
+backward pass with the reduction in it. That of a bucket adds a constant to it in place; ``nothing`` is this pass with no
+reduction at all. Subjects take turns in every round, and a round counts with the slower rank.
 Links of so many Gbit/s are pairs of network namespaces that this script makes (it needs root and ``tc``) and removes;
 ``loopback`` is the machine itself.
 
@@ -68,7 +68,7 @@ def bf16_on_gloo(state, bucket):  # DDP refuses the hook itself, by its name, wh
 
 def hooked(model: nn.Module, subject: str) -> DistributedDataParallel:
     """The model with a subject's hook."""
-    # Gradients stay in their buckets: what else would be timed is copies to them, and memory touched for the first time.
+    # Gradients stay in their buckets: copies to them, and memory touched for the first time, would be timed too.
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1000, gradient_as_bucket_view=True)
     if subject == "nothing":
         wrapped.register_comm_hook(None, no_reduction)

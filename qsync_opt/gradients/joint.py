@@ -230,6 +230,7 @@ def build_joint_problem(
     times: SchemeTimes,
     *,
     weight: float | Sequence[float] = 1.0,
+    bucket_times_ns: Mapping[str, Sequence[int]] | None = None,
 ) -> JointProblem:
     """The joint problem of a training problem and measured schemes.
 
@@ -238,6 +239,7 @@ def build_joint_problem(
         statistics: Of each bucket, in the order of reduction.
         times: Of the schemes on the job's links.
         weight: What a bucket's variance counts in units of the sensitivity; one number, or one per bucket.
+        bucket_times_ns: Of each bucket by scheme, where they were recorded in training; they go before ``times``.
 
     Raises:
         ProblemError: The numbers of buckets differ.
@@ -251,17 +253,18 @@ def build_joint_problem(
     if len(weights) != len(statistics):
         raise ProblemError(f"{len(weights)} weights were given for {len(statistics)} buckets; give one for each")
     usable = [each for each in map(scheme, times.times_ns) if each.supports(times.workers)]
+    recorded = bucket_times_ns or {}
     return JointProblem(
         training=problem,
         buckets=tuple(
             {
                 each.name: Choice(
-                    time_ns=times.ns(each.name, bucket.elements),
+                    time_ns=recorded[each.name][k] if each.name in recorded else times.ns(each.name, bucket.elements),
                     variance=factor * each.mean_variance(bucket, times.workers),
                 )
                 for each in usable
             }
-            for bucket, factor in zip(statistics, weights, strict=True)
+            for k, (bucket, factor) in enumerate(zip(statistics, weights, strict=True))
         ),
     )
 
@@ -275,7 +278,11 @@ class GradientCosts(Document):
 
     `qsync_opt.build_problem` takes it as ``communication`` and then builds a `JointProblem`. ``weight`` is what the
     variance of a bucket's mean gradient counts in units of the sensitivity: by default the squared number of workers,
-    because sensitivities are variances of the workers' sum.
+    because sensitivities are variances of the workers' sum. ``bucket_times_ns`` are the times of each bucket by scheme,
+    where they were recorded beside a backward pass: those go before ``times``, which are of reductions alone.
+
+    Raises:
+        ProblemError: Recorded times are of another number of buckets than the statistics; the text names the scheme.
     """
 
     FORMAT: ClassVar = GRADIENT_COSTS_FORMAT
@@ -284,17 +291,28 @@ class GradientCosts(Document):
     statistics: tuple[BucketStatistics, ...]
     times: Annotated[SchemeTimes, Json(read=SchemeTimes.from_json, write=SchemeTimes.to_json)]
     weight: Annotated[float | None, Json(omitted=True)] = None
+    bucket_times_ns: Annotated[Mapping[str, tuple[int, ...]], Json(omitted=True, empty=True)] = field(
+        default_factory=dict
+    )
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, "gradient costs")
         object.__setattr__(self, "statistics", tuple(self.statistics))
-        freeze(self, "extras")
+        freeze(self, "bucket_times_ns", "extras")
+        for name, own in self.bucket_times_ns.items():
+            if len(own) != len(self.statistics):
+                raise ProblemError(
+                    f"gradient costs: {name!r} has {len(own)} recorded times for {len(self.statistics)} buckets, but "
+                    "needs one for each"
+                )
 
     def joint(self, problem: training.Problem) -> JointProblem:
         """The joint problem of a training problem and these costs; see `build_joint_problem`."""
         weight = float(self.times.workers**2) if self.weight is None else self.weight
-        return build_joint_problem(problem, self.statistics, self.times, weight=weight)
+        return build_joint_problem(
+            problem, self.statistics, self.times, weight=weight, bucket_times_ns=self.bucket_times_ns
+        )
 
 
 def load_gradient_costs(path: str | os.PathLike[str]) -> GradientCosts:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.gradients.build import uniform_plan
+from qsync_opt.gradients.build import SchemeTimes, uniform_plan
 from qsync_opt.gradients.compression import BucketStatistics, scheme
 from qsync_opt.gradients.evaluation import VARIANCE_SLACK
 from qsync_opt.gradients.plan import Plan
@@ -38,7 +38,6 @@ _FASTER = 0.02
 _CLEARLY_FASTER = 0.05
 """Share by which it must be faster if it has more variance."""
 _RIDGE = 1e-3
-_MOST_SLOWDOWN = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +61,30 @@ class ReductionModel:
     times_ns: Mapping[str, tuple[int, ...]]
     slowdowns: Mapping[str, float]
     error: float = 0.0
+
+    @classmethod
+    def of_times(cls, times: SchemeTimes, elements: Sequence[int], segments_ns: Sequence[int]) -> ReductionModel:
+        """The model from schemes that were timed alone, and computation up to each bucket.
+
+        Args:
+            times: Of the schemes, with the slowdowns that ``measure_schemes(..., beside=True)`` measures.
+            elements: Of each bucket.
+            segments_ns: As of the class: such as the devices' times of `qsync_opt.steps.StepPredictor.segments_of`.
+
+        Raises:
+            ProblemError: The numbers of buckets and segments differ.
+        """
+        if len(elements) != len(segments_ns):
+            raise ProblemError(
+                f"{len(elements)} buckets have sizes and {len(segments_ns)} a time up to them; each needs both"
+            )
+        return cls(
+            workers=times.workers,
+            elements=tuple(elements),
+            segments_ns=tuple(segments_ns),
+            times_ns={name: tuple(times.ns(name, size) for size in elements) for name in times.times_ns},
+            slowdowns={name: times.slowdowns.get(name, 0.0) for name in times.times_ns},
+        )
 
     def single(self, name: str) -> Plan:
         """The plan that gives every bucket one scheme."""
@@ -102,6 +125,8 @@ class ReductionModel:
             now, work = now + alone, work - alone
             speed = 1.0 - self.slowdowns[each.scheme]
             beside = each.end_ns - now
+            if work <= 0:
+                return round(now)
             if speed * beside >= work:
                 return round(now + work / speed)
             now, work = now + beside, work - speed * beside
@@ -197,9 +222,7 @@ def fit_reductions(records: Iterable[RecordedReductions]) -> ReductionModel:
     return replace(model, error=math.sqrt(statistics.fmean(squares)))
 
 
-def _model(
-    workers: int, elements: tuple[int, ...], recorded: Sequence[Sequence[Reduction]]
-) -> ReductionModel:
+def _model(workers: int, elements: tuple[int, ...], recorded: Sequence[Sequence[Reduction]]) -> ReductionModel:
     """The model fitted to some steps; schemes that a bucket lacks in all of them are left out."""
     count = len(elements)
     times_ns = {}
@@ -249,7 +272,7 @@ def _fitted(gaps_RK: np.ndarray, beside_RKC: np.ndarray) -> tuple[np.ndarray, np
     solution = np.linalg.lstsq(
         np.concatenate([matrix, ridge]), np.concatenate([gaps_RK.reshape(-1), np.zeros(kinds)]), rcond=None
     )[0]
-    shares = np.clip(solution[buckets:], 0.0, _MOST_SLOWDOWN)
+    shares = np.clip(solution[buckets:], 0.0, 1.0)
     return np.maximum(gaps_RK - beside_RKC @ shares, 0.0).mean(axis=0), shares
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.errors import ModelError, NotReadyError, ProblemError, UnsupportedError
-from qsync_opt.gradients import BucketStatistics, GradientScheme, Plan, RecordedReductions, Reduction, scheme
+from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.gradients import BucketStatistics, GradientScheme, Plan, RecordedReductions, scheme
 from qsync_opt.kernels.gradients import Codec
 from qsync_opt.runtimes.torch.ddp import naming_lost_ranks, require_agreement, together
-from qsync_opt.runtimes.torch.gradients.statistics import averaged, bucket_statistics
+from qsync_opt.runtimes.torch.gradients.records import StepRecords
+from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
 
 _ADVICE = "give all ranks the same plan, seed and implementation"
@@ -41,10 +42,7 @@ class GradientCompression:
         self.step = 0
         self.elements: tuple[int, ...] | None = None
         self._seen: list[int] = []
-        self._samples: list[list[BucketStatistics]] = []
-        self._sampling = 0
-        self._records: list[list[tuple[str, int, int, int]]] = []
-        self._recording = False
+        self._records = StepRecords()
         self._schemes: tuple[GradientScheme, ...] | GradientScheme = scheme("FP32")
         self._plan: Plan | None = None
         self._codec = Codec(backend)
@@ -74,7 +72,7 @@ class GradientCompression:
             ModelError: The ranks' plans differ.
             NotReadyError: On the ranks whose plan is right, if that of another is not.
         """
-        chosen = together(lambda: _schemes_of(plan, self.workers), self.group)
+        chosen = together(lambda: schemes_of(plan, self.workers), self.group)
         agreed = {
             "schemes": [each.name for each in chosen] if isinstance(chosen, tuple) else chosen.name,
             "elements": list(plan.elements) if isinstance(plan, Plan) and plan.elements is not None else None,
@@ -84,9 +82,11 @@ class GradientCompression:
         self._schemes, self._plan = chosen, plan if isinstance(plan, Plan) else None
 
     def close(self) -> None:
-        """End the thread that reduces; a job that ends need not call it."""
+        """End the thread that reduces and its process group, on all ranks; a job that ends need not call it."""
         if self._executor is not None:
             self._executor.shutdown()
+            self._executor = None
+            dist.destroy_process_group(self._reducer.group)
 
     def state_dict(self) -> dict[str, int]:
         """What decides the random keys of the next steps."""
@@ -112,14 +112,9 @@ class GradientCompression:
         self._seed = self._reducer.seed = seed
         self.step = step
 
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
+    def sampling(self) -> contextlib.AbstractContextManager[None]:
         """Collect statistics of all steps in the block, which are reduced plainly; `statistics` returns them."""
-        self._samples, self._sampling = [], 1
-        try:
-            yield
-        finally:
-            self._sampling = 0
+        return self._records.sample()
 
     def statistics(self) -> tuple[BucketStatistics, ...]:
         """Statistics of each bucket, the mean of the sampled steps.
@@ -127,18 +122,11 @@ class GradientCompression:
         Raises:
             NotReadyError: No step was sampled after DDP had settled its buckets.
         """
-        if not self._samples or not all(self._samples):
-            raise NotReadyError("no gradients were sampled: run at least two steps inside the block of sampling()")
-        return tuple(averaged(samples) for samples in self._samples)
+        return self._records.statistics()
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> contextlib.AbstractContextManager[None]:
         """Note when each bucket is ready, begins and ends in all steps of the block; `recorded` returns it."""
-        self._records, self._recording = [], True
-        try:
-            yield
-        finally:
-            self._recording = False
+        return self._records.record()
 
     def recorded(self) -> RecordedReductions:
         """What `recording` noted on this rank; its first step only says when the second one begins.
@@ -146,32 +134,17 @@ class GradientCompression:
         Raises:
             NotReadyError: Fewer than two steps were recorded after DDP had settled its buckets, or there is one worker.
         """
-        steps = [step for step in self._records if self.elements is not None and len(step) == len(self.elements)]
-        if len(steps) < 2 or self.elements is None:
-            raise NotReadyError(
-                f"{len(steps)} steps were recorded, but two are needed: run at least three inside the block of "
-                "recording(), with at least two workers"
-            )
-        return RecordedReductions(
-            workers=self.workers,
-            elements=self.elements,
-            steps=tuple(
-                tuple(
-                    Reduction(scheme=name, ready_ns=ready - before, start_ns=start - before, end_ns=end - before)
-                    for name, ready, start, end in step
-                )
-                for step, before in zip(steps[1:], (step[-1][-1] for step in steps), strict=False)
-            ),
-        )
+        return self._records.recorded(self.workers, self.elements)
 
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce one bucket; ``DistributedDataParallel`` calls it."""
         gradient, index = bucket.buffer(), bucket.index()
         # DDP regroups its buckets after the first step, when it knows the order of gradients.
         settled = self.elements is not None
-        chosen = self._scheme_of(index, gradient) if settled and not self._sampling else scheme("FP32")
-        step, sample = self.step, bool(settled and self._sampling)
-        record = self._record(gradient, index) if settled and self._recording else None
+        sample = settled and self._records.sampling
+        chosen = self._scheme_of(index, gradient) if settled and not sample else scheme("FP32")
+        step = self.step
+        record = self._records.step_at(index, gradient.device) if settled and self._records.recording else None
         ready_ns = time.perf_counter_ns()
         self._count(index, gradient.numel(), bucket.is_last())
         if self.workers == 1 and not sample:
@@ -185,9 +158,7 @@ class GradientCompression:
             with naming_lost_ranks():
                 self._reducer.reduce(gradient, chosen, step, index)
                 if sample:
-                    measured = bucket_statistics(before, gradient, group=self._reducer.group)
-                    self._samples += [[] for _ in range(index + 1 - len(self._samples))]
-                    self._samples[index].append(measured)
+                    self._records.add_sample(index, bucket_statistics(before, gradient, group=self._reducer.group))
             if record is not None:
                 record.append((chosen.name, ready_ns, start_ns, time.perf_counter_ns()))
 
@@ -195,33 +166,11 @@ class GradientCompression:
             return self._in_thread(gradient, reduce)
         return self._on_stream(gradient, reduce)
 
-    def _record(self, gradient: Tensor, index: int) -> list[tuple[str, int, int, int]]:
-        """The record of the step that is under way."""
-        if gradient.device.type != "cpu":
-            raise UnsupportedError(
-                f"gradients are on {gradient.device}, but recording() reads the host's clock; trace their kernels with "
-                "torch.profiler"
-            )
-        if index == 0:
-            self._records.append([])
-        return self._records[-1] if self._records else []
-
     def _scheme_of(self, index: int, gradient: Tensor) -> GradientScheme:
         if not isinstance(self._schemes, tuple):
             return self._schemes
-        sizes = None if self._plan is None else self._plan.elements
-        expected = len(self._schemes)
-        if index >= expected:
-            raise ModelError(
-                f"DDP reduces a bucket number {index}, but the plan has {expected}; make a plan for these buckets "
-                f"(bucket_cap_mb and the parameters that need gradients decide them)"
-            )
-        if sizes is not None and sizes[index] != gradient.numel():
-            raise ModelError(
-                f"bucket {index} has {gradient.numel()} elements, but the plan was made for {sizes[index]}; make a "
-                "plan for these buckets (bucket_cap_mb and the parameters that need gradients decide them)"
-            )
-        return self._schemes[index]
+        advice = "(bucket_cap_mb and the parameters that need gradients decide them)"
+        return planned_scheme(self._schemes, self._plan, index, gradient.numel(), f"DDP {advice}")
 
     def _count(self, index: int, elements: int, last: bool) -> None:
         self._seen = [*self._seen, elements] if index else [elements]
@@ -276,7 +225,24 @@ class GradientCompression:
             yield
 
 
-def _schemes_of(plan: Plan | GradientScheme | str, workers: int) -> tuple[GradientScheme, ...] | GradientScheme:
+def planned_scheme(
+    schemes: Sequence[GradientScheme], plan: Plan | None, index: int, elements: int, layout: str
+) -> GradientScheme:
+    """The scheme of a bucket, which must be one of those that the plan was made for.
+
+    Raises:
+        ModelError: There are more buckets, or this one has another size.
+    """
+    advice = f"make a plan for the buckets of {layout}"
+    if index >= len(schemes):
+        raise ModelError(f"a bucket number {index} is reduced, but the plan has {len(schemes)}; {advice}")
+    sizes = None if plan is None else plan.elements
+    if sizes is not None and sizes[index] != elements:
+        raise ModelError(f"bucket {index} has {elements} elements, but the plan was made for {sizes[index]}; {advice}")
+    return schemes[index]
+
+
+def schemes_of(plan: Plan | GradientScheme | str, workers: int) -> tuple[GradientScheme, ...] | GradientScheme:
     """The schemes of a plan, or the one of all buckets."""
     if not isinstance(plan, Plan):
         chosen = scheme(plan)

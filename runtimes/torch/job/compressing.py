@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt import solve
 from qsync_opt.errors import ProblemError
@@ -15,16 +18,27 @@ from qsync_opt.gradients import (
     GradientCosts,
     Plan,
     Problem,
+    RecordedReductions,
     SchemeTimes,
     build_problem,
     evaluate,
+    fit_reductions,
+    plan_reductions,
+    scheme,
     uniform_plan,
 )
 from qsync_opt.io import format_time
-from qsync_opt.runtimes.torch.ddp import broadcast_json, together, world
-from qsync_opt.runtimes.torch.gradients import bucket_statistics, measure_schemes
+from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
+from qsync_opt.runtimes.torch.execution import under_plan
+from qsync_opt.runtimes.torch.gradients import (
+    GradientCompression,
+    bucket_statistics,
+    compress_gradients,
+    measure_schemes,
+)
 from qsync_opt.runtimes.torch.job.measuring import Job
 from qsync_opt.runtimes.torch.job.plan import JobPlan
+from qsync_opt.runtimes.torch.job.steps import parameters_put_back
 from qsync_opt.runtimes.torch.support import model_unchanged
 from qsync_opt.training import evaluate as evaluate_precisions
 from qsync_opt.training import gradient_buckets
@@ -33,6 +47,8 @@ MENU = ("FP32", "BF16", "two8", "sum8", "packed8", "sum16")
 """Schemes that a job's buckets choose from; the paper's own and those of very few bits are for other uses."""
 _SIZES = (1 << 10, 1 << 16, 1 << 20)
 _REPEATS = 3
+_SETTLING, _RECORDED = 2, 2
+"""Steps after which DDP's buckets are settled, and steps of a record."""
 
 
 def with_compression(job: Job, plan: JobPlan) -> JobPlan:
@@ -42,6 +58,10 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
     (`PlanningOptions.noise_share`) of the noise that the workers' batches give the averaged gradient anyway. Buckets
     are those of DDP's default sizes.
 
+    On CPUs steps under the plan of precisions are recorded with each scheme, and the iteration is predicted from them.
+    Elsewhere, and where DDP cannot take such steps, schemes are timed alone, and buckets are ready when the evaluation
+    of the precisions says so.
+
     Raises:
         NotReadyError: Another rank failed, and the text repeats its error.
     """
@@ -49,16 +69,69 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
     if workers == 1:
         return replace(plan, compression_note="one worker has nothing to compress")
     buckets: list[list[str]] = broadcast_json(together(lambda: _buckets(plan)))
-    gradients = together(lambda: _gradients(job, buckets))
+    gradients, every = together(lambda: _gradients(job, buckets))
     statistics = [bucket_statistics(gradient) for gradient in gradients]
     elements = [bucket.elements for bucket in statistics]
     sizes = sorted({*_SIZES, max(elements, default=0), min(elements, default=0)} - {0})
     times = measure_schemes(MENU, sizes, repeats=_REPEATS, device=job.example.device)
-    sent = broadcast_json(together(lambda: _solved(job, plan, statistics, times)))
-    if sent is None:
+    if not elements:
         return replace(plan, compression_note="the model has no gradients to reduce")
-    costs = GradientCosts(statistics=tuple(statistics), times=times) if plan.model is not None else None
-    return replace(plan, compression=Plan.from_json(sent["plan"]), compression_note=sent["note"], gradient_costs=costs)
+    recordable = all(gather_json(every and job.example.device.type == "cpu"))
+    with _in_training(job, plan) if recordable else contextlib.nullcontext() as training:
+        records = [] if training is None else training.records()
+        if records and list(records[0].elements) != elements:
+            records = []  # DDP groups its buckets in another way than was foreseen
+        sent = broadcast_json(together(lambda: _solved(job, plan, statistics, times, records)))
+        chosen, note = Plan.from_json(sent["plan"]), sent["note"]
+        if training is not None and records:
+            measured = training.recorded(chosen).iteration_ns, records[0].iteration_ns
+            note += f"; {_both(*measured, sent['tail_ns'])} were measured"
+    costs = None
+    if plan.model is not None:
+        by_bucket = fit_reductions(records).times_ns if records else {}
+        costs = GradientCosts(statistics=tuple(statistics), times=times, bucket_times_ns=by_bucket)
+    return replace(plan, compression=chosen, compression_note=broadcast_json(note), gradient_costs=costs)
+
+
+class _Training:
+    """Steps of the job with compressed gradients, which change nothing."""
+
+    def __init__(self, job: Job, model: DistributedDataParallel, compression: GradientCompression) -> None:
+        self._example, self._compression = replace(job.example, model=model), compression
+
+    def _run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._example.run()
+            self._example.model.zero_grad(set_to_none=False)
+
+    def recorded(self, plan: Plan | str) -> RecordedReductions:
+        """Some steps under a plan."""
+        self._compression.use(plan)
+        self._run(1)
+        with self._compression.recording():
+            self._run(1 + _RECORDED)
+        return self._compression.recorded()
+
+    def records(self) -> list[RecordedReductions]:
+        """Steps under every scheme, twice, so that a busy moment shows as an error of predictions."""
+        self._run(_SETTLING)
+        names = [name for name in MENU if scheme(name).supports(self._compression.workers)]
+        return [self.recorded(name) for name in (*names, *names)]
+
+
+@contextlib.contextmanager
+def _in_training(job: Job, plan: JobPlan) -> Iterator[_Training]:
+    """The job in ``DistributedDataParallel`` under its plan of precisions, within the block."""
+    applied = under_plan(job.model, plan, kernels=job.options.kernels) if plan.worthwhile else contextlib.nullcontext()
+    with parameters_put_back(job.model), model_unchanged(job.model), applied:
+        model = DistributedDataParallel(job.model)
+        compression = compress_gradients(model, "FP32")
+        try:
+            yield _Training(job, model, compression)
+        finally:
+            compression.close()
+            del model, compression
+            gc.collect()
 
 
 def _buckets(plan: JobPlan) -> list[list[str]] | None:
@@ -68,11 +141,12 @@ def _buckets(plan: JobPlan) -> list[list[str]] | None:
     return [list(bucket.parameters) for bucket in gradient_buckets(plan.model.graph)]
 
 
-def _gradients(job: Job, buckets: Sequence[Sequence[str]]) -> list[Tensor]:
-    """This worker's gradient of its batch, flat for each bucket."""
+def _gradients(job: Job, buckets: Sequence[Sequence[str]]) -> tuple[list[Tensor], bool]:
+    """This worker's gradient of its batch, flat for each bucket, and whether every parameter has one."""
     named = dict(job.model.named_parameters())
     with model_unchanged(job.model):
-        job.example.forward().backward()  # type: ignore[no-untyped-call]
+        job.example.run()
+        every = all(parameter.grad is not None for parameter in named.values() if parameter.requires_grad)
         return [
             torch.cat(
                 [
@@ -83,27 +157,51 @@ def _gradients(job: Job, buckets: Sequence[Sequence[str]]) -> list[Tensor]:
                 ]
             )
             for names in buckets
-        ]
+        ], every
+
+
+def _both(compressed_ns: int, plain_ns: int, tail_ns: int) -> str:
+    return f"{format_time(compressed_ns + tail_ns)} and {format_time(plain_ns + tail_ns)} without compression"
 
 
 def _solved(
-    job: Job, plan: JobPlan, statistics: Sequence[BucketStatistics], times: SchemeTimes
+    job: Job,
+    plan: JobPlan,
+    statistics: Sequence[BucketStatistics],
+    times: SchemeTimes,
+    records: Sequence[RecordedReductions],
 ) -> dict[str, object] | None:
-    if plan.model is None or plan.problem is None or not statistics:
+    """The plan, what is said of it, and how long the optimizer takes, on rank 0."""
+    if plan.model is None or plan.problem is None:
         return None
+    tail_ns, error = plan.problem.optimizer_ns, ""
+    if records:
+        model = fit_reductions(records)
+        chosen = plan_reductions(model, statistics, noise_share=job.options.noise_share)
+        ns = [model.predict(each)[-1].end_ns for each in (chosen, model.single("FP32"))]
+        error = f", to {model.error:.0%} or so"
+    else:
+        chosen, ns = _solved_apart(job, plan, statistics, times)
+        ns = [each - tail_ns for each in ns]
+    counts = {name: list(chosen.schemes.values()).count(name) for name in dict.fromkeys(chosen.schemes.values())}
+    note = (
+        f"{', '.join(f'{name} in {count}' for name, count in counts.items())} of {len(statistics)} buckets: iterations "
+        f"of {_both(ns[0], ns[1], tail_ns)} are predicted{error}"
+    )
+    return {"plan": chosen.to_json(), "note": note, "tail_ns": tail_ns}
+
+
+def _solved_apart(
+    job: Job, plan: JobPlan, statistics: Sequence[BucketStatistics], times: SchemeTimes
+) -> tuple[Plan, list[int]]:
+    """The plan by schemes that were timed alone, and its predicted iteration beside that without compression."""
     problem = _problem(job, plan, statistics, times)
     solution = solve(problem)
     if solution.plan is None or solution.evaluation is None:
         raise ProblemError(f"there is no compression of this job's gradients: {solution.reason}")
     chosen = solution.plan
-    plain = evaluate(problem, uniform_plan("FP32", chosen.elements or (), times.workers)).iteration_ns
-    counts = {name: list(chosen.schemes.values()).count(name) for name in dict.fromkeys(chosen.schemes.values())}
-    note = (
-        f"{', '.join(f'{name} in {count}' for name, count in counts.items())} of {len(statistics)} buckets: an "
-        f"iteration of {format_time(solution.evaluation.iteration_ns)} is predicted, {format_time(plain)} without "
-        "compression"
-    )
-    return {"plan": chosen.to_json(), "note": note}
+    plain = uniform_plan("FP32", chosen.elements or (), times.workers)
+    return chosen, [solution.evaluation.iteration_ns, evaluate(problem, plain).iteration_ns]
 
 
 def _problem(job: Job, plan: JobPlan, statistics: Sequence[BucketStatistics], times: SchemeTimes) -> Problem:

@@ -21,3 +21,18 @@ def test_sharded_gradients(run_workers):
         assert "'exponential' cannot be scattered" in errors["exponential"]
         assert "apply fully_shard first" in errors["plain"]
         assert "differs between ranks" in errors["unlike"]
+        assert (
+            f"the plan was made for {len(outcomes) + 1} workers, but {len(outcomes)} reduce here" in errors["workers"]
+        )
+        assert "'sum8' cannot be scattered" in errors["scheme of one"]
+        assert "bucket 0 has" in errors["layout"] and "but the plan was made for 17" in errors["layout"]
+        planned = outcome["planned"]
+        assert planned["equal"]  # FP32 gives the bits of FSDP's own reduce-scatter
+        assert planned["elements"] == planned["sampled"]
+        assert len(planned["elements"]) == len(planned["plan"]) == 3
+        assert planned["steps"] == [2, 2] and planned["workers"] == len(outcomes)
+        assert planned["noise"] > 0 and planned["predicted"] > 0
+        assert planned["mixed"] == ["two8", "FP32", "two8"]
+        assert 0 < planned["close"] < 0.02
+    for key in ("plan", "elements"):
+        assert outcomes[0]["planned"][key] == outcomes[1]["planned"][key]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from qsync_opt.errors import QSyncError
-from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.gradients import Plan, fit_reductions, plan_reductions, uniform_plan
+from qsync_opt.runtimes.torch.ddp import broadcast_json, process_group
 from qsync_opt.runtimes.torch.gradients import compress_sharded_gradients
 
 
@@ -38,6 +40,47 @@ def flat(tensors):
     return torch.cat([t.flatten() for t in tensors])
 
 
+def planned(rank, size):
+    """Recorded and sampled steps of sharded gradients become a model of steps and a plan, which is carried out."""
+    model = sharded(size)
+    state = compress_sharded_gradients(model, "FP32", seed=4)
+    plain = flat(gradients(sharded(size), rank))
+    equal = torch.equal(flat(gradients(model, rank)), plain)
+    with state.sampling():
+        for _ in range(2):
+            gradients(model, rank)
+    records = []
+    for name in ("FP32", "two8"):
+        state.use(name)
+        with state.recording():
+            for _ in range(3):
+                gradients(model, rank)
+        records.append(state.recorded())
+    fitted = fit_reductions(records)
+    statistics = state.statistics()
+    found = plan_reductions(fitted, statistics).to_json() if rank == 0 else None
+    plan = Plan.from_json(broadcast_json(found))
+    mixed = uniform_plan("two8", fitted.elements, size)
+    mixed = replace(mixed, schemes={**mixed.schemes, "b1": "FP32"})
+    state.use(mixed)
+    with state.recording():
+        for _ in range(3):
+            last = flat(gradients(model, rank))
+    return {
+        "equal": equal, "elements": state.elements, "sampled": [each.elements for each in statistics],
+        "steps": [len(each.steps) for each in records], "plan": [*plan.schemes.values()], "workers": plan.workers,
+        "noise": min(each.noise for each in statistics), "predicted": fitted.predict(plan)[-1].end_ns,
+        "mixed": [each.scheme for each in state.recorded().usual()],
+        "close": float((last - plain).norm() / plain.norm()),
+    }  # fmt: skip
+
+
+def laid_out_otherwise(rank, size):
+    model = sharded(size)
+    compress_sharded_gradients(model, uniform_plan("two8", [17, 18], size))
+    gradients(model, rank)
+
+
 def main():
     rank, size, port = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
@@ -62,11 +105,15 @@ def main():
         result["spoiled"] = bool(spoiled.isfinite().all())
         # Many draws: the mean of unbiased rounding is the plain gradient.
         state = compress_sharded_gradients(model, "two8", seed=1)
-        draws = torch.stack([flat(gradients(model, rank)) for _ in range(200)])
-        spread = draws.std(0) / 200**0.5
+        draws = torch.stack([flat(gradients(model, rank)) for _ in range(60)])
+        spread = draws.std(0) / 60**0.5
         result["bias"] = float(((draws.mean(0) - plain).abs() / spread.clamp(min=1e-9)).median())
+        result["planned"] = planned(rank, size)
         errors = {}
         for name, call in (
+            ("workers", lambda: compress_sharded_gradients(model, uniform_plan("two8", [8], size + 1))),
+            ("scheme of one", lambda: compress_sharded_gradients(model, ("two8", "sum8")[rank])),
+            ("layout", lambda: laid_out_otherwise(rank, size)),
             ("sum", lambda: compress_sharded_gradients(model, "sum8")),
             ("exponential", lambda: compress_sharded_gradients(model, "exponential")),
             ("plain", lambda: compress_sharded_gradients(network(), "two8")),
