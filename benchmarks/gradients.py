@@ -1,10 +1,10 @@
 """Compressed all-reduce between two gloo ranks, beside plain FP32, DDP's BF16 hook and PowerSGD.
 
 Each subject is a ``DistributedDataParallel`` model with one bucket of a size, or a small GPT; what is timed is its
-backward pass with the reduction in it. That of a bucket adds a constant to it in place; ``nothing`` is this pass with no
-reduction at all. Subjects take turns in every round, and a round counts with the slower rank.
-Links of so many Gbit/s are pairs of network namespaces that this script makes (it needs root and ``tc``) and removes;
-``loopback`` is the machine itself.
+backward pass with the reduction in it. That of a bucket adds a constant to it in place; ``nothing`` is this pass with
+no reduction at all. Subjects take turns in every round, and a round counts with the slower rank.
+Links of so many Gbit/s are pairs of network namespaces that this script makes (it needs root and ``tc``) and
+removes; ``loopback`` is the machine itself.
 
     python benchmarks/gradients.py                        # writes benchmarks/results/gradients.json
     python benchmarks/gradients.py --links loopback --sizes 1 --rounds 2 --output /tmp/smoke.json

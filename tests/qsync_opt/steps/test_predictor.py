@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.gradients import Plan, RecordedReductions, ReductionModel, SchemeTimes, fit_reductions
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.steps import (
     Case,
     StepCosts,
     StepFlow,
     StepPredictor,
+    Work,
     cluster_step,
     load_step_costs,
     network_tails,
@@ -107,6 +109,58 @@ def test_each_bucket_slows_the_segment_after_it_down_by_its_own_share():
     assert slowed_segments([100, 200], [0, 1], 3, 0.5) == slowed_segments([100, 200], [0, 1], 3, [0.5, 0.5])
     with pytest.raises(ProblemError, match="1 shares were given for 2 all-reduces"):
         slowed_segments([100, 200], [0, 1], 3, [0.5])
+
+
+@pytest.mark.parametrize("names", [("FP32",) * 3, ("sum8",) * 3, ("sum8", "FP32", "sum8")])
+def test_a_gradient_plan_is_played_as_its_reductions_are_predicted_and_recorded(names):
+    graph = stacked_graph(2)
+    borders, elements, after = [len(graph) - 1, len(graph) // 2, 0], (1000, 500, 250), (0, 1, 2)
+    costs = on_the_device_alone(random_step_costs(graph, PRECISIONS, seed=3))
+    choices = dict.fromkeys((operator.name for operator in graph.by_role(Role.ADJUSTABLE)), "BF16")
+    times = SchemeTimes(
+        workers=2,
+        elements=(250, 500, 1000),
+        times_ns={"FP32": (1_000, 2_000, 4_000), "sum8": (800, 900, 1_100)},
+        slowdowns={"FP32": 0.25, "sum8": 0.5},
+    )
+    plan = Plan(schemes={f"b{k}": name for k, name in enumerate(names)})
+    allreduce, shares = times.network(plan, elements)
+    slowed = slowed_segments(allreduce, after, len(borders) + 1, shares)
+    predictor = StepPredictor(graph, costs, borders, slowed)
+    played = cluster_step([worker_step("0", predictor, predictor.plan(choices))], allreduce, after, steps=1)
+    lanes = {what: (start, end) for stream, what, start, end in played.lanes["0"] if stream == "communication"}
+
+    alone = StepPredictor(graph, costs, borders)
+    step = alone.plan(choices)
+    segments = [work.device for work in alone.segments_of(step)][: len(borders)]
+    segments[0] += alone.lead_of(step).device
+    assert min(segments[1:]) > max(allreduce)  # each reduction ends beside the segment after it
+    model = ReductionModel.of_times(times, elements, segments)
+    predicted = model.predict(plan)
+    assert [(each.start_ns, each.end_ns) for each in predicted] == [lanes[f"all-reduce {k}"] for k in range(3)]
+
+    records = [
+        RecordedReductions(workers=2, elements=elements, steps=(model.predict(model.single(name)),) * 2)
+        for name in ("FP32", "sum8")
+    ]
+    fitted = fit_reductions(records)
+    assert fitted.times_ns == model.times_ns
+    assert fitted.predict(plan)[-1].end_ns == pytest.approx(predicted[-1].end_ns, rel=0.001)
+    with pytest.raises(ProblemError, match="3 buckets have sizes and 2 a time up to them"):
+        ReductionModel.of_times(times, elements, segments[:2])
+
+
+def on_the_device_alone(costs: StepCosts) -> StepCosts:
+    """The costs with a host that takes no time."""
+
+    def free(work: Work) -> Work:
+        return Work(0, work.device + 1000, work.device + 1000)
+
+    cases = {
+        case: replace(cost, forward=free(cost.forward), backward=free(cost.backward))
+        for case, cost in costs.cases.items()
+    }
+    return replace(costs, cases=cases, phases={label: free(work) for label, work in costs.phases.items()})
 
 
 def brute_force_peak(predictor: StepPredictor, step) -> int:

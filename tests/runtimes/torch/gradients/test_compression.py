@@ -142,8 +142,8 @@ def test_a_job_plans_its_compression(everything):
     assert [outcome["by_the_job"]["costs"] for outcome in everything] == [len(one["elements"]), None]
 
 
-def test_a_lost_rank_is_an_error_on_the_others_and_nothing_is_applied(run_workers):
-    first, last = run_workers("compression_worker.py", "lost")
+def test_a_lost_rank_is_an_error_on_the_others_and_nothing_is_applied(everything):
+    first, last = (outcome["lost"] for outcome in everything)
     assert last == "gone"
     assert "the other ranks do not answer" in first["error"]
     assert first["untouched"]

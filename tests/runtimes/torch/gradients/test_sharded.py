@@ -36,3 +36,5 @@ def test_sharded_gradients(run_workers):
         assert 0 < planned["close"] < 0.02
     for key in ("plan", "elements"):
         assert outcomes[0]["planned"][key] == outcomes[1]["planned"][key]
+    assert "the other ranks do not answer" in outcomes[0]["lost"]
+    assert outcomes[0]["untouched"]

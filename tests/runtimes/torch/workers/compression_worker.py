@@ -324,30 +324,28 @@ def subgroup(rank):
     return result
 
 
-def lost(rank):
-    """The last worker ends without a word in the middle of a step."""
+def lost(rank, result):
+    """The last worker ends without a word in the middle of a step; nobody can go on after that."""
     model = wrapped()
     qsync_opt.compress_gradients(model, "sum8")
     step_of(model, rank, 0)
     step_of(model, rank, 1)
     dist.barrier()
-    if rank == dist.get_world_size() - 1:
-        print(json.dumps("gone"), flush=True)
-        os._exit(0)
-    before = bits(model.parameters())
-    try:
-        step_of(model, rank, 2)
-    except Exception as failure:
-        print(json.dumps({"error": str(failure), "untouched": bits(model.parameters()) == before}), flush=True)
-        os._exit(0)  # the group cannot be left in peace
+    outcome = "gone"
+    if rank < dist.get_world_size() - 1:
+        before = bits(model.parameters())
+        try:
+            step_of(model, rank, 2)
+        except Exception as failure:
+            outcome = {"error": str(failure), "untouched": bits(model.parameters()) == before}
+    print(json.dumps({**result, "lost": outcome}), flush=True)
+    os._exit(0)
 
 
 def main():
     rank, size, port, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     with process_group(rank, size, port, timeout_s=100):
-        if what == "lost":
-            lost(rank)
         result = {"schemes": reduced_by_every_scheme(rank, size)}
         if what == "everything":
             result |= {
@@ -360,6 +358,8 @@ def main():
             result["unbiased"] = unbiased(rank, size)
         if what == "subgroup":
             result["subgroup"] = subgroup(rank)
+        if what == "everything":
+            lost(rank, result)
         with contextlib.suppress(RuntimeError):
             dist.barrier()
     print(json.dumps(result))
