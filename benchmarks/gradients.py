@@ -106,6 +106,21 @@ def flat_step(subject: str, elements: int) -> Any:
     return step
 
 
+def processor_time(rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of processor time of one rank, its gloo threads included, in all-reduces of as many elements."""
+    elements = CODEC_MB * 1_000_000 // 4
+    records = []
+    for name, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16), ("INT8", torch.int8)):
+        values, times = torch.zeros(elements, dtype=dtype), []
+        for _ in range(rounds + 1):
+            dist.barrier()
+            began = time.process_time()
+            dist.all_reduce(values)
+            times.append(round(1e3 * (time.process_time() - began), 3))
+        records.append({"what": "processor time", "megabytes": CODEC_MB, "subject": f"{name} sum", "ms": times[1:]})
+    return records
+
+
 def gpt_step(subject: str) -> Any:
     torch.manual_seed(0)
     config = GptConfig(vocabulary=512, context=64, width=256, heads=4, layers=4)
@@ -131,6 +146,7 @@ def worker(rank: int, address: str, output: str, link: str, sizes: list[int], ro
         for name, times in timed(subjects, rounds).items():
             records.append({"what": "bucket", "link": link, "megabytes": size, "subject": name, "ms": times})
         del subjects
+    records += [{"link": link, **each} for each in processor_time(rounds)]
     subjects = {name: gpt_step(name) for name in MODEL_SUBJECTS}
     records += [
         {"what": "GPT step", "link": link, "subject": name, "ms": times}
@@ -162,7 +178,12 @@ def codec(rounds: int) -> list[dict[str, Any]]:
                 own.decode_sum(codes, scales, each.levels(2), 2, layout, len(x), out=out)
             times.append(round(1e3 * (time.perf_counter() - began), 3))
         records.append({"what": "codec", "megabytes": CODEC_MB, "subject": name, "ms": times[1:]})
-    return records
+    copies, out = [], torch.empty_like(x)
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        out.copy_(x)
+        copies.append(round(1e3 * (time.perf_counter() - began), 3))
+    return [*records, {"what": "codec", "megabytes": CODEC_MB, "subject": "copy", "ms": copies[1:]}]
 
 
 def measure(link: str, sizes: list[int], rounds: int) -> list[dict[str, Any]]:

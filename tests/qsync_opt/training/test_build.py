@@ -228,3 +228,12 @@ def test_communication_costs_make_a_joint_problem(graph):
     joint = _build(graph, buckets=SMALL_BUCKETS, communication=costs)
     assert joint == costs.joint(problem)
     assert joint.training == problem and joint.buckets[0]["two8"].time_ns == 300
+    # What was recorded of a bucket in training goes before what a reduction takes alone.
+    count = len(costs.statistics)
+    recorded = replace(costs, bucket_times_ns={"two8": tuple(range(500, 500 + count))})
+    assert GradientCosts.from_json(recorded.to_json()) == recorded
+    buckets = recorded.joint(problem).buckets
+    assert [own["two8"].time_ns for own in buckets] == list(range(500, 500 + count))
+    assert [own["FP32"] for own in buckets] == [own["FP32"] for own in joint.buckets]
+    with pytest.raises(ProblemError, match=f"'two8' has 1 recorded times for {count} buckets"):
+        replace(costs, bucket_times_ns={"two8": (5,)})
