@@ -168,7 +168,12 @@ class Codec:
         return out
 
 
-_HOST_TYPES = {torch.float32: np.float32, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8}
+_HOST_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+}
 
 
 def _host(values: Tensor) -> Any:
@@ -176,8 +181,8 @@ def _host(values: Tensor) -> Any:
 
     Not by ``numpy()``, after which torch never resizes a storage again: sharded gradients are freed so.
     """
-    memory = (ctypes.c_byte * (values.numel() * values.element_size())).from_address(values.data_ptr())
-    memory.tensor = values  # type: ignore[attr-defined]
+    memory: Any = (ctypes.c_byte * (values.numel() * values.element_size())).from_address(values.data_ptr())
+    memory.tensor = values
     return np.frombuffer(memory, _HOST_TYPES[values.dtype]).reshape(values.shape)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba.extending import intrinsic
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -40,16 +39,14 @@ def _draw(key: Any, first: int, words: Any, count: int, odd: Any) -> None:
         words[i] = (w ^ (w >> _SHIFT)) | odd
 
 
-@intrinsic
-def _as_float(context: Any, bits: Any) -> Any:
-    """The FP32 number with these bits, an int32."""
-    return numba.float32(numba.int32), lambda _, builder, __, values: builder.bitcast(values[0], ir.FloatType())
+def _cast(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    return builder.bitcast(values[0], context.get_value_type(signature.return_type))
 
 
-@intrinsic
-def _as_bits(context: Any, value: Any) -> Any:
-    """The bits of an FP32 number, as int32."""
-    return numba.int32(numba.float32), lambda _, builder, __, values: builder.bitcast(values[0], ir.IntType(32))
+_as_float: Any = intrinsic(lambda typing, bits: (numba.float32(numba.int32), _cast))
+"""The FP32 number with these bits, an int32."""
+_as_bits: Any = intrinsic(lambda typing, value: (numba.int32(numba.float32), _cast))
+"""The bits of an FP32 number, as int32."""
 
 
 @jit
