@@ -59,7 +59,8 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
     (`PlanningOptions.noise_share`) of the noise that the workers' batches give the averaged gradient anyway. Buckets
     are those of DDP's default sizes.
 
-    On CPUs steps under the plan of precisions are recorded with each scheme, and the iteration is predicted from them.
+    On CPUs steps under the plan of precisions are recorded with each scheme, the iteration is predicted from them, and
+    a mixture must gain more than such predictions err (`plan_reductions`).
     Elsewhere, and where DDP cannot take such steps, schemes are timed alone, and buckets are ready when the evaluation
     of the precisions says so.
 
@@ -124,8 +125,11 @@ class _Training:
 @contextlib.contextmanager
 def _in_training(job: Job, plan: JobPlan) -> Iterator[_Training]:
     """The job in ``DistributedDataParallel`` under its plan of precisions, within the block."""
-    applied = under_plan(job.model, plan, kernels=job.options.kernels) if plan.worthwhile else contextlib.nullcontext()
-    with parameters_put_back(job.model), model_unchanged(job.model), applied:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(parameters_put_back(job.model))
+        stack.enter_context(model_unchanged(job.model))
+        if plan.worthwhile:
+            together(lambda: stack.enter_context(under_plan(job.model, plan, kernels=job.options.kernels)))
         model = DistributedDataParallel(job.model)
         compression = compress_gradients(model, "FP32")
         try:
@@ -181,7 +185,7 @@ def _solved(
         model = fit_reductions(records)
         chosen = plan_reductions(model, statistics, noise_share=job.options.noise_share)
         ns = [model.predict(each)[-1].end_ns for each in (chosen, model.single("FP32"))]
-        error = f", to {model.error:.0%} or so"
+        error = f" (such predictions err by {model.error:.0%})"
     else:
         chosen, ns = _solved_apart(job, plan, statistics, times)
         ns = [each - tail_ns for each in ns]
