@@ -15,7 +15,7 @@ from qsync_opt.solving import Answer, SolveOptions, TerminationStatus
 
 _ROOT_STEPS = 24
 _ROUNDS = 6
-_FEW_STEPS, _FEW_DEVICES = 10, 5
+_FEW_STEPS, _FEW_DEVICES = 4, 5
 """Price steps on large problems, and up to how many devices they are cheap."""
 _NODES = 40
 """Nodes that the default method may look at: it ends by itself, whatever the problem."""

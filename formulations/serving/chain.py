@@ -8,7 +8,6 @@ allows: memory has a price, and this limit besides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -85,11 +84,43 @@ class Region:
     allowed_GS: NDArray[np.bool_]
 
 
-_Ranges = list[tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]]
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """By type and end of a stage: the earliest group at which it may begin, for memory; the same for all prices.
+
+    ``first_TG`` and ``second_TG`` are columns of `_least_parts`: two parts that overlap cover the range of begins.
+    """
+
+    earliest_TG: NDArray[np.intp]
+    parts: int
+    first_TG: NDArray[np.intp]
+    second_TG: NDArray[np.intp]
+
+    @classmethod
+    def of(cls, tables: Tables, region: Region) -> Windows:
+        """The windows of a region."""
+        least_G = np.where(region.allowed_GS, tables.memory_KS[tables.kind_G], np.inf).min(1)
+        sums_G = np.concatenate([[0.0], np.cumsum(least_G)])
+        earliest_TG = np.searchsorted(sums_G, sums_G[None] - tables.limit_T[:, None], side="left")
+        ends_G = np.arange(len(sums_G))
+        length_TG = ends_G - earliest_TG
+        # The exponent of the largest power of two that is no longer than the range.
+        part_TG = np.frexp(np.maximum(length_TG, 1))[1].astype(np.intp) - 1
+        width = len(sums_G)
+        # No range: the last column of the first part, which is infinite.
+        nothing_TG = length_TG < 1
+        first_TG = np.where(nothing_TG, width - 1, part_TG * width + earliest_TG)
+        second_TG = np.where(nothing_TG, width - 1, part_TG * width + ends_G - (1 << part_TG))
+        return cls(earliest_TG, int(part_TG.max()) + 1, first_TG, second_TG)
 
 
-def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float, Draft | None]:
-    """The least priced cost within a region, without constants, and a draft that has it; infinite if there is none."""
+def priced_chain(
+    tables: Tables, region: Region, prices: Prices, windows: Windows | None = None
+) -> tuple[float, Draft | None]:
+    """The least priced cost within a region, without constants, and a draft that has it; infinite if there is none.
+
+    ``windows`` are the region's, where they are known.
+    """
     groups = tables.groups
     weights = prices.time_T2
     cost_KTS = (tables.time_KTS2 * weights[None, :, None, :]).sum(-1) + (
@@ -103,8 +134,7 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
     finish_T = (tables.last_T2 * weights).sum(1) + prices.memory_T * tables.last_memory_T
     use_T = -prices.memory_T * tables.limit_T
     link_TT = (tables.link_TT2 * weights[:, None, :]).sum(-1)
-    earliest_TG = _earliest(tables, region)
-    ranges_T = [_ranges(low_G) for low_G in earliest_TG]
+    windows = windows or Windows.of(tables, region)
     levels = _levels(tuple(map(int, tables.count_T)), region.prefix, region.closed)
     entries: list[Array] = []
     values: list[Array] = []
@@ -120,7 +150,7 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
             link = link_TT[levels[depth - 1].last[sources], level.last[:, None]]
             entry = (values[-1][sources] + link[:, :, None]).min(1) + use_T[level.last][:, None]
         sums = sums_TG[level.last]
-        value = _least_before(entry - sums, level.last, ranges_T) + sums
+        value = _least_before(entry - sums, level.last, windows) + sums
         if depth + 1 >= len(region.prefix) and (not region.closed or depth + 1 == len(region.prefix)):
             ends = value[:, -1] + finish_T[level.last]
             if depth > 0:
@@ -141,7 +171,7 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
         last = int(levels[d].last[k])
         order.append(last)
         ends_of.append(position)
-        begin = int(earliest_TG[last, position])
+        begin = int(windows.earliest_TG[last, position])
         position = begin + int((entries[d][k] - sums_TG[last])[begin:position].argmin())
         if d:
             sources = levels[d].sources[k]
@@ -155,42 +185,20 @@ def priced_chain(tables: Tables, region: Region, prices: Prices) -> tuple[float,
     return best, Draft(draft.order, draft.ends, tuple(map(int, schemes)))
 
 
-def _earliest(tables: Tables, region: Region) -> NDArray[np.intp]:
-    """By type and end: the earliest group at which a stage may begin, for memory."""
-    least_G = np.where(region.allowed_GS, tables.memory_KS[tables.kind_G], np.inf).min(1)
-    sums = np.concatenate([[0.0], np.cumsum(least_G)])
-    return np.searchsorted(sums, sums[None] - tables.limit_T[:, None], side="left")
-
-
-def _least_before(x_NG: Array, type_N: NDArray[np.intp], ranges_T: Sequence[_Ranges | None]) -> Array:
+def _least_before(x_NG: Array, type_N: NDArray[np.intp], windows: Windows) -> Array:
     """The minimum of each row from the earliest begin that its type has for an end up to before that end."""
-    result = np.full_like(x_NG, np.inf)
-    for t in np.unique(type_N):
-        rows, ranges = np.flatnonzero(type_N == t), ranges_T[t]
-        if ranges is None:
-            result[rows, 1:] = np.minimum.accumulate(x_NG[rows, :-1], axis=1)
-            continue
-        # Minima of 1, 2, 4, ... neighbours; two of them that overlap cover a range.
-        part, whole, size = x_NG[rows], np.full((len(rows), x_NG.shape[1]), np.inf), 1
-        for k, (ends, begins, seconds) in enumerate(ranges):
-            if k:
-                part = np.minimum(part[:, :-size], part[:, size:])
-                size *= 2
-            whole[:, ends] = np.minimum(part[:, begins], part[:, seconds])
-        result[rows] = whole
-    return result
-
-
-def _ranges(low_G: NDArray[np.intp]) -> _Ranges | None:
-    """By the length of two parts of a range, 1, 2, 4, ...: ends, and where both begin; None if all begin at 0."""
-    if low_G[-1] == 0:
-        return None
-    length_G, size, result = np.arange(len(low_G)) - low_G, 1, []
-    while size <= length_G.max():
-        ends = np.flatnonzero((length_G >= size) & (length_G < 2 * size))
-        result.append((ends, low_G[ends], ends - size))
-        size *= 2
-    return result
+    rows, width = x_NG.shape
+    parts = np.empty((rows, windows.parts, width))
+    parts[:, 0] = x_NG
+    parts[:, 0, -1] = np.inf
+    # Minima of 1, 2, 4, ... neighbours.
+    for k in range(1, windows.parts):
+        half = 1 << (k - 1)
+        np.minimum(parts[:, k - 1, :-half], parts[:, k - 1, half:], out=parts[:, k, :-half])
+    flat, base_N = parts.ravel(), np.arange(rows)[:, None] * (windows.parts * width)
+    return np.asarray(
+        np.minimum(flat.take(base_N + windows.first_TG[type_N]), flat.take(base_N + windows.second_TG[type_N]))
+    )
 
 
 def count_states(tables: Tables) -> int:

@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsync_opt.formulations.serving.chain import Prices, Region, all_choices, children, priced_chain
+from qsync_opt.formulations.serving.chain import Prices, Region, Windows, all_choices, children, priced_chain
 from qsync_opt.formulations.serving.fluid import Fluid, solve_fluid
 from qsync_opt.formulations.serving.starts import Start, best_orders, first_start, moved, settled, without_idle
 from qsync_opt.formulations.serving.tables import Array, Draft, Tables
-from qsync_opt.formulations.serving.transfers import WORST, Transfers
+from qsync_opt.formulations.serving.transfers import WORST, Transfers, stage_sums
 
 _ROUND = 8
 """Price steps on a part of the choices, whose prices begin at those of the whole."""
@@ -68,14 +68,11 @@ class _Dual:
 
 def _simplex(x_T: Array, count_T: Array) -> Array:
     """The nearest point with x >= 0 and sum of count * x = 1."""
-    low, high = float((x_T - 1).min()), float(x_T.max())
-    for _ in range(50):
-        middle = (low + high) / 2
-        if (count_T * np.maximum(x_T - middle, 0)).sum() > 1:
-            low = middle
-        else:
-            high = middle
-    result = np.maximum(x_T - high, 0)
+    falling = np.argsort(-x_T, kind="stable")
+    # What is taken from the largest 1, 2, ... entries, if only they stay above 0.
+    taken = (np.cumsum((count_T * x_T)[falling]) - 1) / np.cumsum(count_T[falling])
+    kept = int(np.flatnonzero(x_T[falling] > taken)[-1])
+    result = np.maximum(x_T - taken[kept], 0)
     total = float((count_T * result).sum())
     return result / total if total > 0 else np.full_like(x_T, 1 / float(count_T.sum()))
 
@@ -112,6 +109,7 @@ class Node:
         self.dual = dual or _Dual(even, even.copy(), 0.0, np.zeros(tables.types), 0.0)
         self._best = self.dual.copy()
         self._slope: Array | None = None
+        self._windows: Windows | None = None
 
     def climb(self, steps: int, upper: float) -> None:
         """Raise the bound; ``upper`` is the objective to aim at (an estimate where it is infinite)."""
@@ -146,13 +144,15 @@ class Node:
         )
         limited = math.isfinite(t.harm_limit)
         harm = dual.harm if limited else 0.0
-        value, draft = priced_chain(t, self.region, Prices(time_T2, dual.memory_T, harm))
+        if self._windows is None:
+            self._windows = Windows.of(t, self.region)
+        value, draft = priced_chain(t, self.region, Prices(time_T2, dual.memory_T, harm), self._windows)
         bound = value - (harm * t.harm_limit if limited else 0.0)
         return bound - _SLACK * (abs(value) + abs(value - bound)), draft
 
     def _step(self, bound: float, draft: Draft, upper: float) -> None:
         t, dual = self.tables, self.dual
-        sums = Transfers(t, draft.order).sums(draft)
+        sums = stage_sums(t.in_order(draft.order), np.asarray(draft.ends), np.asarray(draft.schemes))
         unit = max(upper, 1.0)
         order = np.asarray(draft.order)
 

@@ -57,12 +57,28 @@ WORST = Value(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class StageSums:
     """By stage: times of both phases and memory; the harm of all."""
 
     time_J2: Array
     memory_J: Array
     harm: float
+
+
+def stage_sums(t: Tables, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> StageSums:
+    """Times, memory and harm of stages that are the types of ``t``, in order."""
+    stages = len(ends)
+    stage_G = np.repeat(np.arange(stages), np.diff(ends, prepend=0))
+    time_G2, memory_G = t.time_KTS2[t.kind_G, stage_G, schemes], t.memory_KS[t.kind_G, schemes]
+    time_J2 = np.stack([np.bincount(stage_G, time_G2[:, p], stages) for p in range(2)], axis=1)
+    memory_J = np.bincount(stage_G, memory_G, stages)
+    time_J2[0] += t.first_T2[0]
+    time_J2[-1] += t.last_T2[-1]
+    memory_J[0] += t.first_memory_T[0]
+    memory_J[-1] += t.last_memory_T[-1]
+    if stages > 1:
+        time_J2 += t.link_TT2[np.arange(stages), np.roll(np.arange(stages), -1)]
+    return StageSums(time_J2, memory_J, float(t.harm_GS[np.arange(t.groups), schemes].sum()))
 
 
 class Transfers:
@@ -93,28 +109,14 @@ class Transfers:
             ends, schemes, value = result
         return Draft(self.order, tuple(map(int, ends)), tuple(map(int, schemes))), value
 
-    def sums(self, draft: Draft) -> _Sums:
+    def sums(self, draft: Draft) -> StageSums:
         """Times, memory and harm of a draft of this order."""
         return self._sums(np.asarray(draft.ends), np.asarray(draft.schemes))
 
-    def _sums(self, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> _Sums:
-        t, stages = self._tables, len(self.order)
-        stage_G = np.searchsorted(ends, np.arange(t.groups), side="right")
-        time_G2 = t.time_KTS2[t.kind_G, stage_G, schemes]
-        time_J2: Array = np.stack(
-            [np.bincount(stage_G, time_G2[:, p], stages).astype(np.float64) for p in range(2)], axis=1
-        )
-        memory_J: Array = np.bincount(stage_G, t.memory_KS[t.kind_G, schemes], stages).astype(np.float64)
-        time_J2[0] += t.first_T2[0]
-        time_J2[-1] += t.last_T2[-1]
-        memory_J[0] += t.first_memory_T[0]
-        memory_J[-1] += t.last_memory_T[-1]
-        if stages > 1:
-            for j in range(stages):
-                time_J2[j] += t.link_TT2[j, (j + 1) % stages]
-        return _Sums(time_J2, memory_J, float(t.harm_GS[np.arange(t.groups), schemes].sum()))
+    def _sums(self, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> StageSums:
+        return stage_sums(self._tables, ends, schemes)
 
-    def _value(self, sums: _Sums) -> Value:
+    def _value(self, sums: StageSums) -> Value:
         excess = self._excess(sums.memory_J[None], np.asarray([sums.harm]))[0]
         return Value(float(excess), self._tables.total(sums.time_J2[:, 0].tolist(), sums.time_J2[:, 1].tolist()))
 
@@ -147,7 +149,7 @@ class Transfers:
                 return result
         return None
 
-    def _best(self, sums: _Sums, changes: tuple[Array, ...], value: Value, most: int) -> NDArray[np.intp]:
+    def _best(self, sums: StageSums, changes: tuple[Array, ...], value: Value, most: int) -> NDArray[np.intp]:
         """The best changes (of times, memory, harm) that promise to be better than ``value``."""
         time_NJ2, memory_NJ, harm_N = changes
         times = sums.time_J2 + time_NJ2

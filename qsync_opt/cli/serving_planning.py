@@ -45,6 +45,13 @@ def profile(
     new_tokens: NewTokens = 64,
     schemes: Schemes = _BITS,
     threads: Annotated[int, option("N", "threads of a stage", min=1)] = 1,
+    beside: Annotated[
+        list[int] | None,
+        option("N", "threads of a process that computes meanwhile, as another stage here will; once for each", min=1),
+    ] = None,
+    head: Annotated[
+        str | None, option("NAME", "weight scheme of the head, such as W8, for 'run --head'; as the dtype by default")
+    ] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
@@ -55,7 +62,9 @@ def profile(
     check_outputs([output], [model])
     workload = ServeWorkload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     measure = attribute(f"{_RUNTIME}:profile_serving")
-    result = measure(model, workload, name=name, schemes=_names(schemes), threads=threads)
+    result = measure(
+        model, workload, name=name, schemes=_names(schemes), threads=threads, beside=beside or (), head=head
+    )
     result.save(output)
     if json:
         print_json(profile_json(result))

@@ -75,13 +75,19 @@ class ServingDemo:
 
 
 def run_serving_demo(
-    model: str | None = None, *, threads: Sequence[int] = (1, 1), seed: int = 0, say: Say | None = None
+    model: str | None = None,
+    *,
+    threads: Sequence[int] = (1, 1),
+    head: str | None = None,
+    seed: int = 0,
+    say: Say | None = None,
 ) -> ServingDemo:
     """Measure a model on this machine, plan it for two processes of unequal memory, serve, and compare.
 
     Args:
         model: A model folder or a ``.gguf`` file; a small seeded Llama by default.
         threads: Of the two processes; together no more than there are processors, or predictions are too fast.
+        head: Weight scheme of the head; None: 32 bits.
         seed: Of the model that is made.
         say: Called with a line before every step.
 
@@ -97,14 +103,22 @@ def run_serving_demo(
         if model is None:
             model = str(write_sample(Path(temporary) / "small-llama", sample_config(**SIZES), seed=seed))
             tell(f"a Llama of {SIZES['layers']} layers with random weights was made")
-        return _run(str(model), tuple(threads), tell)
+        return _run(str(model), tuple(threads), head, tell)
 
 
-def _run(model: str, threads: tuple[int, ...], tell: Say) -> ServingDemo:
-    profiles = {}
-    for count in dict.fromkeys(threads):
-        tell(f"measuring its layers in {', '.join(SCHEMES)} with {count} thread{'s' if count > 1 else ''}")
-        profiles[count] = profile_serving(model, WORKLOAD, schemes=SCHEMES, threads=count, name=f"{count} threads")
+def _run(model: str, threads: tuple[int, ...], head: str | None, tell: Say) -> ServingDemo:
+    profiles: dict[int, Any] = {}
+    for k, count in enumerate(threads):
+        if count in profiles:
+            continue
+        others = threads[:k] + threads[k + 1 :]
+        tell(
+            f"measuring its layers in {', '.join(SCHEMES)} with {count} thread{'s' if count > 1 else ''}, "
+            "while the other process computes the same"
+        )
+        profiles[count] = profile_serving(
+            model, WORKLOAD, schemes=SCHEMES, threads=count, beside=others, head=head, name=f"{count} threads"
+        )
     devices = _devices([profiles[count] for count in threads])
     sizes = devices[0].profile.model
     limit = sum(harms["W8"] for harms in rounding_harm(sizes, SCHEMES).values())
@@ -128,13 +142,19 @@ def _run(model: str, threads: tuple[int, ...], tell: Say) -> ServingDemo:
             f"serving: {label}; predicted are {expected.prefill_tokens_per_s:.0f} and "
             f"{expected.decode_tokens_per_s or 0:.0f} tokens/s"
         )
-        measured.append(measure_plan(model, base, plan, by_name, label=label))
+        measured.append(measure_plan(model, base, plan, by_name, head=head, label=label))
         predicted.append(expected)
     return ServingDemo(planned=planned, measured=tuple(measured), predicted=tuple(predicted))
 
 
 def measure_plan(
-    model: str, planned: ServingPlan, plan: Plan, threads: Mapping[str, int], *, label: str = "planned"
+    model: str,
+    planned: ServingPlan,
+    plan: Plan,
+    threads: Mapping[str, int],
+    *,
+    head: str | None = None,
+    label: str = "planned",
 ) -> ServingMeasurement:
     """Serve a plan's workload on this machine: the median of some rounds, and memory of each stage's process.
 
@@ -143,6 +163,7 @@ def measure_plan(
         planned: What the plan was made for.
         plan: The plan to serve.
         threads: By device.
+        head: Weight scheme of the head, as profiled.
         label: Of the measurement.
 
     Raises:
@@ -150,7 +171,7 @@ def measure_plan(
     """
     workload, option = planned.workload, planned.problem.microbatches[plan.microbatch]
     with steady_allocator():
-        pipeline = Pipeline(model, plan, threads=[threads[stage.device] for stage in plan.stages])
+        pipeline = Pipeline(model, plan, threads=[threads[stage.device] for stage in plan.stages], head=head)
     with pipeline, MemoryWatch(pipeline.pids) as watch:
         speeds = measure_batches(
             pipeline,

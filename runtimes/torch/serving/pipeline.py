@@ -140,6 +140,7 @@ class Pipeline(StageProcesses):
         threads: Threads of each stage, in the plan's order; one each by default.
         timeout_s: Longest wait for a result; loading has ten times that.
         kv_bits: 8 for caches of 8 bits; None: as ``dtype``.
+        head: Weight scheme of the head; None: as ``dtype``.
         devices: torch's device of each stage; all on the CPU by default.
         progress: Told of every loaded group.
 
@@ -159,10 +160,13 @@ class Pipeline(StageProcesses):
         threads: Sequence[int] | None = None,
         timeout_s: float = 120.0,
         kv_bits: int | None = None,
+        head: str | None = None,
         devices: Sequence[str] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        options = StageOptions(dtype=dtype, threads=threads, timeout_s=timeout_s, kv_bits=kv_bits, devices=devices)
+        options = StageOptions(
+            dtype=dtype, threads=threads, timeout_s=timeout_s, kv_bits=kv_bits, head=head, devices=devices
+        )
         super().__init__(model, plan, options, progress=progress)
 
     def __enter__(self) -> Pipeline:

@@ -1,8 +1,10 @@
 """Costs of a model's layers on this machine: random weights of its sizes, timed through the runtime itself.
 
 A few layers of every scheme run the passes of a workload in turn, and a clock around each group, around the head and
-around the whole pass says what each takes; what is left over is what a pass costs by itself. What passes between
-processes is measured on two stages that compute next to nothing, and memory on two stages of the model's matrix sizes.
+around the whole pass says what each takes; what is left over is what a pass costs by itself. The first layer counts
+there: it computes what all layers of a pass share, such as the rotary angles. What passes between processes is measured
+on two stages that compute next to nothing, and memory on two stages of the model's matrix sizes. Stages on one machine
+share its memory's bandwidth, so other processes may compute the same passes meanwhile.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from qsync_opt.runtimes.torch.serving.pipeline import Pipeline
 from qsync_opt.runtimes.torch.serving.stage import StageModel, group_names
 from qsync_opt.runtimes.torch.serving.steps import GREEDY, Step, pages_of
 from qsync_opt.runtimes.torch.serving.weights import StateSource, open_model
-from qsync_opt.runtimes.torch.serving.workers import LocalWorkers, Workers
+from qsync_opt.runtimes.torch.serving.workers import LocalWorkers, StageError, Workers
 from qsync_opt.serving import (
     KINDS,
     PhaseCosts,
@@ -113,6 +117,8 @@ def profile_serving(
     name: str = "this CPU",
     schemes: Sequence[str] = ("W4", "W8", "W16", "W32"),
     threads: int = 1,
+    beside: Sequence[int] = (),
+    head: str | None = None,
     dtype: torch.dtype = torch.float32,
     repeats: int = 3,
     progress: Progress | None = None,
@@ -125,6 +131,9 @@ def profile_serving(
         name: Of the profile.
         schemes: Weight schemes to measure.
         threads: Of a stage's process.
+        beside: Threads of each further process that computes the same passes meanwhile, as the other stages of a
+            pipeline on this machine will: they share its memory.
+        head: Weight scheme of the head, which the stages must then be given too; None: as ``dtype``.
         dtype: Type of hidden states and caches.
         repeats: Times that every pass of prefilling is measured; of decoding, eight times as often. Medians count.
         progress: Called before every round of passes.
@@ -135,11 +144,14 @@ def profile_serving(
     Raises:
         ProblemError: An argument is out of range.
         UnsupportedError: The runtime has no such scheme, or does not run the model.
+        StageError: A process beside could not start.
 
     Source: ours.
     """
     if repeats < 1 or threads < 1:
         raise ProblemError(f"repeats is {repeats} and threads is {threads}, but both must be at least 1")
+    if any(count < 1 for count in beside):
+        raise ProblemError(f"beside is {list(beside)}, but each process needs at least 1 thread; leave it out")
     if isinstance(model, DecoderConfig):
         config, label = model, model.kind
     else:
@@ -149,15 +161,17 @@ def profile_serving(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        bench = _Bench(config, workload, schemes, dtype)
-        for k in range(repeats):
-            if progress is not None:
-                progress(k, repeats, "passes")
-            bench.round()
+        bench = _Bench(config, workload, schemes, dtype, head)
+        with _computing_beside(beside, (config, workload, tuple(schemes), dtype, head)):
+            for k in range(repeats):
+                if progress is not None:
+                    progress(k, repeats, "passes")
+                bench.round()
         link_ns, link_ns_per_kib = link_costs(config.hidden, workload, threads=threads)
     finally:
         torch.set_num_threads(before)
     end_kib = -(-sizes.vocabulary * sizes.hidden * dtype.itemsize // _KIB)
+    head_kib = end_kib if head is None else bench.head_kib()
     scores_kib = -(-workload.prompts * sizes.vocabulary * dtype.itemsize // _KIB)
     return ServingProfile(
         name=name,
@@ -171,9 +185,9 @@ def profile_serving(
         costs={kind: {s: bench.costs(kind, s) for s in schemes} for kind in KINDS},
         workspace=workspace,
         first_kib=end_kib,
-        last_kib=end_kib + scores_kib,
-        first=bench.costs("pass"),
-        last=bench.costs("head"),
+        last_kib=head_kib + scores_kib,
+        first=bench.costs("begin"),
+        last=bench.costs("end"),
         link_ns=link_ns,
         link_ns_per_kib=link_ns_per_kib,
     )
@@ -226,7 +240,12 @@ class _Bench:
     """Models of a few layers, one for each scheme, and the seconds of the parts of their passes."""
 
     def __init__(
-        self, config: DecoderConfig, workload: ServeWorkload, schemes: Sequence[str], dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        workload: ServeWorkload,
+        schemes: Sequence[str],
+        dtype: torch.dtype,
+        head: str | None = None,
     ) -> None:
         self._schemes = tuple(schemes)
         middle = workload.prompt_tokens + workload.new_tokens // 2
@@ -247,7 +266,10 @@ class _Bench:
         )
         source, names = StateSource(random_state(few)), group_names(_LAYERS)
         whole = Stage(device="here", groups=names)
-        self._stages = {s: StageModel(few, source, whole, dict.fromkeys(names, s), dtype=dtype) for s in schemes}
+        self._stages = {
+            s: StageModel(few, source, whole, dict.fromkeys(names, s), dtype=dtype, head=head) for s in schemes
+        }
+        self._embedding_bytes = config.vocabulary * config.hidden * dtype.itemsize
         for stage in self._stages.values():
             stage.reserve(1 + workload.prompts * pages_of(middle + 1))
         self._clocks: dict[str, dict[str, list[_Clock]]] = {}
@@ -273,10 +295,18 @@ class _Bench:
         group = self._stages[scheme].groups[KINDS.index(kind)]
         return -(-group.bytes // _KIB)
 
-    def round(self) -> None:
+    def head_kib(self) -> int:
+        """Memory of a head that has a scheme."""
+        stage = next(iter(self._stages.values()))
+        groups = sum(group.bytes for group in stage.groups)
+        return -(-(stage.bytes - groups - self._embedding_bytes) // _KIB)
+
+    def round(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Every pass of every scheme in turn: a machine that is slower for a while is so for all of them."""
         for cell, scheme in itertools.product(self._cells, self._schemes):
             for _ in range(_DECODE_PASSES if cell.decodes else 1):
+                if ended():
+                    return
                 self._pass(cell, scheme)
 
     def _pass(self, cell: _Cell, scheme: str) -> None:
@@ -284,26 +314,72 @@ class _Bench:
         began = time.perf_counter()
         self._stages[scheme].run(step).tolist()
         left = time.perf_counter() - began
-        for part, clocks in self._clocks[scheme].items():
-            taken = [clock.taken() for clock in clocks]
-            self._seconds.setdefault((part, scheme, cell), []).extend(taken)
-            left -= sum(taken)
-        self._seconds.setdefault(("pass", scheme, cell), []).append(left)
+        taken = {part: [clock.taken() for clock in clocks] for part, clocks in self._clocks[scheme].items()}
+        seconds = {"head": taken["head"][0]}
+        left -= seconds["head"]
+        for kind in KINDS:
+            # The mean of a pass: what counts are sums over layers, and those that are slow at times are among them.
+            seconds[kind] = statistics.mean(taken[kind][1:])
+            left -= seconds[kind] * len(taken[kind])
+        # Two stages of a pipeline prepare a pass each, the first and the last.
+        seconds["begin"], seconds["end"] = left / 2, left / 2 + seconds.pop("head")
+        for part, value in seconds.items():
+            self._seconds.setdefault((part, scheme, cell), []).append(value)
 
     def costs(self, part: str, scheme: str | None = None) -> PhaseCosts:
-        """Medians of one part's times, over one scheme or all of them."""
+        """Medians over passes of one part's times, over one scheme or all of them."""
         schemes = self._schemes if scheme is None else (scheme,)
 
         def table(decodes: bool) -> Table:
             def ns(rows: int, length: int) -> int:
                 cell = _Cell(rows, length, decodes)
-                return round(1e9 * statistics.median(s for x in schemes for s in self._seconds[part, x, cell]))
+                seconds = statistics.median(s for x in schemes for s in self._seconds[part, x, cell])
+                return max(round(1e9 * seconds), 0)
 
             lengths = self._lengths[decodes]
             values = tuple(tuple(ns(rows, length) for length in lengths) for rows in self._rows)
             return Table(rows=tuple(self._rows), lengths=tuple(lengths), values=values)
 
         return PhaseCosts(prefill=table(False), decode=table(True))
+
+
+@contextlib.contextmanager
+def _computing_beside(beside: Sequence[int], arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Processes, of so many threads each, that run the passes of a `_Bench` with these arguments."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for threads in beside:
+            own, other = context.Pipe()
+            process = context.Process(target=_compute_beside, args=(threads, arguments, other), daemon=True)
+            process.start()
+            other.close()
+            pipes.append(own)
+            processes.append(process)
+        for pipe in pipes:
+            try:
+                pipe.recv()
+            except EOFError:
+                raise StageError(
+                    "a process that was to compute beside the profile has ended; there may be too little memory for "
+                    "two models of a few layers: profile without beside"
+                ) from None
+        yield
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join()
+
+
+def _compute_beside(threads: int, arguments: tuple[Any, ...], pipe: connection.Connection) -> None:
+    """Run passes until the other end of the pipe is closed."""
+    torch.set_num_threads(threads)
+    bench = _Bench(*arguments)
+    with contextlib.suppress(BrokenPipeError, EOFError, KeyboardInterrupt):
+        pipe.send("computing")
+        while not pipe.poll():
+            bench.round(pipe.poll)
 
 
 def link_costs(hidden: int, workload: ServeWorkload, *, threads: int = 1) -> tuple[int, float]:
