@@ -32,6 +32,8 @@ from qsync_opt.formulations.serving.transfers import WORST, Transfers, stage_sum
 
 _ROUND = 8
 """Price steps on a part of the choices, whose prices begin at those of the whole."""
+_MOST_ROUNDS, _QUICKLY = 8, 0.1
+"""Most rounds of such steps, and the share of the gap to the best plan that one must close to be followed by another."""
 _LONG_ROUND = 24
 """Price steps between two drafts that are improved, where nothing is divided yet."""
 _KEPT = 0.6
@@ -48,6 +50,8 @@ _CLOSE = 1e-3
 """... and those that are relatively so close to the best are improved, ..."""
 _PROGRAMS = 2
 """... by at most so many programs with stages moved, and by transfers."""
+_SEARCHED_EVERY = 8
+"""Nodes of the search between two whose drafts are improved by transfers, which take far longer than bounds."""
 _SLACK = 1e-9
 """Relative rounding of a bound that was computed in floating point."""
 
@@ -101,6 +105,9 @@ class Node:
     ) -> None:
         self.tables, self.region, self.order = tables, region, order
         self.bound = 0.0
+        """The best that is known, be it that of a region which this one is part of."""
+        self.reached = 0.0
+        """The best at this node's own prices."""
         self.rate = 1.0
         self.drafts: list[Draft] = []
         self._stall = 0
@@ -120,8 +127,9 @@ class Node:
                 self.bound = math.inf
                 return
             self.drafts.append(draft)
-            if bound > self.bound + 1e-7 * abs(self.bound):
-                self.bound, self._stall, self._best = bound, 0, self.dual.copy()
+            if bound > self.reached + 1e-7 * abs(self.reached):
+                self.reached, self._stall, self._best = bound, 0, self.dual.copy()
+                self.bound = max(self.bound, bound)
             else:
                 self._stall += 1
                 if self._stall >= _STALL:
@@ -219,8 +227,16 @@ class Node:
         else:
             parts = [Node(self.tables, part, self.order, self.dual.copy()) for part in self._halves()]
         for part in parts:
-            part.bound = self.bound
+            part.bound, part.rate = self.bound, _NEAR_RATE
         return parts
+
+    def settle_prices(self, upper: float) -> None:
+        """Raise the bound for as long as that goes on quickly."""
+        for _ in range(_MOST_ROUNDS):
+            before = self.reached
+            self.climb(_ROUND, upper)
+            if self.bound >= upper or self.reached - before < _QUICKLY * (upper - self.reached):
+                return
 
     def _halves(self) -> list[Region]:
         region, drafts = self.region, self.drafts
@@ -367,9 +383,9 @@ class Search:
                 continue
             parts = node.divide()
             for part in parts:
-                part.climb(_ROUND, self.upper)
+                part.settle_prices(self.upper)
                 if math.isfinite(part.bound):
-                    self._polish(part)
+                    self._polish(part, always=nodes % _SEARCHED_EVERY == 1)
                     self.refine()
                 self._push(part)
 
@@ -380,8 +396,8 @@ class Search:
             if value.excess <= 0 and value.objective < self.upper:
                 self.best, self.value = (node.tables.option, self._named(node, draft)), value
 
-    def _polish(self, node: Node) -> None:
-        """Improve the best of a node's latest drafts."""
+    def _polish(self, node: Node, *, always: bool = True) -> None:
+        """Improve the best of a node's latest drafts; unless ``always``, only if it is the best so far as it is."""
         if not node.drafts:
             return
         tables = self._options[node.tables.option] if node.order is not None else node.tables
@@ -389,7 +405,8 @@ class Search:
         searches = {draft.order: Transfers(tables, draft.order) for draft in drafts}
         values = [searches[draft.order].value(draft) for draft in drafts]
         best = min(range(len(drafts)), key=lambda i: (values[i].excess, values[i].objective))
-        self.offer(tables, drafts[best], pairs=False)
+        if always or values[best].better(self.value):
+            self.offer(tables, drafts[best], pairs=False)
 
     def _named(self, node: Node, draft: Draft) -> Draft:
         """The draft with device types instead of stage numbers."""
