@@ -28,12 +28,12 @@ from qsync_opt.formulations.serving.chain import Prices, Region, Windows, all_ch
 from qsync_opt.formulations.serving.fluid import Fluid, solve_fluid
 from qsync_opt.formulations.serving.starts import Start, best_orders, first_start, moved, settled, without_idle
 from qsync_opt.formulations.serving.tables import Array, Draft, Tables
-from qsync_opt.formulations.serving.transfers import WORST, Transfers, stage_sums
+from qsync_opt.formulations.serving.transfers import WORST, Transfers, Value, best_of_all, stage_sums
 
 _ROUND = 8
 """Price steps on a part of the choices, whose prices begin at those of the whole."""
 _MOST_ROUNDS, _QUICKLY = 8, 0.1
-"""Most rounds of such steps, and the share of the gap to the best plan that one must close to be followed by another."""
+"""Most rounds of such steps, and the share of the gap to the best plan that one must close to have another follow."""
 _LONG_ROUND = 24
 """Price steps between two drafts that are improved, where nothing is divided yet."""
 _KEPT = 0.6
@@ -52,6 +52,8 @@ _PROGRAMS = 2
 """... by at most so many programs with stages moved, and by transfers."""
 _SEARCHED_EVERY = 8
 """Nodes of the search between two whose drafts are improved by transfers, which take far longer than bounds."""
+_FEW_DRAFTS = 4000
+"""Drafts of a part of the choices that are all looked at instead of bounded."""
 _SLACK = 1e-9
 """Relative rounding of a bound that was computed in floating point."""
 
@@ -215,14 +217,14 @@ class Node:
                 low = tuple(range(1, stages))
                 high = tuple(groups - stages + j for j in range(1, stages))
                 pick = np.asarray(order)
-                fluid = solve_fluid(self.tables, order, max(self.bound, 1.0))
+                own = Region(tuple(range(stages)), True, low, high, child.allowed_GS)
+                fluid = None if _few(own) else solve_fluid(self.tables, order, max(self.bound, 1.0))
                 if fluid is not None:
                     dual = _dual_of(tables, tuple(range(stages)), fluid)
                 else:
                     shares = [self.dual.prefill_T[pick], self.dual.decode_T[pick]]
                     prefill, decode = (s / s.sum() if s.sum() > 0 else np.full(stages, 1 / stages) for s in shares)
                     dual = _Dual(prefill, decode, self.dual.theta, self.dual.memory_T[pick], self.dual.harm)
-                own = Region(tuple(range(stages)), True, low, high, child.allowed_GS)
                 parts.append(Node(tables, own, order, dual))
         else:
             parts = [Node(self.tables, part, self.order, self.dual.copy()) for part in self._halves()]
@@ -262,10 +264,20 @@ class Node:
         rest[g, recent[-1, g]] = False
         return [replace(region, allowed_GS=only), replace(region, allowed_GS=rest)]
 
-    def is_point(self) -> bool:
-        """Whether only one draft is left."""
-        region = self.region
-        return region.closed and region.low == region.high and bool((region.allowed_GS.sum(1) <= 1).all())
+    def few_left(self) -> bool:
+        """Whether so few drafts are left that each can be looked at."""
+        return _few(self.region)
+
+
+def _few(region: Region) -> bool:
+    if not region.closed or len(region.low) != len(region.prefix) - 1:
+        return False
+    count = 1
+    for choices in (*(b - a + 1 for a, b in zip(region.low, region.high, strict=True)), *region.allowed_GS.sum(1)):
+        count *= max(int(choices), 1)
+        if count > _FEW_DRAFTS:
+            return False
+    return True
 
 
 class Search:
@@ -378,11 +390,13 @@ class Search:
         while self._heap and nodes < most_nodes and not self._finished(gap) and not enough():
             nodes += 1
             _, _, node = heapq.heappop(self._heap)
-            if node.is_point():
+            if node.few_left():
                 self._settle(node)
                 continue
-            parts = node.divide()
-            for part in parts:
+            for part in node.divide():
+                if part.few_left():
+                    self._settle(part)
+                    continue
                 part.settle_prices(self.upper)
                 if math.isfinite(part.bound):
                     self._polish(part, always=nodes % _SEARCHED_EVERY == 1)
@@ -390,11 +404,10 @@ class Search:
                 self._push(part)
 
     def _settle(self, node: Node) -> None:
-        draft = node.drafts[-1] if node.drafts else node._evaluate()[1]
-        if draft is not None:
-            value = Transfers(node.tables, draft.order).value(draft)
-            if value.excess <= 0 and value.objective < self.upper:
-                self.best, self.value = (node.tables.option, self._named(node, draft)), value
+        """Look at all drafts of a node."""
+        found = best_of_all(node.tables, node.region.low, node.region.high, node.region.allowed_GS)
+        if found is not None and found[1] < self.upper:
+            self.best, self.value = (node.tables.option, self._named(node, found[0])), Value(0.0, found[1])
 
     def _polish(self, node: Node, *, always: bool = True) -> None:
         """Improve the best of a node's latest drafts; unless ``always``, only if it is the best so far as it is."""

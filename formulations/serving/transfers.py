@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,20 +65,66 @@ class StageSums:
     harm: float
 
 
-def stage_sums(t: Tables, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> StageSums:
-    """Times, memory and harm of stages that are the types of ``t``, in order."""
-    stages = len(ends)
-    stage_G = np.repeat(np.arange(stages), np.diff(ends, prepend=0))
-    time_G2, memory_G = t.time_KTS2[t.kind_G, stage_G, schemes], t.memory_KS[t.kind_G, schemes]
-    time_J2 = np.stack([np.bincount(stage_G, time_G2[:, p], stages) for p in range(2)], axis=1)
-    memory_J = np.bincount(stage_G, memory_G, stages)
+def _fixed(t: Tables, stages: int) -> tuple[Array, Array]:
+    """Times and memory of stages beside their groups: both ends and links."""
+    time_J2, memory_J = np.zeros((stages, 2)), np.zeros(stages)
     time_J2[0] += t.first_T2[0]
     time_J2[-1] += t.last_T2[-1]
     memory_J[0] += t.first_memory_T[0]
     memory_J[-1] += t.last_memory_T[-1]
     if stages > 1:
-        time_J2 += t.link_TT2[np.arange(stages), np.roll(np.arange(stages), -1)]
+        for j in range(stages):
+            time_J2[j] += t.link_TT2[j, (j + 1) % stages]
+    return time_J2, memory_J
+
+
+def stage_sums(t: Tables, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> StageSums:
+    """Times, memory and harm of stages that are the types of ``t``, in order."""
+    stages = len(ends)
+    stage_G = np.repeat(np.arange(stages), np.diff(ends, prepend=0))
+    time_G2, memory_G = t.time_KTS2[t.kind_G, stage_G, schemes], t.memory_KS[t.kind_G, schemes]
+    time_J2, memory_J = _fixed(t, stages)
+    for phase in range(2):
+        time_J2[:, phase] += np.bincount(stage_G, time_G2[:, phase], stages)
+    memory_J += np.bincount(stage_G, memory_G, stages)
     return StageSums(time_J2, memory_J, float(t.harm_GS[np.arange(t.groups), schemes].sum()))
+
+
+def best_of_all(
+    t: Tables, low: Sequence[int], high: Sequence[int], allowed_GS: NDArray[np.bool_]
+) -> tuple[Draft, float] | None:
+    """The best draft that keeps all limits, and its objective, of every one of stages that are the types of ``t``.
+
+    Each is looked at: ``low`` and ``high`` hold the least and the largest end of every stage but the last.
+    """
+    groups, stages = t.groups, len(low) + 1
+    choices = [np.flatnonzero(allowed_S) for allowed_S in allowed_GS]
+    free = [g for g, choice in enumerate(choices) if len(choice) > 1]
+    if not all(map(len, choices)):
+        return None
+    combinations = np.asarray(list(itertools.product(*(choices[g] for g in free))), dtype=np.intp)
+    schemes_NG = np.tile(np.asarray([choice[0] for choice in choices]), (len(combinations), 1))
+    schemes_NG[:, free] = combinations
+    # Summed as for one draft, so that both find the same plans within the limit.
+    harm_N = np.asarray([float(t.harm_GS[np.arange(groups), schemes_G].sum()) for schemes_G in schemes_NG])
+    schemes_NG = schemes_NG[harm_N <= t.harm_limit]
+    if not len(schemes_NG):
+        return None
+    memory_NG = t.memory_KS[t.kind_G, schemes_NG]
+    time_J2, memory_J = _fixed(t, stages)
+    best, found = math.inf, None
+    for inner in itertools.product(*(range(a, b + 1) for a, b in zip(low, high, strict=True))):
+        starts, ends = (0, *inner), (*inner, groups)
+        if any(a >= b for a, b in zip(starts, ends, strict=True)):
+            continue
+        stage_G = Draft((), ends, ()).stage_G()
+        times_NJ2 = np.add.reduceat(t.time_KTS2[t.kind_G, stage_G, schemes_NG], starts, axis=1) + time_J2
+        fits_N = (np.add.reduceat(memory_NG, starts, axis=1) + memory_J <= t.limit_T).all(1)
+        objective_N = np.where(fits_N, t.totals(times_NJ2[..., 0], times_NJ2[..., 1]), np.inf)
+        k = int(objective_N.argmin())
+        if objective_N[k] < best:
+            best, found = float(objective_N[k]), Draft(tuple(range(stages)), ends, tuple(map(int, schemes_NG[k])))
+    return None if found is None else (found, best)
 
 
 class Transfers:
