@@ -1,7 +1,8 @@
 """Serving as predicted and as measured, on two unequal processes: a model made on the spot, or one that is named.
 
     python benchmarks/serving_predictions.py [--rounds 3] [--output FILE]
-    python benchmarks/serving_predictions.py --model FILE.gguf --rounds 1 [--llama-cpp PATH/llama-batched-bench]
+    python benchmarks/serving_predictions.py --model FILE.gguf --rounds 1 --only predictions --output FILE
+    python benchmarks/serving_predictions.py --model FILE.gguf --only peers [--llama-cpp PROGRAM] --output FILE
 
 Each round profiles the model, plans it for two processes of which one has half the memory for weights of the other,
 says what the plan, an even split and equal bits should do, and only then serves them. A machine that others share is
@@ -202,18 +203,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model folder or .gguf file; one is made by default")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--llama-cpp", metavar="PROGRAM", help="llama-batched-bench, as built from llama.cpp")
+    parser.add_argument("--only", choices=("predictions", "peers"), help="of a .gguf file; both by default")
+    parser.add_argument("--llama-cpp", metavar="PROGRAM", help="llama.cpp's llama-batched-bench")
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "serving-predictions.json"))
     options = parser.parse_args()
+    if options.only == "peers" and not (options.model or "").endswith(".gguf"):
+        parser.error("--only peers needs a .gguf file: --model FILE.gguf")
     head = results_head("2 shared processors of an Intel Xeon, no card", {"torch": torch.__version__})
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or str(write_sample(Path(folder) / "made-up", sample_config(**MADE_UP)))
         label = Path(model).stem
         real = model.endswith(".gguf")
         head_scheme = HEAD if real else None
-        records = [r for k in range(options.rounds) for r in one_round(model, label, k, head_scheme)]
-        rows = asked(label, records)
-        if real:
+        rows: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
+        if options.only != "peers":
+            records = [r for k in range(options.rounds) for r in one_round(model, label, k, head_scheme)]
+            rows = asked(label, records)
+        if real and options.only != "predictions":
             more_rows, more_records = peers(model, label, options.llama_cpp)
             rows, records = rows + more_rows, records + more_records
     write_json(options.output, {**head, "asked": rows, "records": records})

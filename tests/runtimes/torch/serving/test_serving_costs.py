@@ -45,7 +45,7 @@ def test_a_sample_is_a_model_folder(tmp_path):
 def test_a_profile_is_planned_with(tmp_path):
     workload = ServeWorkload(prompts=2, prompt_tokens=8, new_tokens=4)
     config = config_from_json(SIZES)
-    profile = profile_serving(config, workload, schemes=("W4", "W32"), repeats=1)
+    profile = profile_serving(config, workload, schemes=("W4", "W32"), repeats=1, beside=(1,), head="W8")
     assert profile.schemes == ("W4", "W32") and profile.source == "measured"
     assert profile.base_kib > 20_000  # a process that has loaded torch
     for kind in ("attn", "mlp"):
@@ -54,6 +54,10 @@ def test_a_profile_is_planned_with(tmp_path):
             profile.model.parameters(kind) * 4 // 1024 <= weights["W32"] <= profile.model.parameters(kind) * 4 // 1000
         )
         assert weights["W4"] < weights["W32"] / 4
+    # 97 tokens of 64 numbers in 8 bits with a scale for each, and the scores of two prompts.
+    assert profile.last_kib < profile.first_kib == 25
+    for cost in (profile.first, profile.last):
+        assert all(value > 0 for phase in (cost.prefill, cost.decode) for line in phase.values for value in line)
     device = ServingDevice(name="cpu", memory_kib=profile.base_kib + 2000, profile=profile)
     result = plan_serving(profile.model, [device], workload)
     assert result.predict().stages[0].memory_kib <= device.memory_kib
@@ -61,6 +65,8 @@ def test_a_profile_is_planned_with(tmp_path):
         profile_serving(config, workload, schemes=("W3",), repeats=1)
     with pytest.raises(ProblemError, match="at least 1"):
         profile_serving(config, workload, repeats=0)
+    with pytest.raises(ProblemError, match=r"beside is \[0\]"):
+        profile_serving(config, workload, beside=(0,))
 
 
 def source_of(state):
