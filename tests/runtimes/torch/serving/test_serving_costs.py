@@ -56,8 +56,6 @@ def test_a_profile_is_planned_with(tmp_path):
         assert weights["W4"] < weights["W32"] / 4
     # 97 tokens of 64 numbers in 8 bits with a scale for each, and the scores of two prompts.
     assert profile.last_kib < profile.first_kib == 25
-    for cost in (profile.first, profile.last):
-        assert all(value > 0 for phase in (cost.prefill, cost.decode) for line in phase.values for value in line)
     device = ServingDevice(name="cpu", memory_kib=profile.base_kib + 2000, profile=profile)
     result = plan_serving(profile.model, [device], workload)
     assert result.predict().stages[0].memory_kib <= device.memory_kib
