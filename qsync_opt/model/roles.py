@@ -67,7 +67,7 @@ FIXED = """
     sum nansum cumsum prod cumprod norm linalg_norm linalg_vector_norm linalg_matrix_norm frobenius_norm
     var std var_mean std_mean dist cdist pdist renorm trace histc
     mv dot vdot inner outer addmv addr addbmm tensordot bilinear chain_matmul linalg_multi_dot kron
-    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding_bag prelu
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding_bag embedding_renorm prelu
     index_put index_add index_copy index_fill scatter scatter_add scatter_reduce masked_scatter
     linalg_inv linalg_solve linalg_cholesky linalg_qr linalg_svd linalg_eigh linalg_det inverse matrix_exp
     view_as_complex complex polar _weight_norm _weight_norm_interface

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from qsync_opt import apply, sensitivities, undo
+from qsync_opt import TrainingExample, apply, sensitivities, undo
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.numerics import Granularity, Rounding, formats_for
 from qsync_opt.runtimes.torch.capture import capture, capture_model
@@ -324,3 +325,129 @@ def test_products_of_complex_numbers_and_einsums_of_other_than_two_tensors_are_f
         model(x).backward()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
         undo(model)
+
+
+class Bounded(nn.Module):
+    """A table whose rows are scaled down when they are read."""
+
+    def __init__(self, max_norm):
+        super().__init__()
+        self.table, self.head = nn.Embedding(30, 8, max_norm=max_norm), nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens)).square().mean()
+
+
+def test_a_table_of_bounded_rows_is_measured_as_it_is_read():
+    torch.manual_seed(0)
+    bounded, plain = Bounded(1.0), Bounded(None)
+    with torch.no_grad():
+        bounded.table.weight.mul_(4)
+    plain.load_state_dict(bounded.state_dict())
+    with torch.no_grad():
+        torch.embedding_renorm_(plain.table.weight, torch.arange(30), 1.0, 2.0)
+    before = bounded.table.weight.detach().clone()
+    batches = [torch.randint(0, 30, (32, 9)), torch.randint(0, 30, (32, 9))]  # every row is read
+    tables = []
+    for model in (bounded, plain):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            graph = capture(model, (batches[0],))
+        found = collect_statistics(model, batches, graph=graph, probes=2, curvature_probes=2)
+        assert "second" in found["table/embedding"].gains
+        tables.append(
+            [
+                value
+                for kind in ("propagated", "probed", "fisher", "hessian")
+                for row in sensitivities(graph, found, device_formats("cpu"), kind=kind).values()
+                for value in row.values()
+            ]
+        )
+    assert tables[0] == pytest.approx(tables[1], rel=1e-4)
+    assert torch.equal(bounded.table.weight, before)
+
+
+class Checkpointed(nn.Module):
+    """Blocks whose activations are kept (None), or recomputed by either kind of checkpointing."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.before, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x):
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x).square().mean()
+
+
+@pytest.fixture(scope="module")
+def tables_of_checkpointed():
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    tables = {}
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(reentrant)
+        graph = capture(model, (x,))
+        found = collect_statistics(model, [x], graph=graph, probes=2, adaptive_probes=2, curvature_probes=2)
+        kinds = ("propagated", "probed", "progress", "fisher", "hessian")
+        tables[reentrant] = [sensitivities(graph, found, device_formats("cpu"), kind=kind).values() for kind in kinds]
+        assert found.signals
+    return {key: [list(row.values()) for table in rows for row in table] for key, rows in tables.items()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_no_sensitivity(tables_of_checkpointed, reentrant):
+    for row, other in zip(tables_of_checkpointed[reentrant], tables_of_checkpointed[None], strict=True):
+        assert row == pytest.approx(other)
+    assert any(max(row) > 0 for row in tables_of_checkpointed[None])
+
+
+class Unreached(nn.Module):
+    """Reentrant checkpointing of a part whose input needs no gradient, which trains nothing there."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.checkpointed, self.inner, self.head = checkpointed, nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        if self.checkpointed:
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        else:
+            with torch.no_grad():
+                x = self.inner(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_what_checkpointing_does_not_train_has_no_gradient():
+    x, tables = torch.randn(8, 8), []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = Unreached(checkpointed)
+        graph = capture(model, (x,))
+        found = collect_statistics(model, [x], graph=graph, probes=2)
+        assert not found["inner/linear"].gains
+        tables.append(list(sensitivities(graph, found, device_formats("cpu"), kind="probed").values()))
+    for one, other in zip(*tables, strict=True):
+        assert one == pytest.approx(other)
+
+
+def test_a_batch_without_samples_is_refused_by_name():
+    model, full = nn.Sequential(nn.Linear(8, 2)), torch.randn(4, 8)
+    graph = capture(model, (full,))
+
+    def loss(output):
+        return output.square().mean()
+
+    remedy = r"pass a batch with at least one sample.*drop_last=True"
+    with pytest.raises(ModelError, match=rf"argument 0 of the batch has the shape \(0, 8\).*{remedy}"):
+        capture(model, (full[:0],))
+    with pytest.raises(ModelError, match=rf"'input' of the batch has the shape \(0, 8\).*{remedy}"):
+        collect_statistics(model, [{"input": full}, {"input": full[:0]}], loss=loss, graph=graph)
+    with pytest.raises(ModelError, match=r"operator '0/linear' reads a tensor of shape \(0, 8\).*at least one sample"):
+        collect_statistics(model, [full], step=lambda model, batch: model(batch[:0]).sum(), graph=graph)
+    with pytest.raises(ModelError, match=rf"argument 0 .*{remedy}"):
+        TrainingExample(model=model, args=full[:0])
