@@ -40,7 +40,7 @@ from qsync_opt.runtimes.torch.capture.opaque import OpaqueModule, PackedModuleEr
 from qsync_opt.runtimes.torch.capture.operators import Operators
 from qsync_opt.runtimes.torch.capture.program import flatten, sized_by_data
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
-from qsync_opt.runtimes.torch.support import call_arguments, check_samples, model_unchanged
+from qsync_opt.runtimes.torch.support import call_arguments, check_samples, model_unchanged, without_recomputation
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
     with (
         torch.no_grad(),
+        without_recomputation(),
         model_unchanged(model),
         locating(model, "the forward pass failed"),
         intercept(model, note),

