@@ -77,6 +77,7 @@ class Copy:
             "no:cacheprovider",
             "-p",
             "no:xdist",
+            "--timeout=0",  # the limit here is in processor time
             "--rootdir",
             str(self.folder),
         ]

@@ -118,7 +118,7 @@ DEPENDENT = """
     upsample_trilinear3d _upsample_nearest_exact2d grid_sampler grid_sampler_2d affine_grid_generator
     eq ne lt le gt ge equal isnan isinf isfinite isin isclose allclose logical_and logical_or logical_xor logical_not
     bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift any all count_nonzero
-    nonzero one_hot bucketize searchsorted meshgrid cartesian_prod cumulative_trapezoid
+    nonzero one_hot bucketize searchsorted broadcast_tensors meshgrid cartesian_prod cumulative_trapezoid
     __and__ __or__ __xor__ __lshift__ __rshift__
 
     Relu LeakyRelu Elu Selu Celu ThresholdedRelu Gelu Swish Mish HardSwish HardSigmoid Sigmoid Tanh Softsign Shrink

@@ -349,6 +349,11 @@ def replace_operands(
     return tuple(new_args), new_kwargs
 
 
+def separate(output: Tensor) -> Tensor:
+    """A result with memory of its own: a view's hooks (``einsum`` returns one) see nothing once it is written into."""
+    return output.clone() if output._is_view() else output
+
+
 class Product(NamedTuple):
     """A bilinear call in its form, and the constant factor in front of the product."""
 

@@ -26,6 +26,7 @@ from qsync_opt.runtimes.torch.sensitivity.products import (
     is_adjustable,
     operand_slots,
     replace_operands,
+    separate,
 )
 from qsync_opt.runtimes.torch.sensitivity.records import (
     CAST_BEFORE_BACKWARD,
@@ -228,7 +229,7 @@ class _Collector:
             if kind is ConvolutionRecord:
                 record.put("first.norm", self._norms.of(slots[0].tensor))
             record.measure(call, _detached(args), _detached(kwargs))
-        output = call.run(*args, **kwargs)
+        output = separate(call.run(*args, **kwargs))
         with torch.no_grad():
             record.add_tensor("output", _full(output), self._norms.of(output))
         if output.requires_grad:

@@ -15,7 +15,9 @@ from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.numerics import Granularity, Rounding, formats_for
 from qsync_opt.runtimes.torch.capture import capture, capture_model
 from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.probes import embedding_bag_twice
 from qsync_opt.sensitivity import NoiseOptions
 
 
@@ -450,3 +452,86 @@ def test_a_batch_without_samples_is_refused_by_name():
         collect_statistics(model, [full], step=lambda model, batch: model(batch[:0]).sum(), graph=graph)
     with pytest.raises(ModelError, match=rf"argument 0 .*{remedy}"):
         TrainingExample(model=model, args=full[:0])
+
+
+class WrittenInto(nn.Module):
+    """Products whose results are views (of einsum, of a product with a vector), scaled in place or not."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place, self.first, self.head = in_place, nn.Linear(8, 8), nn.Linear(6, 3)
+        self.experts = nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, x):
+        y = torch.einsum("bd,edh->beh", self.first(x), self.experts)
+        y = (y.div_(3.0) if self.in_place else y / 3.0).tanh().sum(1)
+        z = torch.matmul(y, self.head.weight[0])
+        z = z.mul_(2.0) if self.in_place else z * 2.0
+        return self.head(y).square().mean() + z.square().mean()
+
+
+def test_writing_into_a_view_that_a_product_returns_hides_no_gradient():
+    x, tables = torch.randn(16, 8), []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model = WrittenInto(in_place)
+        graph = capture(model, (x,))
+        found = collect_statistics(model, [x], graph=graph, probes=2, whole_batches=True)
+        assert found["einsum"].output_gradient.square_sum > 0
+        kinds = ("propagated", "probed")
+        formats = device_formats("cpu")
+        tables.append([row for kind in kinds for row in sensitivities(graph, found, formats, kind=kind).values()])
+    for one, other in zip(*tables, strict=True):
+        assert list(one.values()) == pytest.approx(list(other.values()), rel=1e-4)
+
+
+class Bags(nn.Module):
+    """Sums and means of looked-up rows, by a bag or by what a bag computes."""
+
+    def __init__(self, bags):
+        super().__init__()
+        self.bags, self.head = bags, nn.Linear(16, 1)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, 8, mode=mode, padding_idx=0) for mode in ("sum", "mean"))
+
+    def forward(self, chosen, target):
+        if self.bags:
+            rows = [table(chosen) for table in self.tables]
+        else:
+            counted = (chosen > 0).float()[..., None]
+            rows = [(table.weight[chosen] * counted).sum(1) for table in self.tables]
+            rows[1] = rows[1] / counted.sum(1).clamp(min=1)
+        return F.mse_loss(self.head(torch.cat(rows, 1)).tanh(), target)
+
+
+def test_bags_of_rows_do_not_keep_a_model_from_being_probed():
+    batch, values = (torch.randint(0, 20, (16, 3)), torch.randn(16, 1)), []
+    for bags in (True, False):
+        torch.manual_seed(0)
+        model = Bags(bags)
+        graph = capture(model, batch)
+        found = collect_statistics(model, [batch], graph=graph, probes=2, adaptive_probes=2)
+        kinds = ("probed", "progress")
+        values.append([sensitivities(graph, found, device_formats("cpu"), kind=k)["head/linear"] for k in kinds])
+    for one, other in zip(*values, strict=True):
+        assert dict(one) == pytest.approx(dict(other))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_that_are_differentiated_again_are_those_of_torch(mode):
+    torch.manual_seed(0)
+    table, flat, square = torch.randn(10, 4, requires_grad=True), torch.randint(0, 10, (9,)), torch.full((2, 3), 4)
+    calls = [
+        ((torch.randint(0, 10, (5, 3)), table), {"padding_idx": 2}),
+        ((square, table), {"padding_idx": 4}),  # an empty bag
+        ((flat, table, torch.tensor([0, 3, 3, 7])), {"padding_idx": -1}),
+        ((flat, table, torch.tensor([0, 3, 3, 7, 9])), {"include_last_offset": True}),
+    ]
+    if mode == "sum":
+        calls.append(((square, table), {"per_sample_weights": torch.rand(2, 3)}))
+    for args, kwargs in calls:
+        call = OperatorCall("bag", "embedding_bag", "", F.embedding_bag, args, {"mode": mode, **kwargs})
+        found, expected = embedding_bag_twice(call), call.run()
+        assert torch.allclose(found, expected, atol=1e-6)
+        signs = torch.randn_like(expected)
+        ours, torchs = (torch.autograd.grad(result, table, signs)[0] for result in (found, expected))
+        assert torch.allclose(ours, torchs, atol=1e-6)
