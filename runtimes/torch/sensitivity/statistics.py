@@ -233,7 +233,7 @@ class _Collector:
         with torch.no_grad():
             record.add_tensor("output", _full(output), self._norms.of(output))
         if output.requires_grad:
-            output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))
+            output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))  # type: ignore[no-untyped-call]
         self.records.setdefault(call.name, []).append(record)
         return output
 

@@ -434,7 +434,8 @@ def embedding_bag_twice(call: OperatorCall) -> Tensor | None:
         weights = weights * (rows != given["padding_idx"] % table.shape[0])
     if given["mode"] == "mean":
         weights = weights / table.new_zeros(count).index_add_(0, bags, weights).clamp_(min=1)[bags]
-    return table.new_zeros(count, table.shape[1]).index_add(0, bags, table[rows] * weights[:, None])
+    sums: Tensor = table.new_zeros(count, table.shape[1]).index_add(0, bags, table[rows] * weights[:, None])
+    return sums
 
 
 def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
