@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -26,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _HEAVY = ("numpy", "torch", "onnx", "numba", "ortools.math_opt.python.mathopt")
 _MARKERS = "not gpu and not slow and not browser"
 _MOST_MEMORY_BYTES = 6 << 30
+_MOST_WAITING = 15
+"""Multiple of the limit, which is in processor time, after which a run is ended that may be waiting for ever."""
 
 
 class Copy:
@@ -64,7 +67,7 @@ class Copy:
         assert "qsync_opt" not in sys.modules
 
     def pytest(self, tests: Iterable[str], plugin: object, limit_s: float) -> int | None:
-        """Exit status of pytest on tests, files or folders; None where it ran past the limit."""
+        """Exit status of pytest on tests, files or folders; None where it ran past the limit, in processor time."""
         options = [
             "-q",
             "-x",
@@ -74,6 +77,7 @@ class Copy:
             "no:cacheprovider",
             "-p",
             "no:xdist",
+            "--timeout=0",  # the limit here is in processor time
             "--rootdir",
             str(self.folder),
         ]
@@ -86,6 +90,7 @@ class Copy:
             status = 99
             try:
                 self._enter()
+                resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit_s),) * 2)
                 status = work()
             except BaseException:  # reported by the status; nothing may return into the parent's code
                 traceback.print_exc()
@@ -93,12 +98,13 @@ class Copy:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
-        ends = time.monotonic() + limit_s
+        ends = time.monotonic() + _MOST_WAITING * limit_s
         try:
             while True:
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
-                    return os.waitstatus_to_exitcode(status)
+                    code = os.waitstatus_to_exitcode(status)
+                    return None if -code in (signal.SIGXCPU, signal.SIGKILL) else code
                 if time.monotonic() > ends:
                     return None
                 time.sleep(0.02)
@@ -134,6 +140,10 @@ def _pytest(arguments: list[str], plugin: object) -> int:
     return int(pytest.main(arguments, plugins=[plugin]))
 
 
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])
+
+
 class Recorder:
     """A plugin of pytest that notes the lines which each test runs, and its time; written at the end."""
 
@@ -151,11 +161,12 @@ class Recorder:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """From here on lines are this test's, those of its fixtures included."""
+        self._began = _processor_seconds()
         self._coverage.switch_context(nodeid)
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """Add the time of a test's phase."""
-        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Note the processor time of a test and of the processes that it started; a busy machine does not matter."""
+        self._seconds[nodeid] = _processor_seconds() - self._began
 
     def pytest_sessionfinish(self) -> None:
         """Write what was noted."""

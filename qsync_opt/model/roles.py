@@ -67,7 +67,7 @@ FIXED = """
     sum nansum cumsum prod cumprod norm linalg_norm linalg_vector_norm linalg_matrix_norm frobenius_norm
     var std var_mean std_mean dist cdist pdist renorm trace histc
     mv dot vdot inner outer addmv addr addbmm tensordot bilinear chain_matmul linalg_multi_dot kron
-    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding_bag prelu
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding_bag embedding_renorm prelu
     index_put index_add index_copy index_fill scatter scatter_add scatter_reduce masked_scatter
     linalg_inv linalg_solve linalg_cholesky linalg_qr linalg_svd linalg_eigh linalg_det inverse matrix_exp
     view_as_complex complex polar _weight_norm _weight_norm_interface
@@ -118,7 +118,7 @@ DEPENDENT = """
     upsample_trilinear3d _upsample_nearest_exact2d grid_sampler grid_sampler_2d affine_grid_generator
     eq ne lt le gt ge equal isnan isinf isfinite isin isclose allclose logical_and logical_or logical_xor logical_not
     bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift any all count_nonzero
-    nonzero one_hot bucketize searchsorted meshgrid cartesian_prod cumulative_trapezoid
+    nonzero one_hot bucketize searchsorted broadcast_tensors meshgrid cartesian_prod cumulative_trapezoid
     __and__ __or__ __xor__ __lshift__ __rshift__
 
     Relu LeakyRelu Elu Selu Celu ThresholdedRelu Gelu Swish Mish HardSwish HardSigmoid Sigmoid Tanh Softsign Shrink

@@ -40,7 +40,7 @@ from qsync_opt.runtimes.torch.capture.opaque import OpaqueModule, PackedModuleEr
 from qsync_opt.runtimes.torch.capture.operators import Operators
 from qsync_opt.runtimes.torch.capture.program import flatten, sized_by_data
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
-from qsync_opt.runtimes.torch.support import call_arguments, model_unchanged
+from qsync_opt.runtimes.torch.support import call_arguments, check_samples, model_unchanged, without_recomputation
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ def capture_model(
     _check_model(model)
     args, named = call_arguments(args)
     kwargs = {**named, **(kwargs or {})}
+    check_samples(args, kwargs)
     with training_mode(model):
         seen = _run_once(model, args, kwargs)
         program, opaque, notes = _exported(model, args, kwargs)
@@ -144,6 +145,7 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
     with (
         torch.no_grad(),
+        without_recomputation(),
         model_unchanged(model),
         locating(model, "the forward pass failed"),
         intercept(model, note),

@@ -278,10 +278,32 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, k
     return args[position] if len(args) > position else kwargs[key]
 
 
+def bounded_lookup(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an embedding without ``max_norm``, once the rows that are read are scaled down in the table.
+
+    The embedding itself writes into its table when it runs, which is after its operands are measured and replaced.
+    """
+    if function is torch.embedding or (limit := _optional(args, kwargs, 3, "max_norm")) is None:
+        return args, dict(kwargs)
+    table, indices = _argument(args, kwargs, 1, "weight"), _argument(args, kwargs, 0, "input")
+    norm_type = _optional(args, kwargs, 4, "norm_type")
+    with torch.no_grad():
+        torch.embedding_renorm_(table.detach(), indices.contiguous(), limit, 2.0 if norm_type is None else norm_type)
+    args = (*args[:3], None, *args[4:]) if len(args) > 3 else args
+    return args, {key: value for key, value in kwargs.items() if key != "max_norm"}
+
+
+def _optional(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, key: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(key)
+
+
 def dense_lookup(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an embedding that gives its table a dense gradient, which can be differentiated again."""
+    """The arguments of a `bounded_lookup` that gives its table a dense gradient, which can be differentiated again."""
+    args, kwargs = bounded_lookup(function, args, kwargs)
     place = 4 if function is torch.embedding else 6
     args = (*args[:place], False, *args[place + 1 :]) if len(args) > place else args
     return args, {key: value for key, value in kwargs.items() if key != "sparse"}
@@ -325,6 +347,11 @@ def replace_operands(
         else:
             new_args[slot.place] = tensor
     return tuple(new_args), new_kwargs
+
+
+def separate(output: Tensor) -> Tensor:
+    """A result with memory of its own: a view's hooks (``einsum`` returns one) see nothing once it is written into."""
+    return output.clone() if output._is_view() else output
 
 
 class Product(NamedTuple):

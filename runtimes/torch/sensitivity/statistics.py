@@ -21,7 +21,13 @@ from qsync_opt.kernels.autograd import fp32_mode
 from qsync_opt.model import HasGraph, OpGraph, Role, graph_of
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity.probes import MAX_POOLS, Probed, Prober
-from qsync_opt.runtimes.torch.sensitivity.products import is_adjustable, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.products import (
+    bounded_lookup,
+    is_adjustable,
+    operand_slots,
+    replace_operands,
+    separate,
+)
 from qsync_opt.runtimes.torch.sensitivity.records import (
     CAST_BEFORE_BACKWARD,
     AttentionRecord,
@@ -40,7 +46,14 @@ from qsync_opt.runtimes.torch.sensitivity.records import (
     signals_on_host,
 )
 from qsync_opt.runtimes.torch.sensitivity.replays import Replays
-from qsync_opt.runtimes.torch.support import Loss, call_arguments, check_batches, model_unchanged
+from qsync_opt.runtimes.torch.support import (
+    Loss,
+    call_arguments,
+    check_batches,
+    model_unchanged,
+    without_recomputation,
+    without_reentrance,
+)
 from qsync_opt.sensitivity import (
     GRADIENTS,
     Curvature,
@@ -189,7 +202,15 @@ class _Collector:
             return self._watch_signal(call)
         if self._operators is not None and call.name not in self._operators:
             return call.run()
+        if call.op_type == "embedding":
+            call.args, call.kwargs = bounded_lookup(call.function, call.args, call.kwargs)
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
+        empty = next((slot.tensor for slot in slots if not slot.tensor.numel()), None)
+        if empty is not None:
+            raise ModelError(
+                f"operator {call.name!r} reads a tensor of shape {tuple(empty.shape)}, which has no element: nothing "
+                "can be measured there; pass batches with at least one sample"
+            )
         kind = ConvolutionRecord if call.op_type in CONVOLUTIONS else _RECORDS.get(call.op_type, MatrixRecord)
         lead = (None,) if kind is LookupRecord else ()  # a lookup's table is its second operand
         record = kind(
@@ -208,11 +229,11 @@ class _Collector:
             if kind is ConvolutionRecord:
                 record.put("first.norm", self._norms.of(slots[0].tensor))
             record.measure(call, _detached(args), _detached(kwargs))
-        output = call.run(*args, **kwargs)
+        output = separate(call.run(*args, **kwargs))
         with torch.no_grad():
             record.add_tensor("output", _full(output), self._norms.of(output))
         if output.requires_grad:
-            output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))
+            output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))  # type: ignore[no-untyped-call]
         self.records.setdefault(call.name, []).append(record)
         return output
 
@@ -402,7 +423,7 @@ def collect_statistics(
     silent: dict[str, None] = {}
     replays = Replays()
     divide = not whole_batches and bool(probes or adaptive_probes)
-    with model_unchanged(model), full_precision():
+    with model_unchanged(model), full_precision(), without_reentrance():
         scatter = GradientScatter(model)
         for number, batch in enumerate(batches):
             collector = _Collector(model, graph, sample_elements, replays, loss_scale)
@@ -428,13 +449,14 @@ def collect_statistics(
             measured = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:
-                prober = Prober(model, run, batch, measured, graph, number, divide=divide)
-                measured = with_probes(
-                    measured,
-                    prober.gains(probes),
-                    prober.gains(adaptive_probes, roots=roots),
-                    prober.curvatures(curvature_probes),
-                )
+                with without_recomputation():
+                    prober = Prober(model, run, batch, measured, graph, number, divide=divide)
+                    measured = with_probes(
+                        measured,
+                        prober.gains(probes),
+                        prober.gains(adaptive_probes, roots=roots),
+                        prober.curvatures(curvature_probes),
+                    )
                 divide = prober.divides  # what one batch forbids, all do
             total = measured if total is None else merge_statistics([total, measured])
             if progress is not None:

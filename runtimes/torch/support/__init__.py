@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TrainingExample,
         call_arguments,
         check_batches,
+        check_samples,
         measure_iteration,
         resident_bytes,
         time_passes,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         state_bytes,
     )
     from qsync_opt.runtimes.torch.support.outputs import HALF, default_loss, full_precision, model_loss, tensors_in
+    from qsync_opt.runtimes.torch.support.recomputation import without_recomputation, without_reentrance
     from qsync_opt.runtimes.torch.support.timing import (
         Elapsed,
         Stopwatch,
@@ -64,10 +66,11 @@ else:
 
 __all__ = [
     "HALF", "Elapsed", "Loss", "Stopwatch", "TrainingExample", "allocation_of", "allocations_of", "bare_model",
-    "call_arguments", "capture_stream", "capturing", "check_batches", "check_steps", "compiled_in_place", "cpu_clock",
-    "default_loss", "device_identity", "first_device", "full_precision", "hidden_capture", "intervals_ns",
-    "is_capturing", "make_stopwatch", "measure_iteration", "memory_budget", "model_loss", "model_unchanged",
-    "optimizer_key", "optimizer_name", "plain_name", "rebuild_optimizer", "recorded_waits", "resident_bytes",
-    "silent_profiler", "single", "state_bytes", "storage_of", "synchronize", "tensors_in", "time_mark", "time_passes",
-    "wanted_bytes", "without_cudnn_attention",
+    "call_arguments", "capture_stream", "capturing", "check_batches", "check_samples", "check_steps",
+    "compiled_in_place", "cpu_clock", "default_loss", "device_identity", "first_device", "full_precision",
+    "hidden_capture", "intervals_ns", "is_capturing", "make_stopwatch", "measure_iteration", "memory_budget",
+    "model_loss", "model_unchanged", "optimizer_key", "optimizer_name", "plain_name", "rebuild_optimizer",
+    "recorded_waits", "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of", "synchronize",
+    "tensors_in", "time_mark", "time_passes", "wanted_bytes", "without_cudnn_attention", "without_recomputation",
+    "without_reentrance",
 ]  # fmt: skip

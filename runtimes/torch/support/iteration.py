@@ -34,10 +34,42 @@ def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     Returns:
         Positional and keyword arguments.
+
+    Raises:
+        ModelError: The batch has no sample.
     """
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+        kwargs = dict(batch)
+    else:
+        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    check_samples(args, kwargs)
+    return args, kwargs
+
+
+def check_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a batch without samples; a tensor without elements beside others is none (an empty memory, no edges).
+
+    Raises:
+        ModelError: No tensor of the batch has an element.
+    """
+    empty = ""
+    for name, value in (
+        *((f"argument {i}", x) for i, x in enumerate(args)),
+        *((repr(k), x) for k, x in kwargs.items()),
+    ):
+        for leaf in pytree.tree_leaves(value):
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.numel():
+                return
+            empty = empty or f"{name} of the batch has the shape {tuple(leaf.shape)}"
+    if empty:
+        raise ModelError(
+            f"{empty}, without any element: pass a batch with at least one sample, of the size that is trained with "
+            "(a last batch of nothing comes from the loader: drop_last=True)"
+        )
 
 
 def check_batches(batches: Any) -> None:
@@ -71,6 +103,7 @@ class TrainingExample:
         args, kwargs = call_arguments(self.args)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", MappingProxyType({**kwargs, **self.kwargs}))
+        check_samples(args, self.kwargs)
 
     @property
     def device(self) -> torch.device:

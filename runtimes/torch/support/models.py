@@ -15,11 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 def model_unchanged(model: nn.Module) -> Iterator[None]:
     """Put buffers, gradients and the random state back as they were; gradients are None within the block.
 
-    A buffer gets back its tensor as well as its values: a forward pass may write to it or assign another one.
+    A buffer gets back its tensor as well as its values: a forward pass may write to it or assign another one. So may
+    the forward pass of an embedding with ``max_norm`` write to its table.
     """
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     tensors = [buffer.detach() for *_, buffer in buffers if buffer is not None]
+    lookups = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    tensors += [lookup.weight.detach() for lookup in lookups if lookup.max_norm is not None]
     values = [torch.empty_like(tensor) for tensor in tensors]
     if tensors:
         torch._foreach_copy_(values, tensors)

@@ -9,7 +9,12 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
-    from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import attention_twice, batch_norm_twice, product_twice
+    from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import (
+        attention_twice,
+        batch_norm_twice,
+        embedding_bag_twice,
+        product_twice,
+    )
     from qsync_opt.runtimes.torch.sensitivity.probes.gradient import Probe, Probed
     from qsync_opt.runtimes.torch.sensitivity.probes.parts import parts_of
     from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober
@@ -31,5 +36,5 @@ else:
 __all__ = [
     "MAX_POOLS", "Contest", "DerivativeSums", "GainTapper", "InputNoise", "LastRectified", "NoiseMeasurement",
     "ParameterGradients", "Probe", "Probed", "Prober", "Window", "attention_twice", "batch_norm_twice", "contest",
-    "noisy_passes", "parts_of", "pool_call", "probe_curvatures", "product_twice",
+    "embedding_bag_twice", "noisy_passes", "parts_of", "pool_call", "probe_curvatures", "product_twice",
 ]  # fmt: skip

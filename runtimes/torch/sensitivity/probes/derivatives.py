@@ -399,6 +399,45 @@ def batch_norm_twice(call: OperatorCall) -> Tensor | None:
     return output
 
 
+_BAG = inspect.signature(F.embedding_bag)
+
+
+def embedding_bag_twice(call: OperatorCall) -> Tensor | None:
+    """Run sums or means of looked-up rows by operations which can be differentiated again.
+
+    None if the call is another one.
+    """
+    if call.function is not F.embedding_bag:
+        return None
+    bound = _BAG.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    indices, table, offsets = given["input"], given["weight"], given["offsets"]
+    if given["mode"] == "max" or given["scale_grad_by_freq"]:
+        return None
+    if given["max_norm"] is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(table.detach(), indices.contiguous(), given["max_norm"], given["norm_type"])
+    if offsets is None:
+        bags, count = (
+            torch.arange(len(indices), device=indices.device).repeat_interleave(indices.shape[1]),
+            len(indices),
+        )
+    else:
+        count = len(offsets) - bool(given["include_last_offset"])
+        positions = torch.arange(indices.numel(), device=indices.device)
+        bags = torch.searchsorted(offsets[:count].contiguous(), positions, right=True) - 1
+    rows = indices.reshape(-1)
+    weights = given["per_sample_weights"]
+    weights = table.new_ones(len(rows)) if weights is None else weights.reshape(-1)
+    if given["padding_idx"] is not None:
+        weights = weights * (rows != given["padding_idx"] % table.shape[0])
+    if given["mode"] == "mean":
+        weights = weights / table.new_zeros(count).index_add_(0, bags, weights).clamp_(min=1)[bags]
+    sums: Tensor = table.new_zeros(count, table.shape[1]).index_add(0, bags, table[rows] * weights[:, None])
+    return sums
+
+
 def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """The leaves of the autograd graph that gradients depend on.
 

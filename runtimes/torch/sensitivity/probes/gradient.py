@@ -35,7 +35,7 @@ from qsync_opt.errors import ModelError, first_line
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.interception import Handler, OperatorCall, intercept
 from qsync_opt.runtimes.torch.sensitivity.hooks import gradient_hooks
-from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
+from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import embedding_bag_twice, leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, NoiseMeasurement
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, expanded_zeros
 from qsync_opt.runtimes.torch.sensitivity.products import dense_lookup
@@ -71,9 +71,11 @@ def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
     def watched(call: OperatorCall) -> Any:
         if call.op_type == "embedding":
             call.args, call.kwargs = dense_lookup(call.function, call.args, call.kwargs)
+        elif call.op_type == "embedding_bag" and (bags := embedding_bag_twice(call)) is not None:
+            return bags
         return handler(call)
 
-    with intercept(model, watched, KINKED):
+    with intercept(model, watched, (*KINKED, "embedding_bag")):
         yield
 
 

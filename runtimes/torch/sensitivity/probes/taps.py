@@ -32,7 +32,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
     contest,
     pool_call,
 )
-from qsync_opt.runtimes.torch.sensitivity.products import is_adjustable, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.products import is_adjustable, operand_slots, replace_operands, separate
 from qsync_opt.runtimes.torch.sensitivity.reductions import Queue, largest, norms, on_host, strided, summed, totals
 from qsync_opt.sensitivity import GRADIENTS, OPERANDS, SIGN_CHANGE_RATIOS
 
@@ -313,7 +313,7 @@ class GainTapper:
                 output = twice[0]
                 self._pending.append((twice[1], watched[1]))
         if output is None:
-            output = call.run(*args, **kwargs)
+            output = separate(call.run(*args, **kwargs))
         values = output.detach()
         if call.name in self._copied:
             values = values.clone()

@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from qsync_opt import apply, sensitivities, undo
+from qsync_opt import TrainingExample, apply, sensitivities, undo
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.numerics import Granularity, Rounding, formats_for
 from qsync_opt.runtimes.torch.capture import capture, capture_model
 from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.probes import embedding_bag_twice
 from qsync_opt.sensitivity import NoiseOptions
 
 
@@ -324,3 +327,211 @@ def test_products_of_complex_numbers_and_einsums_of_other_than_two_tensors_are_f
         model(x).backward()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
         undo(model)
+
+
+class Bounded(nn.Module):
+    """A table whose rows are scaled down when they are read."""
+
+    def __init__(self, max_norm):
+        super().__init__()
+        self.table, self.head = nn.Embedding(30, 8, max_norm=max_norm), nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens)).square().mean()
+
+
+def test_a_table_of_bounded_rows_is_measured_as_it_is_read():
+    torch.manual_seed(0)
+    bounded, plain = Bounded(1.0), Bounded(None)
+    with torch.no_grad():
+        bounded.table.weight.mul_(4)
+    plain.load_state_dict(bounded.state_dict())
+    with torch.no_grad():
+        torch.embedding_renorm_(plain.table.weight, torch.arange(30), 1.0, 2.0)
+    before = bounded.table.weight.detach().clone()
+    batches = [torch.randint(0, 30, (32, 9)), torch.randint(0, 30, (32, 9))]  # every row is read
+    tables = []
+    graph = capture(bounded, (batches[0],))
+    for model in (bounded, plain):
+        found = collect_statistics(model, batches, graph=graph, probes=2, curvature_probes=2)
+        assert "second" in found["table/embedding"].gains
+        tables.append(
+            [
+                value
+                for kind in ("propagated", "probed", "fisher", "hessian")
+                for row in sensitivities(graph, found, device_formats("cpu"), kind=kind).values()
+                for value in row.values()
+            ]
+        )
+    assert tables[0] == pytest.approx(tables[1], rel=1e-4)
+    assert torch.equal(bounded.table.weight, before)
+
+
+class Checkpointed(nn.Module):
+    """Blocks whose activations are kept (None), or recomputed by either kind of checkpointing."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.before, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x):
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x).square().mean()
+
+
+@pytest.fixture(scope="module")
+def tables_of_checkpointed():
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    tables, graphs = {}, []
+    for reentrant in (True, False, None):
+        torch.manual_seed(0)
+        model = Checkpointed(reentrant)
+        if not graphs:
+            graphs.append(capture(model, (x,)))
+        (graph,) = graphs
+        found = collect_statistics(model, [x], graph=graph, probes=2, adaptive_probes=2, curvature_probes=2)
+        kinds = ("propagated", "probed", "progress", "fisher", "hessian")
+        tables[reentrant] = [sensitivities(graph, found, device_formats("cpu"), kind=kind).values() for kind in kinds]
+    return {key: [list(row.values()) for table in rows for row in table] for key, rows in tables.items()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_no_sensitivity(tables_of_checkpointed, reentrant):
+    for row, other in zip(tables_of_checkpointed[reentrant], tables_of_checkpointed[None], strict=True):
+        assert row == pytest.approx(other)
+    assert any(max(row) > 0 for row in tables_of_checkpointed[None])
+
+
+class Unreached(nn.Module):
+    """Reentrant checkpointing of a part whose input needs no gradient, which trains nothing there."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.checkpointed, self.inner, self.head = checkpointed, nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        if self.checkpointed:
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        else:
+            with torch.no_grad():
+                x = self.inner(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_what_checkpointing_does_not_train_has_no_gradient():
+    x, tables = torch.randn(8, 8), []
+    graph = capture(Unreached(False), (x,))
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = Unreached(checkpointed)
+        found = collect_statistics(model, [x], graph=graph, probes=2)
+        assert not found["inner/linear"].gains
+        tables.append(list(sensitivities(graph, found, device_formats("cpu"), kind="probed").values()))
+    for one, other in zip(*tables, strict=True):
+        assert one == pytest.approx(other)
+
+
+def test_a_batch_without_samples_is_refused_by_name():
+    model, full = nn.Sequential(nn.Linear(8, 2)), torch.randn(4, 8)
+    graph = capture(model, (full,))
+
+    def loss(output):
+        return output.square().mean()
+
+    remedy = r"pass a batch with at least one sample.*drop_last=True"
+    with pytest.raises(ModelError, match=rf"argument 0 of the batch has the shape \(0, 8\).*{remedy}"):
+        capture(model, (full[:0],))
+    with pytest.raises(ModelError, match=rf"'input' of the batch has the shape \(0, 8\).*{remedy}"):
+        collect_statistics(model, [{"input": full}, {"input": full[:0]}], loss=loss, graph=graph)
+    with pytest.raises(ModelError, match=r"operator '0/linear' reads a tensor of shape \(0, 8\).*at least one sample"):
+        collect_statistics(model, [full], step=lambda model, batch: model(batch[:0]).sum(), graph=graph)
+    with pytest.raises(ModelError, match=rf"argument 0 .*{remedy}"):
+        TrainingExample(model=model, args=full[:0])
+
+
+class WrittenInto(nn.Module):
+    """Products whose results are views (of einsum, of a product with a vector), scaled in place or not."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place, self.first, self.head = in_place, nn.Linear(8, 8), nn.Linear(6, 3)
+        self.experts = nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, x):
+        y = torch.einsum("bd,edh->beh", self.first(x), self.experts)
+        y = (y.div_(3.0) if self.in_place else y / 3.0).tanh().sum(1)
+        z = torch.matmul(y, self.head.weight[0])
+        z = z.mul_(2.0) if self.in_place else z * 2.0
+        return self.head(y).square().mean() + z.square().mean()
+
+
+def test_writing_into_a_view_that_a_product_returns_hides_no_gradient():
+    x, tables = torch.randn(16, 8), []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model = WrittenInto(in_place)
+        graph = capture(model, (x,))
+        found = collect_statistics(model, [x], graph=graph, probes=2, whole_batches=True)
+        assert found["einsum"].output_gradient.square_sum > 0
+        kinds = ("propagated", "probed")
+        formats = device_formats("cpu")
+        tables.append([row for kind in kinds for row in sensitivities(graph, found, formats, kind=kind).values()])
+    for one, other in zip(*tables, strict=True):
+        assert list(one.values()) == pytest.approx(list(other.values()), rel=1e-4)
+
+
+class Bags(nn.Module):
+    """Sums and means of looked-up rows, by a bag or by what a bag computes."""
+
+    def __init__(self, bags):
+        super().__init__()
+        self.bags, self.head = bags, nn.Linear(16, 1)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, 8, mode=mode, padding_idx=0) for mode in ("sum", "mean"))
+
+    def forward(self, chosen, target):
+        if self.bags:
+            rows = [table(chosen) for table in self.tables]
+        else:
+            counted = (chosen > 0).float()[..., None]
+            rows = [(table.weight[chosen] * counted).sum(1) for table in self.tables]
+            rows[1] = rows[1] / counted.sum(1).clamp(min=1)
+        return F.mse_loss(self.head(torch.cat(rows, 1)).tanh(), target)
+
+
+def test_bags_of_rows_do_not_keep_a_model_from_being_probed():
+    batch, values = (torch.randint(0, 20, (16, 3)), torch.randn(16, 1)), []
+    for bags in (True, False):
+        torch.manual_seed(0)
+        model = Bags(bags)
+        graph = capture(model, batch)
+        found = collect_statistics(model, [batch], graph=graph, probes=2, adaptive_probes=2)
+        kinds = ("probed", "progress")
+        values.append([sensitivities(graph, found, device_formats("cpu"), kind=k)["head/linear"] for k in kinds])
+    for one, other in zip(*values, strict=True):
+        assert dict(one) == pytest.approx(dict(other))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_that_are_differentiated_again_are_those_of_torch(mode):
+    torch.manual_seed(0)
+    table, flat, square = torch.randn(10, 4, requires_grad=True), torch.randint(0, 10, (9,)), torch.full((2, 3), 4)
+    calls = [
+        ((torch.randint(0, 10, (5, 3)), table), {"padding_idx": 2}),
+        ((square, table), {"padding_idx": 4}),  # an empty bag
+        ((flat, table, torch.tensor([0, 3, 3, 7])), {"padding_idx": -1}),
+        ((flat, table, torch.tensor([0, 3, 3, 7, 9])), {"include_last_offset": True}),
+    ]
+    if mode == "sum":
+        calls.append(((square, table), {"per_sample_weights": torch.rand(2, 3)}))
+    for args, kwargs in calls:
+        call = OperatorCall("bag", "embedding_bag", "", F.embedding_bag, args, {"mode": mode, **kwargs})
+        found, expected = embedding_bag_twice(call), call.run()
+        assert torch.allclose(found, expected, atol=1e-6)
+        signs = torch.randn_like(expected)
+        ours, torchs = (torch.autograd.grad(result, table, signs)[0] for result in (found, expected))
+        assert torch.allclose(ours, torchs, atol=1e-6)
