@@ -51,21 +51,21 @@ def test_eight_bit_activations(shape, bits):
     packed, weight = random_packed(*shape, bits, 128)
     for rows in (1, 5, 8, 9, 16):
         x = activations(rows, shape[1], torch.bfloat16)
-        y = linear(x, packed, activation_bits=8, backend="compiled").double()
-        reference = linear(x, packed, activation_bits=8, backend="reference").double()
+        y = linear(x, packed, activations="A8", backend="compiled").double()
+        reference = linear(x, packed, activations="A8", backend="reference").double()
         terms = x.double().abs() @ weight.abs().t()
         assert bool(((y - reference).abs() <= 2**-7 * reference.abs() + 1e-5 * terms).all())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("activation_bits", [8, 16])
+@pytest.mark.parametrize("activations_as", ["A8", "A16"])
 @pytest.mark.parametrize("shape", [(130, 200), (4096, 4096), (14336, 4096)], ids=str)
-def test_reproducible_rows_do_not_depend_on_the_batch(bits, activation_bits, shape):
+def test_reproducible_rows_do_not_depend_on_the_batch(bits, activations_as, shape):
     packed, _ = random_packed(*shape, bits, 128)
     x = activations(70, shape[1], torch.bfloat16)
-    together = linear(x, packed, activation_bits=activation_bits, reproducible=True)
+    together = linear(x, packed, activations=activations_as, reproducible=True)
     for begin, end in ((0, 1), (3, 8), (0, 9), (5, 21), (40, 70)):
-        part = linear(x[begin:end], packed, activation_bits=activation_bits, reproducible=True)
+        part = linear(x[begin:end], packed, activations=activations_as, reproducible=True)
         assert torch.equal(part, together[begin:end])
 
 

@@ -79,7 +79,7 @@ def test_eight_bit_activations_are_rounded_by_row(bits):
     rounded = (x / scale).round().double() * scale.double()
     exact = rounded @ weight.t()
     for backend in ("auto", "reference"):
-        y = linear(x, packed, activation_bits=8, backend=backend)
+        y = linear(x, packed, activations="A8", backend=backend)
         assert torch.allclose(y.double(), exact, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(linear(x, packed).double(), exact, rtol=1e-4, atol=1e-3)
 
@@ -130,7 +130,7 @@ def test_shapes_and_bias():
         (lambda w, p: pack_codes(torch.zeros((2, 64), dtype=torch.int8), torch.ones(2, 2), 4), "scales have the shape"),
         (lambda w, p: linear(torch.ones(2, 63), p), "64 inputs"),
         (lambda w, p: linear(torch.ones(2, 64, dtype=torch.int32), p), "x is torch.int32"),
-        (lambda w, p: linear(torch.ones(2, 64), p, activation_bits=4), "allowed are 8 and 16"),
+        (lambda w, p: linear(torch.ones(2, 64), p, activations="A6"), "allowed are A16, A8, F8, A4"),
         (lambda w, p: linear(torch.ones(2, 64), p, backend="fast"), "allowed are auto"),
         (lambda w, p: linear(torch.ones(2, 64, dtype=torch.float64), p, reproducible=False, backend="none"), "backend"),
         (lambda w, p: unpack(p, torch.int8), "dtype is"),
@@ -143,10 +143,11 @@ def test_bad_arguments_are_refused(call, text):
 
 
 def test_without_a_compiler_plain_code_runs_and_says_why(monkeypatch):
+    from qsync_opt.kernels.weight_only import host as weight_only_host
     from qsync_opt.kernels.weight_only import operators
 
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for cached in (host.load, operators._host, operators._refusal):
+    for cached in (host.load, weight_only_host.functions, operators._refusal):
         cached.cache_clear()
     try:
         packed, _, weight = random_packed(65, 64, 4, None)
@@ -159,7 +160,7 @@ def test_without_a_compiler_plain_code_runs_and_says_why(monkeypatch):
         with pytest.raises(UnsupportedError, match="reproducible"):
             linear(x, packed, reproducible=True)
     finally:
-        for cached in (host.load, operators._host, operators._refusal):
+        for cached in (host.load, weight_only_host.functions, operators._refusal):
             cached.cache_clear()
 
 

@@ -74,7 +74,7 @@ def packed():
     module = llama()
     assert pack_linears(module, 4, 64) == 14
     model = TransformersModel(module)
-    return model, {"A8": ModelDrafter(model, lambda: activations(module, 8)), "lookup": LookupDrafter()}
+    return model, {"A8": ModelDrafter(model, lambda: activations(module, "A8")), "lookup": LookupDrafter()}
 
 
 class Oracle:
