@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.weight_only.layout import PackedWeight, codes_of, pack, pack_codes
+    from qsync_opt.kernels.weight_only.layout import (
+        PackedWeight,
+        codes_of,
+        hadamard,
+        pack,
+        pack_codes,
+        rotated_inputs,
+    )
     from qsync_opt.kernels.weight_only.operators import UNIT, explain, linear, unpack
     from qsync_opt.kernels.weight_only.rotation import rotate
     from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE
@@ -17,6 +24,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "ACTIVATIONS", "UNIT", "WIDE", "PackedWeight", "codes_of", "explain", "linear", "pack", "pack_codes", "rotate",
-    "unpack",
+    "ACTIVATIONS", "UNIT", "WIDE", "PackedWeight", "codes_of", "explain", "hadamard", "linear", "pack", "pack_codes",
+    "rotate", "rotated_inputs", "unpack",
 ]  # fmt: skip

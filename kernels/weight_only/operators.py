@@ -218,14 +218,17 @@ def _wide_linear(rows: Tensor, packed: PackedWeight, reproducible: bool, backend
 
 def _rounded_linear(rows: Tensor, packed: PackedWeight, activations: str, reproducible: bool, backend: str) -> Tensor:
     plain = backend == "reference" or rows.dtype is torch.float64
+    codes: Tensor
+    scale: Tensor
     if packed.rotation and activations == "A8" and rows.device.type == "cuda" and not plain:
         turning = library.operator(UNIT, "weight_only_rotate_int8", rows.device, backend)
         codes, scale = turning(rows.contiguous(), packed.rotation)
         scale = scale.view(-1, 1)
     else:
-        # Rotated rows are not rounded to 16 bits in between.
-        wide = rows if rows.dtype is torch.float64 else rows.float()
-        turned = rotate(wide, packed.rotation, backend=backend) if packed.rotation else rows
+        turned = rows
+        if packed.rotation:  # rotated rows are not rounded to 16 bits in between
+            wide = rows if rows.dtype is torch.float64 else rows.float()
+            turned = rotate(wide, packed.rotation, backend=backend)
         codes, scale = round_rows(turned, activations, backend)
     if plain:
         return _wide_linear(codes.double(), packed, False, "reference").mul_(scale.double()).to(rows.dtype)

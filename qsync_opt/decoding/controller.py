@@ -71,6 +71,7 @@ class _Belief:
         self.fading = math.exp(-1 / options.memory_cycles)
         self.accepted = [0.0] * positions
         self.rejected = [0.0] * positions
+        self._values: dict[float, list[float]] = {}
 
     @property
     def positions(self) -> int:
@@ -79,6 +80,7 @@ class _Belief:
 
     def observe(self, length: int, accepted: Sequence[int]) -> None:
         """Add one cycle, which counts as one however large its batch: sequences of a batch are alike."""
+        self._values.clear()
         self.accepted = [count * self.fading for count in self.accepted]
         self.rejected = [count * self.fading for count in self.rejected]
         for position in range(length):
@@ -86,7 +88,12 @@ class _Belief:
             self.rejected[position] += sum(count == position for count in accepted) / len(accepted)
 
     def values(self, deviations: float) -> list[float]:
-        """The mean of each position, moved by some standard deviations, inside [0, 1]."""
+        """The mean of each position, moved by some standard deviations, inside [0, 1]; asked for by every graph."""
+        if deviations not in self._values:
+            self._values[deviations] = self._moved(deviations)
+        return self._values[deviations]
+
+    def _moved(self, deviations: float) -> list[float]:
         accepted, rejected = sum(self.accepted), sum(self.rejected)
         together = (self.weight * self.planned + accepted) / (self.weight + accepted + rejected)
         values = []

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qsync_opt.kernels.weight_only import explain, linear, pack, pack_codes, unpack
+from qsync_opt.kernels.quantize import quantize_matrix
+from qsync_opt.kernels.weight_only import explain, linear, pack, pack_codes, rotate, rotated_inputs, unpack
 
 pytestmark = pytest.mark.gpu
 RANGES = {4: (-8, 8), 8: (-128, 128)}
@@ -55,6 +56,34 @@ def test_eight_bit_activations(shape, bits):
         reference = linear(x, packed, activations="A8", backend="reference").double()
         terms = x.double().abs() @ weight.abs().t()
         assert bool(((y - reference).abs() <= 2**-7 * reference.abs() + 1e-5 * terms).all())
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rotations_are_those_of_float64(block, dtype):
+    for rows, inputs in ((1, 128), (5, 640), (32, 4096), (3, 14336)):
+        x = activations(rows, inputs, dtype)
+        exact = rotated_inputs(x, block)
+        y = rotate(x, block, backend="compiled").double()
+        assert torch.allclose(y, exact, rtol=torch.finfo(dtype).eps, atol=4e-6)
+        wide = rotate(x.float(), block)
+        codes, scale = torch.ops.qsync_opt.weight_only_rotate_int8(x, block)
+        expected, scales, _ = quantize_matrix(wide, torch.int8, granularity="row", rounding="nearest")
+        assert torch.equal(scale, scales.view(-1))
+        assert torch.equal(codes, expected)
+
+
+@pytest.mark.parametrize("rounded_to", ["A8", "F8", "A4"])
+def test_rotated_weights_and_rounded_activations(rounded_to):
+    weight = activations(256, 640, torch.float32)
+    packed = pack(weight, 4, rotate=True)
+    for rows in (1, 9, 16, 40):
+        x = activations(rows, 640, torch.bfloat16)
+        for taken in ("A16", rounded_to):
+            y = linear(x, packed, activations=taken, backend="compiled").double()
+            reference = linear(x, packed, activations=taken, backend="reference").double()
+            terms = x.double().abs() @ unpack(packed, torch.float64).abs().t()
+            assert bool(((y - reference).abs() <= 2**-7 * reference.abs() + 2**-7 * terms).all())
 
 
 @pytest.mark.parametrize("bits", [4, 8])

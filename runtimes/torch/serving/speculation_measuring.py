@@ -12,8 +12,8 @@ from typing import Any
 from qsync_opt.decoding import AcceptanceCounts, DraftMeasurement, Measurements, RegimeTimes
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, Request, Update
-from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, SELF_DRAFTS, FixedSpeculation, Speculation
-from qsync_opt.runtimes.torch.serving.steps import GREEDY, SelfDraft, Step, pages_of
+from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, FixedSpeculation, Speculation
+from qsync_opt.runtimes.torch.serving.steps import GREEDY, SELF_DRAFTS, SelfDraft, Step, pages_of
 from qsync_opt.runtimes.torch.serving.workers import StageError, Workers, run_step
 
 _LONGEST_WAIT_S = 3600.0

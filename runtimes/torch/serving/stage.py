@@ -14,7 +14,7 @@ from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.graphs import DecodeGraphs
 from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp
 from qsync_opt.runtimes.torch.serving.packing import SCHEMES, PackedWeight
-from qsync_opt.runtimes.torch.serving.steps import SELF_DRAFTS, Layout, Step, drafting
+from qsync_opt.runtimes.torch.serving.steps import SELF_DRAFTS, Layout, Step, drafted
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
 from qsync_opt.serving import Plan, Stage
 
@@ -206,10 +206,4 @@ class StageModel:
     def draft(self, step: Step) -> Step:
         """The pass that judges what a step drafts, see `drafting`; on a stage that is the whole model."""
         assert self.first and self.last, "a model drafts by itself where it is whole"
-        passes, tokens = drafting(step), None
-        while True:
-            try:
-                tokens = self.run(passes.send(tokens)).tolist()
-            except StopIteration as end:
-                judged: Step = end.value
-                return judged
+        return drafted(step, lambda ahead: self.run(ahead).tolist())

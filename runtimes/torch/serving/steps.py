@@ -260,6 +260,18 @@ def drafting(step: Step) -> Generator[Step, Sequence[int], Step]:
     return replace(step, tokens=tuple(map(tuple, texts)), draft=None, wipe=())
 
 
+def drafted(step: Step, run: Callable[[Step], Sequence[int]]) -> Step:
+    """The pass that judges what a step drafts; ``run`` carries out the passes of `drafting` and gives their tokens."""
+    passes = drafting(step)
+    ahead = next(passes)
+    while True:
+        try:
+            ahead = passes.send(run(ahead))
+        except StopIteration as end:
+            judging: Step = end.value
+            return judging
+
+
 def _pieces(step: Step) -> Iterator[slice]:
     """A prompt as a whole, what follows it token by token."""
     end = 0

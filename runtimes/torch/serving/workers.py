@@ -24,7 +24,7 @@ import torch.distributed as dist
 from qsync_opt.errors import ProblemError, QSyncError
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.stage import Progress, StageModel, check_plan
-from qsync_opt.runtimes.torch.serving.steps import Step, drafting
+from qsync_opt.runtimes.torch.serving.steps import Step, drafted
 from qsync_opt.runtimes.torch.serving.weights import open_model
 from qsync_opt.serving import Plan
 
@@ -88,16 +88,14 @@ class Workers(Protocol):
 
 def run_step(workers: Workers, step: Step) -> Result:
     """The result of a pass and its drafts: where the model is several stages, drafted tokens cross all of them."""
-    passes = drafting(step) if step.draft is not None and workers.stage_count > 1 else None
-    tokens: Sequence[int] | None = None
-    while passes is not None:
-        try:
-            workers.submit(passes.send(tokens))
-            tokens = workers.result().tokens
-        except StopIteration as end:
-            passes, step = None, end.value
-    workers.submit(step)
-    return workers.result()
+
+    def carry_out(one: Step) -> Result:
+        workers.submit(one)
+        return workers.result()
+
+    if step.draft is not None and workers.stage_count > 1:
+        step = drafted(step, lambda ahead: carry_out(ahead).tokens)
+    return carry_out(step)
 
 
 class LocalWorkers:

@@ -143,7 +143,7 @@ class Watched(LocalWorkers):
 
 @pytest.mark.parametrize(
     ("kv_bits", "dtype", "draft"),
-    [(None, torch.float32, "A8"), (8, torch.float32, "A8"), (None, torch.float64, "lookup")],
+    [(None, torch.float32, "A8"), (8, torch.float32, "A8K4"), (None, torch.float64, "lookup")],
 )
 def test_caches_are_bit_for_bit_those_of_plain_decoding_after_every_cycle(model_and_folder, kv_bits, dtype, draft):
     stages = stages_of(model_and_folder[1], reproducible=True, kv_bits=kv_bits, dtype=dtype)
@@ -157,8 +157,8 @@ def test_caches_are_bit_for_bit_those_of_plain_decoding_after_every_cycle(model_
         for mine, theirs in zip(kept, plain[text], strict=True):
             assert torch.equal(mine, theirs[:, :, : mine.shape[2]])
 
-    expected, _ = answer(Watched(stages, keep), prompts, 12, running=1)
-    tokens, _ = answer(Watched(stages, compare), prompts, 12, speculation=FixedSpeculation(draft, 3), running=3)
+    expected, _ = answer(Watched(stages, keep), prompts, 8, running=1)
+    tokens, _ = answer(Watched(stages, compare), prompts, 8, speculation=FixedSpeculation(draft, 3), running=3)
     assert tokens == expected
     assert len(cycles) > len(prompts)
 
@@ -383,7 +383,7 @@ def test_a_server_speculates_where_it_pays(packed, verify_ns, drafts):
 
 def test_a_draft_that_is_never_accepted_is_given_up(packed, monkeypatch):
     prompt = [4, 5, 6]
-    (plain,), _ = answer(packed, [prompt], 200)
+    (plain,), _ = answer(packed, [prompt], 90)
 
     def wrong(step):
         done = step.starts[0] + 1 - len(prompt)
@@ -396,7 +396,7 @@ def test_a_draft_that_is_never_accepted_is_given_up(packed, monkeypatch):
     monkeypatch.setattr(packed._stages[0], "draft", wrong)
     speculation = AdaptiveSpeculation(problem_of(), options=ControllerOptions(trial_share=0.0))
     with Engine(packed, EngineLimits(context=256, cached=256), speculation=speculation) as engine:
-        heard = Heard(prompt, 200)
+        heard = Heard(prompt, 90)
         engine.submit(heard.request)
         heard.wait()
         assert heard.tokens == plain
