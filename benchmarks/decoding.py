@@ -3,13 +3,14 @@
     python benchmarks/decoding.py acceptance --model gemma-3-270m-q4_k_m.gguf
     python benchmarks/decoding.py speed --model gemma-3-270m-q4_k_m.gguf
 
-Weights have 4 bits and activations 32, the head 8 and 32; drafts of the model itself (A8) have activations of 8 bits.
-Prompts are texts of CPython's manual (``pydoc_data.topics``): ``topics`` their beginnings, ``repeats`` a piece that
-stands there three times, as in summaries and edits of code.
+Weights have 4 bits (W4H: with rotated inputs) and activations 32, the head 8 and 32. Drafts of the model itself have
+activations of INT8 (A8), FP8 (F8) or 4 bits (A4), or read the upper halves of a cache of 8 bits (K4, A8K4). Prompts are
+texts of CPython's manual (``pydoc_data.topics``): ``topics`` their beginnings, ``repeats`` a piece that stands there
+three times, as in summaries and edits of code.
 
-``acceptance`` generates with A8 and counts by draft position, in two halves of the prompts: the first predicts the
-tokens per cycle of the second. Look-up is replayed on the tokens that came out, which are those of plain decoding
-whatever is drafted. ``speed`` times answers to the same prompts, the ways of decoding in turn; ``auto`` has a problem
+``acceptance`` generates plainly and replays drafts over the answers, which are those of plain decoding whatever is
+drafted (`decoding_replay`). Every second text predicts the tokens per cycle of the others by one acceptance per length.
+``speed`` times answers to the same prompts, the ways of decoding in turn; ``auto`` has a problem
 measured in the same process before. The peer is transformers in FP32, plain and with its own prompt look-up.
 """
 
@@ -21,20 +22,22 @@ import platform
 import pydoc_data.topics
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from decoding_replay import fill, replay_lookup, replay_self
 from results_head import results_head
 
 from qsync_opt.decoding import AcceptanceCounts, build_problem, expected_tokens, explain
 from qsync_opt.io import write_json
-from qsync_opt.runtimes.torch.decoding import TextIndex
 from qsync_opt.runtimes.torch.serving import (
+    SELF_DRAFTS,
     AdaptiveSpeculation,
     FixedSpeculation,
     LocalWorkers,
+    Precision,
     Result,
     StageModel,
     Tokenizer,
@@ -50,15 +53,21 @@ from qsync_opt.systems import solve
 RESULTS = Path(__file__).parent / "results"
 SCHEME, HEAD = "W4", "W8"
 LEVEL = 0.95
-A8_LENGTH, LOOKUP_LENGTH = 3, 8
+SELF_LENGTH, LOOKUP_LENGTH = 6, 8
+CACHE_BITS = 8
+SERVED: Mapping[str, Mapping[str, Precision]] = {
+    "W4H": {**SELF_DRAFTS, "A4": Precision("A4")},
+    "W4": {"A8": SELF_DRAFTS["A8"], "F8": SELF_DRAFTS["F8"], "A4": Precision("A4")},
+}
+"""Scheme, and what drafts there."""
 ASKED_DRAFTED, ASKED_ERROR, ASKED_SPEEDUP, ASKED_COST = 5000, 0.03, 0.99, 0.005
 
 
-def load(model: str) -> tuple[list[StageModel], Tokenizer]:
+def load(model: str, scheme: str = SCHEME, kv_bits: int | None = None) -> tuple[list[StageModel], Tokenizer]:
     """The model as one stage in this process, and its tokenizer."""
     config, source = open_model(model)
-    plan = uniform_plan(config, SCHEME)
-    stages = [StageModel(config, source, plan.stages[0], plan.schemes, head=HEAD)]
+    plan = uniform_plan(config, scheme)
+    stages = [StageModel(config, source, plan.stages[0], plan.schemes, head=HEAD, kv_bits=kv_bits)]
     tokenizer = load_tokenizer(model, config)
     assert tokenizer is not None, "the file has no tokenizer"
     return stages, tokenizer
@@ -71,79 +80,75 @@ def topics(tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
     return [tokenizer.encode(text[: 8 * tokens])[:tokens] for text in chosen]
 
 
-def replay_lookup(prompt: Sequence[int], new: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """Drafted and accepted tokens of each cycle that look-up would have over an answer that is known."""
-    index, done, cycles = TextIndex(), 1, []
-    index.extend([*prompt, new[0]])
-    while done < len(new):
-        draft = index.following(length)
-        agreed = 0
-        while agreed < len(draft) and done + agreed < len(new) and draft[agreed] == new[done + agreed]:
-            agreed += 1
-        if draft and done + length < len(new):
-            cycles.append((len(draft), agreed))
-        index.extend(new[done : done + agreed + 1])
-        done += agreed + 1
-    return cycles
+def _summed(counts: Sequence[AcceptanceCounts]) -> AcceptanceCounts:
+    return AcceptanceCounts(
+        accepted=tuple(map(sum, zip(*(c.accepted for c in counts), strict=True))),
+        judged=tuple(map(sum, zip(*(c.judged for c in counts), strict=True))),
+    )
 
 
-def acceptance(model: str, prompts: int, new_tokens: int) -> dict[str, Any]:
-    """The part ``acceptance``."""
-    stages, tokenizer = load(model)
-    workers, texts = LocalWorkers(stages), topics(tokenizer, prompts, 64)
-    halves, records = (texts[::2], texts[1::2]), []
-    counts: dict[str, list[AcceptanceCounts]] = {"A8": [], "lookup": []}
-    drafted = {"A8": 0, "lookup": 0}
+def _acceptance_record(served: str, draft: str, drafted: int, by_text: Sequence[AcceptanceCounts]) -> dict[str, Any]:
+    """Acceptance by length, and what one half of the texts predicts of the other."""
+    first, second, whole = _summed(by_text[::2]), _summed(by_text[1::2]), _summed(by_text)
+    lengths = []
+    for length in range(1, len(whole.judged) + 1):
+        interval, measured = whole.interval(length, LEVEL), second.measured_tokens(length)
+        expected = expected_tokens(float(first.interval(length, LEVEL).mid or 0), length)
+        lengths.append(
+            {
+                "length": length, "acceptance": interval.mid, "interval": [interval.low, interval.high],
+                "drafts_accepted": (whole.measured_tokens(length) or 1.0) / length - 1 / length,
+                "predicted_tokens": expected, "measured_tokens": measured,
+                "error": None if measured is None else expected / measured - 1,
+            }
+        )  # fmt: skip
+    return {
+        "served": served, "draft": draft, "drafted": drafted, "cycles": whole.judged[0], "judged": whole.judged,
+        "accepted": whole.accepted, "lengths": lengths,
+    }  # fmt: skip
+
+
+def _acceptance_asked(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    least = min(r["drafted"] for r in records)
+    asked = [row("drafted tokens of every choice, Gemma 3 270M", f">= {ASKED_DRAFTED}", least, least >= ASKED_DRAFTED)]
+    for record in records:
+        worst = max(abs(at["error"]) for at in record["lengths"] if at["error"] is not None)
+        what = f"tokens per cycle of {record['draft']} on {record['served']}, half of the texts predicting the others"
+        note = f"the largest relative error over lengths of 1 to {len(record['lengths'])}"
+        asked.append(row(what, f"<= {ASKED_ERROR}", worst, worst <= ASKED_ERROR, note))
+    return asked
+
+
+def acceptance(model: str, prompts: int, new_tokens: int, keep: Callable[[dict[str, Any]], None]) -> None:
+    """The part ``acceptance``; what there is is kept after every draft."""
+    records: list[dict[str, Any]] = []
     began = time.perf_counter()
-    for half in halves:
-        speculation = FixedSpeculation("A8", A8_LENGTH)
-        answers, _ = answer(workers, half, new_tokens, speculation=speculation, running=4)
-        counts["A8"].append(speculation.acceptance)
-        drafted["A8"] += A8_LENGTH * speculation.acceptance.judged[0]
-        cycles = [cycle for pair in zip(half, answers, strict=True) for cycle in replay_lookup(*pair, LOOKUP_LENGTH)]
-        counts["lookup"].append(AcceptanceCounts.of_cycles([agreed for _, agreed in cycles], LOOKUP_LENGTH))
-        drafted["lookup"] += sum(length for length, _ in cycles)
-        print(f"{time.perf_counter() - began:.0f} s: {drafted} drafted", flush=True)
-    errors = []
-    for draft, (first, second) in counts.items():
-        for length in range(1, len(first.judged) + 1):
-            interval, measured = first.interval(length, LEVEL), second.measured_tokens(length)
-            both = AcceptanceCounts(
-                accepted=tuple(a + b for a, b in zip(first.accepted, second.accepted, strict=True)),
-                judged=tuple(a + b for a, b in zip(first.judged, second.judged, strict=True)),
-            )
-            whole = both.interval(length, LEVEL)
-            expected = expected_tokens(float(interval.mid or 0), length)
-            error = None if measured is None else expected / measured - 1
-            errors.append((abs(error or 0.0), draft, length))
-            records.append(
-                {
-                    "draft": draft, "length": length, "judged": list(both.judged[:length]),
-                    "accepted": list(both.accepted[:length]), "acceptance": whole.mid,
-                    "interval": [whole.low, whole.high], "predicted_tokens": expected, "measured_tokens": measured,
-                    "error": error,
-                }
-            )  # fmt: skip
-    worst = max(errors)
-    asked = [
-        row("drafted tokens of every choice, Gemma 3 270M", f">= {ASKED_DRAFTED}", min(drafted.values()),
-            min(drafted.values()) >= ASKED_DRAFTED),
-        *(
-            row(f"tokens per cycle of {draft}, one half of the prompts predicting the other", f"<= {ASKED_ERROR}",
-                max(e for e, d, _ in errors if d == draft), max(e for e, d, _ in errors if d == draft) <= ASKED_ERROR,
-                f"largest relative error over lengths of 1 to {len(found[0].judged)}")
-            for draft, found in counts.items()
-        ),
-    ]  # fmt: skip
-    print(worst)
-    return {"asked": asked, "drafted": drafted, "records": records}
+
+    def add(record: dict[str, Any]) -> None:
+        records.append(record)
+        print(f"{time.perf_counter() - began:.0f} s: {record}", flush=True)
+        keep({"asked": _acceptance_asked(records), "records": records})
+
+    for scheme, drafts in SERVED.items():
+        (stage,), tokenizer = load(model, scheme, CACHE_BITS)
+        texts = topics(tokenizer, prompts, 64)
+        answers, _ = answer(LocalWorkers([stage]), texts, new_tokens, running=prompts)
+        print(f"{time.perf_counter() - began:.0f} s: {prompts} answers of {scheme}", flush=True)
+        cycles = [replay_lookup(*pair, LOOKUP_LENGTH) for pair in zip(texts, answers, strict=True)]
+        counts = [AcceptanceCounts.of_cycles([agreed for _, agreed in found], LOOKUP_LENGTH) for found in cycles]
+        add(_acceptance_record(scheme, "lookup", sum(n for found in cycles for n, _ in found), counts))
+        filled = fill(stage, texts, answers)
+        for draft, precision in drafts.items():
+            counts = replay_self(stage, filled, texts, precision, SELF_LENGTH, ASKED_DRAFTED)
+            drafted = SELF_LENGTH * sum(c.judged[0] for c in counts)
+            add(_acceptance_record(scheme, draft, drafted, counts))
 
 
 class _NoWork:
     """Stages that answer at once, for the time of the engine itself."""
 
     def __init__(self, workers: LocalWorkers) -> None:
-        self.config, self.stage_count, self.draft_refusal = workers.config, 1, ""
+        self.config, self.stage_count, self.draft_refusals = workers.config, 1, {}
         self._results: list[Result] = []
 
     def reserve(self, pages: int) -> None:
@@ -279,18 +284,23 @@ def main() -> None:
     parser.add_argument("part", choices=["acceptance", "speed"])
     parser.add_argument("--model", required=True, help="a .gguf file or a folder, with a tokenizer")
     parser.add_argument("--output", help="default: benchmarks/results/decoding-acceptance.json or decoding.json")
-    parser.add_argument("--prompts", type=int, default=36, help="of acceptance")
-    parser.add_argument("--new-tokens", type=int, help="of each prompt; 190 for acceptance and 64 for speed")
+    parser.add_argument("--prompts", type=int, default=48, help="of acceptance")
+    parser.add_argument("--new-tokens", type=int, help="of each prompt; 128 for acceptance and 64 for speed")
     parser.add_argument("--rounds", type=int, default=3, help="of speed")
+    parser.add_argument("--threads", type=int, help="of torch; as many as processors by default")
     options = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    if options.part == "acceptance":
-        result = acceptance(options.model, options.prompts, options.new_tokens or 190)
-    else:
-        result = speed(options.model, options.new_tokens or 64, options.rounds)
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     name = "decoding.json" if options.part == "speed" else "decoding-acceptance.json"
-    write_json(options.output or RESULTS / name, {**results_head(hardware, {"torch": torch.__version__}), **result})
+
+    def keep(result: dict[str, Any]) -> None:
+        head = results_head(hardware, {"torch": torch.__version__})
+        write_json(options.output or RESULTS / name, {**head, **result})
+
+    if options.part == "acceptance":
+        acceptance(options.model, options.prompts, options.new_tokens or 128, keep)
+    else:
+        keep(speed(options.model, options.new_tokens or 64, options.rounds))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ FORMAT = "qsync-bench-weight-only/1"
 # Outputs and inputs of the products of Llama-3-8B: query with key and value, output, gate with up, down.
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 CPU_SHAPES = {"gemma-270m gate_up": (4096, 640), "gemma-270m down": (640, 2048), "square": (4096, 4096)}
-FORMATS = {"W4A16": (4, 16), "W8A16": (8, 16), "W4A8": (4, 8)}
+FORMATS = {"W4A16": (4, "A16"), "W8A16": (8, "A16"), "W4A8": (4, "A8")}
 ROWS = (1, 2, 4, 8, 16, 32, 512, 2048)
 BEYOND_CACHE_BYTES = 200e6
 GROUP = 128
@@ -80,12 +80,12 @@ def records(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
                 continue
             x = torch.randn((rows, inputs), device=device, dtype=half)
             dense_s = _seconds(lambda w, x=x: torch.nn.functional.linear(x, w), dense, device)
-            for format, (bits, activation_bits) in FORMATS.items():
+            for format, (bits, activations) in FORMATS.items():
                 packed = pack(weight, bits, GROUP)
                 copies = _copies(packed, packed.memory_bytes, device)
 
-                def call(w: PackedWeight, x: torch.Tensor = x, bits: int = activation_bits) -> torch.Tensor:
-                    return linear(x, w, activation_bits=bits)
+                def call(w: PackedWeight, x: torch.Tensor = x, taken: str = activations) -> torch.Tensor:
+                    return linear(x, w, activations=taken)
 
                 seconds = _seconds(call, copies, device)
                 moved = packed.memory_bytes + x.nbytes + rows * outputs * x.element_size()
@@ -101,8 +101,8 @@ def records(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
                 }
                 if bandwidth is not None:
                     record["share_of_copy"] = moved / seconds / bandwidth
-                    exact = linear(x[:16], packed, activation_bits=activation_bits, backend="reference").double()
-                    error = (linear(x[:16], packed, activation_bits=activation_bits).double() - exact).abs().amax()
+                    exact = linear(x[:16], packed, activations=activations, backend="reference").double()
+                    error = (linear(x[:16], packed, activations=activations).double() - exact).abs().amax()
                     record["largest_error"] = float(error / exact.abs().amax())
                 print(json.dumps(record), flush=True)
                 yield record

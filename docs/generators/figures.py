@@ -46,6 +46,19 @@ def figures() -> dict[str, str]:
         **_plain_processor(results["plain-processor.json"]),
         **_serving_harm(results["serving-harm.json"]),
         **_serving_load(results["serving-load.json"]),
+        **_speculation(results["decoding-simulation.json"]),
+    }
+
+
+def _speculation(data: Record) -> dict[str, str]:
+    """How near plans and the controller of speculation come to the best choice, by a simulated clock."""
+    plan, _, controller, least, cost, adapted, *_ = (row["measured"] for row in data["asked"])
+    return {
+        "speculation.plan": f"{100 * plan:.1f} %",
+        "speculation.controller": f"{100 * controller:.1f} %",
+        "speculation.least": f"{least:.3f}",
+        "speculation.cost": f"{100 * cost:.2f} %",
+        "speculation.adapted": f"{100 * adapted:.0f} %",
     }
 
 

@@ -1,7 +1,7 @@
-"""Products with weights of 4 or 8 bits in groups, and activations of 16 or 8 bits: W4A16, W8A16, W4A8.
+"""Products with weights of 4 or 8 bits in groups, and activations as they are or rounded: W4A16, W8A16, W4A8.
 
-`pack` rounds a weight once; `linear` multiplies by it on CPUs and cards, from the same buffer at any activation
-precision.
+`pack` rounds a weight once, its inputs rotated first if asked; `linear` multiplies by it on CPUs and cards, from the
+same buffer at any activation precision.
 """
 
 from typing import TYPE_CHECKING
@@ -9,9 +9,21 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.weight_only.layout import PackedWeight, codes_of, pack, pack_codes
+    from qsync_opt.kernels.weight_only.layout import (
+        PackedWeight,
+        codes_of,
+        hadamard,
+        pack,
+        pack_codes,
+        rotated_inputs,
+    )
     from qsync_opt.kernels.weight_only.operators import UNIT, explain, linear, unpack
+    from qsync_opt.kernels.weight_only.rotation import rotate
+    from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["UNIT", "PackedWeight", "codes_of", "explain", "linear", "pack", "pack_codes", "unpack"]
+__all__ = [
+    "ACTIVATIONS", "UNIT", "WIDE", "PackedWeight", "codes_of", "explain", "hadamard", "linear", "pack", "pack_codes",
+    "rotate", "rotated_inputs", "unpack",
+]  # fmt: skip

@@ -12,6 +12,7 @@ not negative. CPUs read the same buffer.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,8 @@ from qsync_opt.errors import UnsupportedError
 
 TILE = 64
 ALLOWED_BITS = (4, 8)
+ROTATIONS = (128, 64)
+"""Inputs that are rotated together, in the order in which they are tried."""
 _ZERO = {4: 8, 8: 128}
 # Axes of (M64, i, half, g, K64, t, s, pair, odd), and of the same with s as two axes, in the order of the layout.
 _ORDER_4 = (0, 4, 1, 5, 3, 6, 8, 7, 2)
@@ -38,6 +41,8 @@ class PackedWeight:
         group: Consecutive inputs of an output that share a scale, a multiple of 64.
         out_features: Rows of the weight.
         in_features: Columns of the weight.
+        rotation: Inputs that are rotated together: codes stand for the weight times blocks of the normalized Hadamard
+            matrix, and products rotate activations first. 0: nothing is rotated.
     """
 
     codes: Tensor
@@ -46,6 +51,7 @@ class PackedWeight:
     group: int
     out_features: int
     in_features: int
+    rotation: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,6 +73,23 @@ class PackedWeight:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
 
 
+def hadamard(size: int) -> Tensor:
+    """The normalized Hadamard matrix (size, size), FP64, in Sylvester's order, for a power of two.
+
+    It is symmetric and its own inverse.
+    """
+    matrix = torch.ones((1, 1), dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(size)
+
+
+def rotated_inputs(matrix: Tensor, block: int) -> Tensor:
+    """Blocks of the columns of a matrix times the Hadamard matrix, FP64."""
+    blocks = matrix.double().view(matrix.shape[0], -1, block)
+    return (blocks @ hadamard(block).to(matrix.device)).view(matrix.shape)
+
+
 def _check(shape: torch.Size, bits: int, group: int | None) -> int:
     """The group, whole rows resolved."""
     if bits not in ALLOWED_BITS:
@@ -83,7 +106,7 @@ def _check(shape: torch.Size, bits: int, group: int | None) -> int:
     return min(group, padded)
 
 
-def pack(weight: Tensor, bits: int, group: int | None = 128) -> PackedWeight:
+def pack(weight: Tensor, bits: int, group: int | None = 128, *, rotate: bool = False) -> PackedWeight:
     """Round a weight to the nearest codes, symmetric, with one FP32 scale per output and group of inputs.
 
     The scale is the group's largest magnitude over 7 or 127, one FP32 division; a group of zeros has the scale 1. Codes
@@ -93,6 +116,7 @@ def pack(weight: Tensor, bits: int, group: int | None = 128) -> PackedWeight:
         weight: Floating matrix, shape (outputs, inputs).
         bits: 4 or 8.
         group: Inputs per scale, a multiple of 64; None: all.
+        rotate: Rotate the inputs first, in blocks of 128, or of 64 where 128 does not divide the padded inputs.
 
     Raises:
         UnsupportedError: Other bits, group or shape, or a weight that holds NaN or an infinity.
@@ -105,6 +129,10 @@ def pack(weight: Tensor, bits: int, group: int | None = 128) -> PackedWeight:
     """
     group = _check(weight.shape, bits, group)
     outputs, inputs = weight.shape
+    if rotate:
+        wide = torch.nn.functional.pad(weight.detach(), (0, -inputs % TILE))
+        rotation = next(size for size in ROTATIONS if wide.shape[1] % size == 0)
+        return replace(pack(rotated_inputs(wide, rotation), bits, group), in_features=inputs, rotation=rotation)
     padded = -(-inputs // group) * group
     grouped = torch.nn.functional.pad(weight.detach().float(), (0, padded - inputs)).view(outputs, -1, group)
     largest = grouped.abs().amax(2)

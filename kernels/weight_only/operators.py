@@ -9,17 +9,17 @@ Axis letters: N rows, K inputs, M outputs.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.compilation import host, library
-from qsync_opt.kernels.quantize import quantize_matrix
-from qsync_opt.kernels.weight_only.layout import TILE, PackedWeight, ordered_codes
+from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.weight_only import host
+from qsync_opt.kernels.weight_only.layout import TILE, PackedWeight, ordered_codes, rotated_inputs
+from qsync_opt.kernels.weight_only.rotation import rotate
+from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE, round_rows
 
 UNIT = "weight_only"
 BACKENDS = ("auto", "compiled", "reference")
@@ -77,43 +77,10 @@ library.define(
 
 
 @functools.cache
-def _host() -> ctypes.CDLL | str:
-    """The compiled functions for CPUs, or why there are none."""
-    functions = host.load(UNIT)
-    if not isinstance(functions, str):
-        pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        weight = (count, count, count, number, pointer, number)  # tiles, blocks, group in blocks, bits, y, threads
-        functions.qsync_weight_only_linear.argtypes = [pointer, count, pointer, pointer, *weight]
-        functions.qsync_weight_only_unpack.argtypes = [pointer, pointer, *weight]
-        functions.qsync_weight_only_linear.restype = functions.qsync_weight_only_unpack.restype = None
-    return functions
-
-
-def _host_call(name: str, packed: PackedWeight, y: Tensor, *first: Any) -> Tensor:
-    high, wide = packed.codes.shape[:2]
-    weight = (packed.codes.data_ptr(), packed.scales.data_ptr(), high, wide, packed.group // TILE, packed.bits)
-    getattr(_host(), name)(*first, *weight, y.data_ptr(), torch.get_num_threads())
-    return y
-
-
-def _host_linear(x: Tensor, packed: PackedWeight) -> Tensor:
-    """FP32 product on the CPU, padded outputs cut off."""
-    x = x.float().contiguous()
-    y = torch.empty((x.shape[0], packed.codes.shape[0] * TILE))
-    return _host_call("qsync_weight_only_linear", packed, y, x.data_ptr(), x.shape[0])[:, : packed.out_features]
-
-
-def _host_unpack(packed: PackedWeight) -> Tensor:
-    """The padded weight in FP32 on the CPU."""
-    high, wide = packed.codes.shape[:2]
-    return _host_call("qsync_weight_only_unpack", packed, torch.empty((high * TILE, wide * TILE)))
-
-
-@functools.cache
 def _refusal(device: torch.device) -> str:
     """Why compiled products do not run on a device, or nothing."""
     if device.type == "cpu":
-        functions = _host()
+        functions = host.functions()
         return functions if isinstance(functions, str) else ""
     if device.type != "cuda":
         return f"there is no kernel for {device.type}"
@@ -127,22 +94,35 @@ def explain(device: torch.device | str = "cpu") -> str:
     return _refusal(torch.device(device))
 
 
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise UnsupportedError(f"dtype is {dtype}, but allowed are {', '.join(map(str, _DTYPES))}")
+
+
+def _stored(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """What the codes stand for, rotated where they are, padded outputs cut off."""
+    arguments = (packed.codes, packed.scales, packed.bits, packed.group)
+    if dtype is torch.float64:
+        padded = _weight_MK(*arguments, dtype)
+    elif packed.device.type == "cpu" and not _refusal(packed.device):
+        padded = host.unpack(packed).to(dtype)
+    else:
+        padded = library.operator(UNIT, "weight_only_unpack", packed.device, "auto")(*arguments, dtype)
+    return padded[: packed.out_features]
+
+
 def unpack(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight that the codes stand for, shape (outputs, inputs), each number rounded once to ``dtype``.
 
     Raises:
         UnsupportedError: ``dtype`` is no floating type that products run in.
     """
-    if dtype not in _DTYPES:
-        raise UnsupportedError(f"dtype is {dtype}, but allowed are {', '.join(map(str, _DTYPES))}")
-    arguments = (packed.codes, packed.scales, packed.bits, packed.group)
-    if dtype is torch.float64:
-        padded = _weight_MK(*arguments, dtype)
-    elif packed.device.type == "cpu" and not _refusal(packed.device):
-        padded = _host_unpack(packed).to(dtype)
+    _check_dtype(dtype)
+    if packed.rotation:
+        padded = rotated_inputs(_stored(packed, torch.float64), packed.rotation).to(dtype)
     else:
-        padded = library.operator(UNIT, "weight_only_unpack", packed.device, "auto")(*arguments, dtype)
-    return padded[: packed.out_features, : packed.in_features]
+        padded = _stored(packed, dtype)
+    return padded[:, : packed.in_features]
 
 
 def linear(
@@ -150,7 +130,7 @@ def linear(
     packed: PackedWeight,
     bias: Tensor | None = None,
     *,
-    activation_bits: int = 16,
+    activations: str = WIDE,
     reproducible: bool = False,
     backend: str = "auto",
 ) -> Tensor:
@@ -162,8 +142,9 @@ def linear(
         x: BF16, FP16, FP32 or FP64, shape (..., inputs), on the device of the weight.
         packed: The weight.
         bias: Shape (outputs,).
-        activation_bits: 16: ``x`` as it is. 8: each row is rounded to INT8 with a scale of its own, as drafts do; with
-            8-bit weights on a card the codes are multiplied as 16-bit numbers.
+        activations: ``"A16"``: ``x`` as it is. ``"A8"``, ``"F8"``, ``"A4"``: each row is rounded to INT8, FP8 (E4M3)
+            or 4 bits with a scale of its own, as drafts do. Cards multiply INT8 and 4-bit codes with 4-bit weights as
+            INT8; elsewhere codes are multiplied as wider numbers, which is as exact and no faster.
         reproducible: Multiply any number of rows as few are: a row's result then has the same bits in any batch on the
             same device.
         backend: ``"auto"``, ``"compiled"`` (compiled code or an error) or ``"reference"`` (FP64, rounded once).
@@ -174,25 +155,26 @@ def linear(
     Raises:
         UnsupportedError: Arguments that do not fit, or compiled code is asked for and cannot run.
     """
-    _check(x, packed, activation_bits, backend)
+    _check(x, packed, activations, backend)
     missing = -x.shape[-1] % TILE
     padded = torch.nn.functional.pad(x, (0, missing)) if missing else x  # padding by nothing would copy
     rows = padded.reshape(-1, packed.codes.shape[1] * TILE)
     if rows.shape[0] == 0:
         product = rows.new_empty((0, packed.out_features))
-    elif activation_bits == 8:
-        product = _linear_8(rows, packed, reproducible, backend)
+    elif activations == WIDE:
+        turned = rotate(rows, packed.rotation, backend=backend) if packed.rotation else rows
+        product = _wide_linear(turned, packed, reproducible, backend)
     else:
-        product = _linear_16(rows, packed, reproducible, backend)
+        product = _rounded_linear(rows, packed, activations, reproducible, backend)
     product = product.view(*x.shape[:-1], packed.out_features)
     return product if bias is None else product + bias.to(product.dtype)
 
 
-def _check(x: Tensor, packed: PackedWeight, activation_bits: int, backend: str) -> None:
+def _check(x: Tensor, packed: PackedWeight, activations: str, backend: str) -> None:
     if backend not in BACKENDS:
         raise UnsupportedError(f"backend is {backend!r}, but allowed are {', '.join(BACKENDS)}")
-    if activation_bits not in (8, 16):
-        raise UnsupportedError(f"activation_bits is {activation_bits!r}, but allowed are 8 and 16")
+    if activations not in ACTIVATIONS:
+        raise UnsupportedError(f"activations is {activations!r}, but allowed are {', '.join(ACTIVATIONS)}")
     if x.dtype not in _DTYPES:
         raise UnsupportedError(f"x is {x.dtype}, but allowed are {', '.join(map(str, _DTYPES))}")
     if x.dim() == 0 or x.shape[-1] != packed.in_features:
@@ -221,35 +203,41 @@ def _runs_packed(rows: Tensor, reproducible: bool, backend: str) -> bool:
     return able and (reproducible or rows.shape[0] <= _FEW_ROWS[rows.device.type])
 
 
-def _linear_16(rows: Tensor, packed: PackedWeight, reproducible: bool, backend: str) -> Tensor:
+def _wide_linear(rows: Tensor, packed: PackedWeight, reproducible: bool, backend: str) -> Tensor:
+    """The product with what the codes stand for; rows are rotated already where the codes are."""
     arguments = (packed.codes, packed.scales, packed.bits, packed.group, packed.out_features)
     if backend == "reference" or rows.dtype is torch.float64:
         return _plain_linear(rows, *arguments)
     if not _runs_packed(rows, reproducible, backend):
-        return torch.nn.functional.linear(rows[:, : packed.in_features], unpack(packed, rows.dtype))
+        return torch.nn.functional.linear(rows, _stored(packed, rows.dtype))
     if rows.device.type == "cpu":
-        return _host_linear(rows, packed).to(rows.dtype)
+        return host.linear(rows, packed).to(rows.dtype)
     product: Tensor = library.operator(UNIT, "weight_only_linear", rows.device, backend)(rows.contiguous(), *arguments)
     return product
 
 
-def _linear_8(rows: Tensor, packed: PackedWeight, reproducible: bool, backend: str) -> Tensor:
-    source = rows.float() if rows.dtype is torch.float64 else rows
-    codes, scale, _ = quantize_matrix(
-        source,
-        torch.int8,
-        granularity="row",
-        rounding="nearest",
-        backend="reference" if backend == "reference" else "auto",
-    )
-    if backend == "reference" or rows.dtype is torch.float64:
-        product = _linear_16(codes.double(), packed, False, "reference")
-        return product.mul_(scale.double()).to(rows.dtype)
-    if packed.bits == 4 and rows.device.type == "cuda" and _runs_packed(rows, reproducible, backend):
+def _rounded_linear(rows: Tensor, packed: PackedWeight, activations: str, reproducible: bool, backend: str) -> Tensor:
+    plain = backend == "reference" or rows.dtype is torch.float64
+    codes: Tensor
+    scale: Tensor
+    if packed.rotation and activations == "A8" and rows.device.type == "cuda" and not plain:
+        turning = library.operator(UNIT, "weight_only_rotate_int8", rows.device, backend)
+        codes, scale = turning(rows.contiguous(), packed.rotation)
+        scale = scale.view(-1, 1)
+    else:
+        turned = rows
+        if packed.rotation:  # rotated rows are not rounded to 16 bits in between
+            wide = rows if rows.dtype is torch.float64 else rows.float()
+            turned = rotate(wide, packed.rotation, backend=backend)
+        codes, scale = round_rows(turned, activations, backend)
+    if plain:
+        return _wide_linear(codes.double(), packed, False, "reference").mul_(scale.double()).to(rows.dtype)
+    integers = codes.dtype is torch.int8
+    if integers and packed.bits == 4 and rows.device.type == "cuda" and _runs_packed(rows, reproducible, backend):
         few = library.operator(UNIT, "weight_only_linear_int8", rows.device, backend)
         arguments = (packed.codes, packed.scales, packed.group, packed.out_features)
         result: Tensor = few(codes, scale.reshape(-1), *arguments, rows.dtype)
         return result
-    # Codes up to 127 are exact in any of the types.
-    wide = torch.float32 if rows.device.type == "cpu" else rows.dtype
-    return (_linear_16(codes.to(wide), packed, reproducible, backend).float() * scale).to(rows.dtype)
+    # Codes are exact in any of the types.
+    wider = torch.float32 if rows.device.type == "cpu" else rows.dtype
+    return (_wide_linear(codes.to(wider), packed, reproducible, backend).float() * scale).to(rows.dtype)

@@ -23,7 +23,9 @@ ModelPath = Annotated[
     str, typer.Argument(metavar="MODEL", help="folder with config.json and safetensors, or .gguf file")
 ]
 ServingPlan = Annotated[str | None, option("FILE", "serving plan; all layers on one device by default", "--plan")]
-Scheme = Annotated[str | None, option("NAME", "weight scheme where there is no plan: W4, W4A8, W8, W8A8, W16, W32")]
+Scheme = Annotated[
+    str | None, option("NAME", "weight scheme where there is no plan: W4, W4H, W4A8, W8, W8A8, W16, W32")
+]
 Dtype = Annotated[str | None, option("NAME", "float32 (default on CPUs), bfloat16 (on cards), float16")]
 KvBits = Annotated[
     int | None, option("BITS", "8 keeps keys and values in 8 bits; as the dtype by default", "--kv-bits")

@@ -1,8 +1,8 @@
 """The choice of draft and length while a server runs: follows what is accepted, with hysteresis, between given graphs.
 
 Per draft and draft position a Beta posterior says how likely the token there is accepted; its prior is what the draft's
-positions show together, and theirs is the planned acceptance. Old cycles of a draft fade, so that the controller
-notices when the kind of text changes. Drafts that do not run are tried for a cycle now and then, within a fixed share
+positions show together, and theirs is the planned acceptance. Where recent cycles contradict older ones, the text is of
+another kind: older ones are forgotten. Drafts that do not run are tried for a cycle now and then, within a fixed share
 of the time; a trial that wins pays for the next one at once.
 """
 
@@ -18,6 +18,8 @@ from qsync_opt.io import check_fields
 
 _TRIALS_IN_CREDIT = 4
 """Most trials that a long time without any saves up for."""
+_CHANGE_DEVIATIONS = 2.0
+"""Standard deviations between recent acceptance and that before which say that the text has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class ControllerOptions:
     """How fast a `Controller` follows and how careful it is.
 
     Attributes:
-        memory_cycles: Cycles after which what was seen counts 1/e.
+        memory_cycles: Cycles after which what was seen counts 1/e, while the text stays of one kind.
+        recent_cycles: The same for what says whether it does.
         prior_cycles: Cycles that the planned acceptance counts as.
         margin: Relative gain in time per token that a change must promise.
         dwell_cycles: Least cycles between two changes, but for the return to plain decoding.
@@ -45,55 +48,92 @@ class ControllerOptions:
         ProblemError: A value is out of range.
     """
 
-    memory_cycles: float = 16.0
+    memory_cycles: float = 96.0
+    recent_cycles: float = 8.0
     prior_cycles: float = 4.0
-    margin: float = 0.02
-    dwell_cycles: int = 8
-    deviations: float = 1.0
-    trial_share: float = 0.005
+    margin: float = 0.01
+    dwell_cycles: int = 4
+    deviations: float = 0.25
+    trial_share: float = 0.004
 
     def __post_init__(self) -> None:
         check_fields(self, "controller options")
-        if self.memory_cycles < 1 or self.prior_cycles <= 0 or self.margin >= 1 or self.trial_share > 1:
+        if (
+            self.memory_cycles < 1
+            or self.recent_cycles < 1
+            or self.prior_cycles <= 0
+            or self.margin >= 1
+            or self.trial_share > 1
+        ):
             raise ProblemError(
-                f"controller options: memory_cycles is {self.memory_cycles!r}, prior_cycles {self.prior_cycles!r}, "
-                f"margin {self.margin!r} and trial_share {self.trial_share!r}, but they must be at least 1, above 0, "
-                "below 1 and at most 1"
+                f"controller options: memory_cycles is {self.memory_cycles!r}, recent_cycles {self.recent_cycles!r}, "
+                f"prior_cycles {self.prior_cycles!r}, margin {self.margin!r} and trial_share {self.trial_share!r}, but "
+                "they must be at least 1, at least 1, above 0, below 1 and at most 1"
             )
 
 
 class _Belief:
-    """What is known of one draft: faded counts by position, accepted and rejected."""
+    """What is known of one draft: faded counts by position, accepted and rejected; recent ones apart."""
 
     def __init__(self, planned: float, positions: int, options: ControllerOptions) -> None:
         self.planned = planned
         self.weight = options.prior_cycles
-        self.fading = math.exp(-1 / options.memory_cycles)
-        self.accepted = [0.0] * positions
-        self.rejected = [0.0] * positions
+        self.fading = [math.exp(-1 / memory) for memory in (options.recent_cycles, options.memory_cycles)]
+        self.recent, self.kept = ([[0.0] * positions, [0.0] * positions] for _ in range(2))
+        self._values: dict[float, list[float]] = {}
 
     @property
     def positions(self) -> int:
         """Draft positions that are counted."""
-        return len(self.accepted)
+        return len(self.kept[0])
 
-    def observe(self, length: int, accepted: Sequence[int]) -> None:
-        """Add one cycle, which counts as one however large its batch: sequences of a batch are alike."""
-        self.accepted = [count * self.fading for count in self.accepted]
-        self.rejected = [count * self.fading for count in self.rejected]
-        for position in range(length):
-            self.accepted[position] += sum(count > position for count in accepted) / len(accepted)
-            self.rejected[position] += sum(count == position for count in accepted) / len(accepted)
+    def observe(self, length: int, accepted: Sequence[int]) -> bool:
+        """Add one cycle, which counts as one however large its batch: sequences of a batch are alike.
+
+        Returns whether recent cycles contradict all that are kept: then they alone are.
+        """
+        self._values.clear()
+        for counts, fading in zip((self.recent, self.kept), self.fading, strict=True):
+            for which, found in enumerate(counts):
+                for position in range(self.positions):
+                    found[position] *= fading
+                    if position < length:
+                        hits = sum((n == position) if which else (n > position) for n in accepted)
+                        found[position] += hits / len(accepted)
+        recent, kept = (tuple(map(sum, counts)) for counts in (self.recent, self.kept))
+        judged = sum(recent)
+        share = (kept[0] + 0.5) / (sum(kept) + 1)
+        z = _CHANGE_DEVIATIONS
+        # As in Wilson's interval: few tokens prove nothing, however near to 0 or 1 the share is.
+        most = z * math.sqrt(share * (1 - share) / judged + (z / (2 * judged)) ** 2)
+        changed = abs(recent[0] / judged - share) > most
+        if changed:
+            self.kept = [list(found) for found in self.recent]
+        return changed
+
+    def doubt(self) -> None:
+        """Let what is kept count as little as the prior: the text has changed since it was seen."""
+        total = sum(map(sum, self.kept))
+        factor = min(1.0, self.weight / total) if total else 1.0
+        self.kept = [[factor * count for count in found] for found in self.kept]
+        self._values.clear()
 
     def values(self, deviations: float) -> list[float]:
-        """The mean of each position, moved by some standard deviations, inside [0, 1]."""
-        accepted, rejected = sum(self.accepted), sum(self.rejected)
-        together = (self.weight * self.planned + accepted) / (self.weight + accepted + rejected)
+        """The mean of each position, moved by some standard deviations, inside [0, 1]; asked for by every graph."""
+        if deviations not in self._values:
+            self._values[deviations] = self._moved(deviations)
+        return self._values[deviations]
+
+    def _moved(self, deviations: float) -> list[float]:
+        accepted, rejected = self.kept
+        seen = sum(accepted) + sum(rejected)
+        together = (self.weight * self.planned + sum(accepted)) / (self.weight + seen)
         values = []
-        for yes, no in zip(self.accepted, self.rejected, strict=True):
-            total = self.weight + yes + no
-            mean = (self.weight * together + yes) / total
-            values.append(min(1.0, max(0.0, mean + deviations * math.sqrt(mean * (1 - mean) / (total + 1)))))
+        for yes, no in zip(accepted, rejected, strict=True):
+            mean = (self.weight * together + yes) / (self.weight + yes + no)
+            # Positions are alike, so that those seen say how sure one is that was not.
+            spread = math.sqrt(mean * (1 - mean) / (self.weight + seen + 1))
+            values.append(min(1.0, max(0.0, mean + deviations * spread)))
         return values
 
 
@@ -213,8 +253,11 @@ class Controller:
                 )
         if self._trial is not None:
             self._credit_ns -= self._loss_ns(graph, 1 + sum(accepted) / len(accepted))
-        if graph.draft is not None:
-            self._beliefs[graph.draft].observe(graph.length, accepted)
+        if graph.draft is not None and self._beliefs[graph.draft].observe(graph.length, accepted):
+            self._credit_ns = self._most_credit_ns  # the others are worth a trial, too
+            for draft, belief in self._beliefs.items():
+                if draft != graph.draft:
+                    belief.doubt()
         self._credit_ns = min(self._credit_ns + self.options.trial_share * graph.cycle_ns, self._most_credit_ns)
         self._since_change += 1
         self._trial = None

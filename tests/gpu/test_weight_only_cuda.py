@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qsync_opt.kernels.weight_only import explain, linear, pack, pack_codes, unpack
+from qsync_opt.kernels.quantize import quantize_matrix
+from qsync_opt.kernels.weight_only import explain, linear, pack, pack_codes, rotate, rotated_inputs, unpack
 
 pytestmark = pytest.mark.gpu
 RANGES = {4: (-8, 8), 8: (-128, 128)}
@@ -51,21 +52,49 @@ def test_eight_bit_activations(shape, bits):
     packed, weight = random_packed(*shape, bits, 128)
     for rows in (1, 5, 8, 9, 16):
         x = activations(rows, shape[1], torch.bfloat16)
-        y = linear(x, packed, activation_bits=8, backend="compiled").double()
-        reference = linear(x, packed, activation_bits=8, backend="reference").double()
+        y = linear(x, packed, activations="A8", backend="compiled").double()
+        reference = linear(x, packed, activations="A8", backend="reference").double()
         terms = x.double().abs() @ weight.abs().t()
         assert bool(((y - reference).abs() <= 2**-7 * reference.abs() + 1e-5 * terms).all())
 
 
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rotations_are_those_of_float64(block, dtype):
+    for rows, inputs in ((1, 128), (5, 640), (32, 4096), (3, 14336)):
+        x = activations(rows, inputs, dtype)
+        exact = rotated_inputs(x, block)
+        y = rotate(x, block, backend="compiled").double()
+        assert torch.allclose(y, exact, rtol=torch.finfo(dtype).eps, atol=4e-6)
+        wide = rotate(x.float(), block)
+        codes, scale = torch.ops.qsync_opt.weight_only_rotate_int8(x, block)
+        expected, scales, _ = quantize_matrix(wide, torch.int8, granularity="row", rounding="nearest")
+        assert torch.equal(scale, scales.view(-1))
+        assert torch.equal(codes, expected)
+
+
+@pytest.mark.parametrize("rounded_to", ["A8", "F8", "A4"])
+def test_rotated_weights_and_rounded_activations(rounded_to):
+    weight = activations(256, 640, torch.float32)
+    packed = pack(weight, 4, rotate=True)
+    for rows in (1, 9, 16, 40):
+        x = activations(rows, 640, torch.bfloat16)
+        for taken in ("A16", rounded_to):
+            y = linear(x, packed, activations=taken, backend="compiled").double()
+            reference = linear(x, packed, activations=taken, backend="reference").double()
+            terms = x.double().abs() @ unpack(packed, torch.float64).abs().t()
+            assert bool(((y - reference).abs() <= 2**-7 * reference.abs() + 2**-7 * terms).all())
+
+
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("activation_bits", [8, 16])
+@pytest.mark.parametrize("activations_as", ["A8", "A16"])
 @pytest.mark.parametrize("shape", [(130, 200), (4096, 4096), (14336, 4096)], ids=str)
-def test_reproducible_rows_do_not_depend_on_the_batch(bits, activation_bits, shape):
+def test_reproducible_rows_do_not_depend_on_the_batch(bits, activations_as, shape):
     packed, _ = random_packed(*shape, bits, 128)
     x = activations(70, shape[1], torch.bfloat16)
-    together = linear(x, packed, activation_bits=activation_bits, reproducible=True)
+    together = linear(x, packed, activations=activations_as, reproducible=True)
     for begin, end in ((0, 1), (3, 8), (0, 9), (5, 21), (40, 70)):
-        part = linear(x[begin:end], packed, activation_bits=activation_bits, reproducible=True)
+        part = linear(x[begin:end], packed, activations=activations_as, reproducible=True)
         assert torch.equal(part, together[begin:end])
 
 

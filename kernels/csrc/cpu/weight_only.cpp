@@ -2,6 +2,7 @@
 //
 // A vector holds 32-bit words of the packed codes: one word is a step s (4 bits) or half of one (8 bits) of an output g.
 // The same nibble or byte of all its words is one input per word, so that one vector of activations serves all outputs.
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -175,6 +176,28 @@ void unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t bl
   }
 }
 
+// Blocks of kBlock numbers times the normalized Hadamard matrix, in place; sums in one order for each block.
+template <int kBlock>
+void rotate(float* x, int64_t blocks, int threads) {
+  const float factor = 1 / std::sqrt(float(kBlock));
+#pragma omp parallel for num_threads(threads) schedule(static) if (blocks > 256)
+  for (int64_t block = 0; block < blocks; ++block) {
+    float* v = x + block * kBlock;
+    for (int step = 1; step < kBlock; step *= 2) {
+      for (int begin = 0; begin < kBlock; begin += 2 * step) {
+        for (int k = begin; k < begin + step; ++k) {
+          const float a = v[k], b = v[k + step];
+          v[k] = a + b;
+          v[k + step] = a - b;
+        }
+      }
+    }
+    for (int k = 0; k < kBlock; ++k) {
+      v[k] *= factor;
+    }
+  }
+}
+
 }  // namespace
 
 // x: (rows, 64 blocks), y: (rows, 64 tiles). A row's result does not depend on the other rows.
@@ -195,5 +218,14 @@ extern "C" void qsync_weight_only_unpack(const uint8_t* codes, const float* scal
     unpack<4>(codes, scales, tiles, blocks, group_blocks, y, threads);
   } else {
     unpack<8>(codes, scales, tiles, blocks, group_blocks, y, threads);
+  }
+}
+
+// x: (blocks, block), in place.
+extern "C" void qsync_weight_only_rotate(float* x, int64_t blocks, int block, int threads) {
+  if (block == 128) {
+    rotate<128>(x, blocks, threads);
+  } else {
+    rotate<64>(x, blocks, threads);
   }
 }

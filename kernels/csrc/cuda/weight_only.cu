@@ -1,4 +1,5 @@
-// Products of activations and packed 4- or 8-bit weights: W4A16, W8A16 and W4A8 for few rows, and unpacking for many.
+// Products of activations and packed 4- or 8-bit weights: W4A16, W8A16 and W4A8 for few rows, and unpacking for many;
+// Hadamard rotations of activations, alone and with rounding to INT8.
 //
 // Layout of the codes: tiles of 64 outputs by 64 inputs, (outputs / 64, inputs / 64, 4, bits / 4, 32, 16 bytes). A lane
 // of a warp reads 16 bytes that are the operand A of tensor core products for 16 outputs; which inputs these are is
@@ -8,6 +9,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/quantize_device.cuh"
 #include "stable.cuh"
 
 namespace qsync {
@@ -316,6 +318,95 @@ __global__ void unpack_kernel(const uint8_t* codes, const float* scales, Out* y,
   }
 }
 
+// A lane's kCount consecutive inputs of a rotated block of 32 kCount: sums within a lane, then between lanes, in one order.
+template <int kCount, class T>
+__device__ __forceinline__ void load_rotated(const T* x, int lane, float (&v)[kCount]) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    v[k] = to_float(x[lane * kCount + k]);
+  }
+#pragma unroll
+  for (int step = 1; step < kCount; step *= 2) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if ((k & step) == 0) {
+        const float a = v[k], b = v[k + step];
+        v[k] = a + b;
+        v[k + step] = a - b;
+      }
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float other = __shfl_xor_sync(0xffffffffu, v[k], step);
+      v[k] = lane & step ? other - v[k] : v[k] + other;
+    }
+  }
+  const float factor = kCount == 4 ? 0.08838834764831845f : 0.125f;  // one over the root of the block
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    v[k] *= factor;
+  }
+}
+
+// Grid: a warp per block of a row. Traffic: x once, results once. Contract: FP32 sums in one order, rounded once.
+// Reference: kernels/weight_only/rotation.py.
+template <int kCount, class T>
+__global__ void rotate_kernel(const T* x, T* y, int64_t blocks) {
+  const int64_t block = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  if (block >= blocks) {
+    return;
+  }
+  const int lane = threadIdx.x % 32;
+  float v[kCount];
+  load_rotated<kCount>(x + block * 32 * kCount, lane, v);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    y[block * 32 * kCount + lane * kCount + k] = from_float<T>(v[k]);
+  }
+}
+
+// Grid: a block of threads per row, whose warps share the row's blocks. Traffic: x once from memory and once more from the
+// cache, for the largest magnitude comes first; codes once. Contract: rotated numbers are not rounded in between; scale and
+// codes are those of the row quantizer. Reference: kernels/weight_only/rotation.py.
+template <int kCount, class T>
+__global__ void rotate_int8_kernel(const T* x, int8_t* codes, float* scales, int64_t blocks) {
+  __shared__ uint32_t largest_of[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int64_t row = blockIdx.x, first = row * blocks * 32 * kCount;
+  uint32_t bits = 0;
+  for (int64_t block = warp; block < blocks; block += warps) {
+    float v[kCount];
+    load_rotated<kCount>(x + first + block * 32 * kCount, lane, v);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      bits = max(bits, __float_as_uint(fabsf(v[k])));  // bits order magnitudes, NaN above infinity
+    }
+  }
+  bits = group_max<32>(bits);
+  if (lane == 0) {
+    largest_of[warp] = bits;
+  }
+  __syncthreads();
+  bits = group_max<32>(lane < warps ? largest_of[lane] : 0);
+  const float scale = scale_of<Format::kInt8>(__uint_as_float(bits));
+  const float factor = factor_of<Format::kInt8, false>(scale);
+  if (threadIdx.x == 0) {
+    scales[row] = scale;
+  }
+  for (int64_t block = warp; block < blocks; block += warps) {
+    float v[kCount];
+    load_rotated<kCount>(x + first + block * 32 * kCount, lane, v);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const uint32_t code = round_one<Format::kInt8, false>(__fmul_rn(v[k], factor), 0);
+      codes[first + block * 32 * kCount + lane * kCount + k] = int8_t(uint8_t(code));
+    }
+  }
+}
+
 void check_packed(const Tensor& codes, const Tensor& scales, int64_t bits, int64_t group) {
   STD_TORCH_CHECK(bits == 4 || bits == 8, "weight_only: bits is ", bits, "; allowed are 4 and 8");
   STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.is_contiguous() && codes.dim() == 6 && codes.size(2) == 4 &&
@@ -467,6 +558,63 @@ Tensor unpack_cuda(const Tensor& codes, const Tensor& scales, int64_t bits, int6
   return y;
 }
 
+void check_rotated(const Tensor& x, int64_t block) {
+  STD_TORCH_CHECK(block == 64 || block == 128, "weight_only: block is ", block, "; allowed are 64 and 128");
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(1) % block == 0,
+                  "weight_only: x must be a contiguous matrix whose columns are a multiple of ", block);
+}
+
+template <class T>
+void run_rotate(const Tensor& x, void* y, int64_t block) {
+  const int64_t blocks = x.numel() / block;
+  auto* kernel = block == 128 ? rotate_kernel<4, T> : rotate_kernel<2, T>;
+  kernel<<<unsigned((blocks + kWarps - 1) / kWarps), kThreads, 0, stream_of(x)>>>(static_cast<const T*>(x.data_ptr()),
+                                                                                  static_cast<T*>(y), blocks);
+  STD_CUDA_CHECK(cudaGetLastError());
+}
+
+Tensor rotate_cuda(const Tensor& x, int64_t block) {
+  const OnDeviceOf guard(x);
+  check_rotated(x, block);
+  Tensor y = empty_on(x, {x.size(0), x.size(1)}, x.scalar_type());
+  if (x.numel() == 0) {
+    return y;
+  }
+  switch (x.scalar_type()) {
+    case ScalarType::BFloat16: run_rotate<__nv_bfloat16>(x, y.data_ptr(), block); break;
+    case ScalarType::Half: run_rotate<__half>(x, y.data_ptr(), block); break;
+    case ScalarType::Float: run_rotate<float>(x, y.data_ptr(), block); break;
+    default: STD_TORCH_CHECK(false, "weight_only: x must be bfloat16, float16 or float32");
+  }
+  return y;
+}
+
+template <class T>
+void run_rotate_int8(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t block) {
+  auto* kernel = block == 128 ? rotate_int8_kernel<4, T> : rotate_int8_kernel<2, T>;
+  kernel<<<unsigned(x.size(0)), 4 * kThreads, 0, stream_of(x)>>>(
+      static_cast<const T*>(x.data_ptr()), static_cast<int8_t*>(codes.data_ptr()), static_cast<float*>(scales.data_ptr()),
+      x.size(1) / block);
+  STD_CUDA_CHECK(cudaGetLastError());
+}
+
+std::tuple<Tensor, Tensor> rotate_int8_cuda(const Tensor& x, int64_t block) {
+  const OnDeviceOf guard(x);
+  check_rotated(x, block);
+  Tensor codes = empty_on(x, {x.size(0), x.size(1)}, ScalarType::Char);
+  Tensor scales = empty_on(x, {x.size(0)}, ScalarType::Float);
+  if (x.size(0) == 0) {
+    return {codes, scales};
+  }
+  switch (x.scalar_type()) {
+    case ScalarType::BFloat16: run_rotate_int8<__nv_bfloat16>(x, codes, scales, block); break;
+    case ScalarType::Half: run_rotate_int8<__half>(x, codes, scales, block); break;
+    case ScalarType::Float: run_rotate_int8<float>(x, codes, scales, block); break;
+    default: STD_TORCH_CHECK(false, "weight_only: x must be bfloat16, float16 or float32");
+  }
+  return {codes, scales};
+}
+
 }  // namespace
 }  // namespace qsync
 
@@ -474,4 +622,6 @@ STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
   m.impl("weight_only_linear", TORCH_BOX(&qsync::linear_cuda));
   m.impl("weight_only_linear_int8", TORCH_BOX(&qsync::linear_int8_cuda));
   m.impl("weight_only_unpack", TORCH_BOX(&qsync::unpack_cuda));
+  m.impl("weight_only_rotate", TORCH_BOX(&qsync::rotate_cuda));
+  m.impl("weight_only_rotate_int8", TORCH_BOX(&qsync::rotate_int8_cuda));
 }

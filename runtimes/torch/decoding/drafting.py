@@ -55,7 +55,7 @@ class ModelDrafter:
 
     Args:
         model: The model, such as the target.
-        precision: Makes the context that it runs in, such as ``lambda: activations(module, 8)``.
+        precision: Makes the context that it runs in, such as ``lambda: activations(module, "A8")``.
 
     Source: QSPEC, EMNLP 2025.
     """

@@ -69,7 +69,17 @@ if TYPE_CHECKING:
         random_prompts,
     )
     from qsync_opt.runtimes.torch.serving.stage import StageModel, check_plan, group_names
-    from qsync_opt.runtimes.torch.serving.steps import PAGE, Choice, Layout, PageStore, SelfDraft, Step, pages_of
+    from qsync_opt.runtimes.torch.serving.steps import (
+        PAGE,
+        SELF_DRAFTS,
+        Choice,
+        Layout,
+        PageStore,
+        Precision,
+        SelfDraft,
+        Step,
+        pages_of,
+    )
     from qsync_opt.runtimes.torch.serving.tokens import TextStream, Tokenizer, load_tokenizer
     from qsync_opt.runtimes.torch.serving.weights import (
         GgufSource,
@@ -85,22 +95,24 @@ if TYPE_CHECKING:
         StageOptions,
         StageProcesses,
         Workers,
+        run_step,
     )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "GROUP", "PAGE", "PLAIN", "SCHEMES", "AdaptiveSpeculation", "Attention", "Choice", "Cycle", "DecoderConfig",
-    "Difference", "Engine", "EngineLimits", "Exported", "FixedSpeculation", "FullError", "Generation", "GgufSource",
-    "Layout", "LoadResult", "LocalWorkers", "MemoryWatch", "Mlp", "PackedWeight", "PageStore", "PagedCache", "Pipeline",
-    "Request", "Result", "Rotary", "SafetensorsSource", "SelfDraft", "ServingDemo", "Speculation", "StageError",
-    "StageModel", "StageOptions", "StageProcesses", "StartedSpeculation", "StateSource", "Step", "TextStream",
-    "Tokenizer", "Update", "WeightSource", "Workers", "answer", "bind", "check_plan", "check_speculation", "choose",
-    "config_from_json", "describe", "export_llama_cpp", "export_vllm", "fingerprint", "first_differences", "generate",
-    "generate_here", "group_names", "linear", "load_test", "load_tokenizer", "make_app", "measure_acceptance",
-    "measure_batches", "measure_harm", "measure_model", "measure_plan", "measure_speculation", "measure_times",
-    "metrics_text", "microbatch_rows", "open_model", "output_divergence", "pack", "pages_of", "parse_speculation",
-    "percentiles", "process_memory", "profile_serving", "random_prompts", "random_state", "read_ask", "read_config",
-    "run_serving_demo", "sample_config", "scheme_bits", "serve", "serve_model", "serve_quietly", "start_engine",
-    "start_speculation", "start_stages", "steady_allocator", "uniform_plan", "unpack", "write_sample",
+    "GROUP", "PAGE", "PLAIN", "SCHEMES", "SELF_DRAFTS", "AdaptiveSpeculation", "Attention", "Choice", "Cycle",
+    "DecoderConfig", "Difference", "Engine", "EngineLimits", "Exported", "FixedSpeculation", "FullError", "Generation",
+    "GgufSource", "Layout", "LoadResult", "LocalWorkers", "MemoryWatch", "Mlp", "PackedWeight", "PageStore",
+    "PagedCache", "Pipeline", "Precision", "Request", "Result", "Rotary", "SafetensorsSource", "SelfDraft",
+    "ServingDemo", "Speculation", "StageError", "StageModel", "StageOptions", "StageProcesses", "StartedSpeculation",
+    "StateSource", "Step", "TextStream", "Tokenizer", "Update", "WeightSource", "Workers", "answer", "bind",
+    "check_plan", "check_speculation", "choose", "config_from_json", "describe", "export_llama_cpp", "export_vllm",
+    "fingerprint", "first_differences", "generate", "generate_here", "group_names", "linear", "load_test",
+    "load_tokenizer", "make_app", "measure_acceptance", "measure_batches", "measure_harm", "measure_model",
+    "measure_plan", "measure_speculation", "measure_times", "metrics_text", "microbatch_rows", "open_model",
+    "output_divergence", "pack", "pages_of", "parse_speculation", "percentiles", "process_memory", "profile_serving",
+    "random_prompts", "random_state", "read_ask", "read_config", "run_serving_demo", "run_step", "sample_config",
+    "scheme_bits", "serve", "serve_model", "serve_quietly", "start_engine", "start_speculation", "start_stages",
+    "steady_allocator", "uniform_plan", "unpack", "write_sample",
 ]  # fmt: skip

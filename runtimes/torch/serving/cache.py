@@ -1,4 +1,9 @@
-"""Keys and values of one layer in pages, in the computing type or in 8 bits with a scale per position and head."""
+"""Keys and values of one layer in pages, in the computing type or in 8 bits with a scale per position and head.
+
+Of 8-bit codes the upper four bits stand together and the lower four behind them: byte j of the first half of a head
+has the upper bits of the numbers j and j + size / 2, byte j of the second half their lower bits. A draft that reads the
+first half alone has 4-bit keys and values, at half the bytes and in the same memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ class PagedCache:
     ) -> None:
         if bits is not None and bits not in KV_BITS:
             raise UnsupportedError(f"KV bits are {bits!r}, but allowed are {', '.join(map(str, KV_BITS))}")
-        kept = {None: dtype, 8: torch.int8, 16: torch.bfloat16, 32: torch.float32}[bits]
+        kept = {None: dtype, 8: torch.uint8, 16: torch.bfloat16, 32: torch.float32}[bits]
         if dtype is torch.float16 and bits == 16:
             kept = dtype
         self.dtype = dtype
@@ -52,7 +57,7 @@ class PagedCache:
                 wide = new.float()
                 scale = wide.abs().amax(-1, keepdim=True).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
                 self.scales[which].index_copy_(1, slots_N, scale)
-                new = (wide / scale).round_()
+                new = _in_halves((wide / scale).round_().to(torch.int8))
             self.codes[which].index_copy_(1, slots_N, new.to(self.codes.dtype))
 
     def wipe(self, pages: Sequence[int]) -> None:
@@ -61,16 +66,45 @@ class PagedCache:
             if pool is not None:
                 pool.view(2, pool.shape[1], -1, PAGE * pool.shape[3])[:, :, list(pages)] = 0
 
-    def read(self, table_SP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (heads, S, P * PAGE, size) of the pages of each sequence, in the computing type."""
+    def read(self, table_SP: torch.Tensor, *, high_halves: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (heads, S, P * PAGE, size) of the pages of each sequence, in the computing type.
+
+        Args:
+            table_SP: Pages of each sequence.
+            high_halves: Of codes of 8 bits take the upper four, and the middle of what the lower ones may add.
+        """
         sequences, pages = table_SP.shape
         _, heads, slots, size = self.codes.shape
 
-        def gather(pool: torch.Tensor, size: int) -> torch.Tensor:
-            paged = pool.view(2, heads, slots // PAGE, PAGE * size)
-            return paged[:, :, table_SP].view(2, heads, sequences, pages * PAGE, size)
+        def gather(pool: torch.Tensor, first: int) -> torch.Tensor:
+            paged = pool.view(2, heads, slots // PAGE, PAGE, pool.shape[3])[..., :first]
+            return paged[:, :, table_SP].view(2, heads, sequences, pages * PAGE, first)
 
-        both = gather(self.codes, size).to(self.dtype)
-        if self.scales is not None:
-            both = both * gather(self.scales, 1).to(self.dtype)
+        if self.scales is None:
+            both = gather(self.codes, size).to(self.dtype)
+        else:
+            halves = gather(self.codes, size // 2 if high_halves else size)
+            codes = (_upper(halves) if high_halves else _whole(halves)).to(self.dtype)
+            both = (codes + _MIDDLE if high_halves else codes) * gather(self.scales, 1).to(self.dtype)
         return both[0], both[1]
+
+
+_MIDDLE = 7.5
+"""Mean of the numbers that four bits can be."""
+
+
+def _in_halves(codes: torch.Tensor) -> torch.Tensor:
+    """Codes (..., size), int8, with upper and lower bits apart, uint8."""
+    first, second = codes.view(torch.uint8).chunk(2, -1)
+    return torch.cat([(first & 0xF0) | (second >> 4), (first << 4) | (second & 0x0F)], -1)
+
+
+def _whole(halves: torch.Tensor) -> torch.Tensor:
+    """The codes of both halves."""
+    upper, lower = halves.chunk(2, -1)
+    return torch.cat([(upper & 0xF0) | (lower >> 4), (upper << 4) | (lower & 0x0F)], -1).view(torch.int8)
+
+
+def _upper(upper: torch.Tensor) -> torch.Tensor:
+    """The codes of the first half, their lower bits 0."""
+    return torch.cat([upper & 0xF0, upper << 4], -1).view(torch.int8)

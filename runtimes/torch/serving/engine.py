@@ -16,15 +16,24 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.runtimes.torch.decoding import TextIndex
-from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, PLAIN, SELF_DRAFTS, Cycle, Speculation
+from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, PLAIN, Cycle, Speculation
 from qsync_opt.runtimes.torch.serving.stage import check_prompts
-from qsync_opt.runtimes.torch.serving.steps import GREEDY, Choice, PageStore, SelfDraft, Step, pages_of
+from qsync_opt.runtimes.torch.serving.steps import (
+    GREEDY,
+    SELF_DRAFTS,
+    Choice,
+    PageStore,
+    SelfDraft,
+    Step,
+    drafting,
+    pages_of,
+)
 from qsync_opt.runtimes.torch.serving.workers import Result, StageError, Workers
 
 
@@ -177,19 +186,23 @@ class _Microbatch:
 
 
 class _Pass(NamedTuple):
-    """A pass under way: what was submitted and for whom, and the cycle that a speculation, if asked, chose for it."""
+    """A pass under way: what was submitted and for whom, and the cycle that a speculation, if asked, chose for it.
+
+    ``known`` are the drafts of each member that are judged; ``drafting`` is what follows a pass that drafts.
+    """
 
     step: Step
     batch: _Microbatch
     members: list[Request]
     cycle: Cycle
     asked: bool
-    looked_up: Sequence[Sequence[int]]
+    known: Sequence[Sequence[int]]
+    drafting: Generator[Step, Sequence[int], Step] | None = None
 
     def drafts(self, result: Result) -> Sequence[Sequence[int]]:
         """The drafted tokens of each member."""
         if self.step.draft is None:
-            return self.looked_up or [()] * len(self.members)
+            return self.known or [()] * len(self.members)
         tokens = iter(result.drafted)
         return [tuple(itertools.islice(tokens, length)) for length in self.step.draft.lengths]
 
@@ -202,9 +215,6 @@ class Engine:
         limits: What is accepted.
         speculation: What is drafted; None: nothing.
         on_failure: Called once with the reason if the stages fail; all requests have then heard of it.
-
-    Raises:
-        ProblemError: The speculation has drafts of the model itself, and the workers have several stages.
     """
 
     def __init__(
@@ -215,9 +225,6 @@ class Engine:
         speculation: Speculation | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        own = sorted(speculation.drafts & SELF_DRAFTS.keys()) if speculation is not None else []
-        if own and workers.stage_count > 1:
-            raise ProblemError(f"draft {own[0]!r} cannot run: {workers.draft_refusal}; use {LOOKUP}:N, or one stage")
         self.speculation = speculation
         self.limits = limits or EngineLimits()
         self.config = workers.config
@@ -409,13 +416,30 @@ class Engine:
                 choice for r, length in zip(members, lengths, strict=True) for choice in r.choices(length + 1)
             ),
             every=any(lengths),
-            draft=SelfDraft(lengths=tuple(lengths), activation_bits=SELF_DRAFTS[str(cycle.draft)]) if itself else None,
+            draft=SelfDraft(lengths=tuple(lengths), precision=SELF_DRAFTS[str(cycle.draft)]) if itself else None,
             wipe=tuple(self._spoiled),
         )
         self._spoiled.clear()
         batch.under_way = True
-        self._under_way.append(_Pass(step, batch, members, cycle, asked, looked_up))
-        self._workers.submit(step)
+        ahead = _Pass(step, batch, members, cycle, asked, looked_up)
+        if itself and self._workers.stage_count > 1:
+            drafts = drafting(step)
+            ahead = ahead._replace(step=next(drafts), drafting=drafts)
+        self._submit(ahead)
+
+    def _submit(self, ahead: _Pass) -> None:
+        self._under_way.append(ahead)
+        self._workers.submit(ahead.step)
+
+    def _draft_on(self, ended: _Pass, drafts: Generator[Step, Sequence[int], Step], tokens: Sequence[int]) -> None:
+        """Submit the next drafting pass through several stages, or the one that judges what they drafted."""
+        try:
+            ahead = ended._replace(step=replace(drafts.send(tokens), number=next(self._numbers)))
+        except StopIteration as end:
+            judging: Step = replace(end.value, number=next(self._numbers))
+            drafted = [drafts for _, *drafts in judging.tokens]
+            ahead = ended._replace(step=judging, known=drafted, drafting=None)
+        self._submit(ahead)
 
     def _end_oldest(self) -> None:
         """Wait for the oldest pass and hand out its tokens."""
@@ -424,6 +448,9 @@ class Engine:
         step, batch, members = ended.step, ended.batch, ended.members
         if result.number != step.number:
             raise StageError(f"the stages answered pass {result.number}, but {step.number} was the oldest")
+        if ended.drafting is not None:
+            self._draft_on(ended, ended.drafting, result.tokens)
+            return
         now = time.perf_counter()
         tokens, observed = iter(result.tokens), []
         for request, drafted in zip(members, ended.drafts(result), strict=True):

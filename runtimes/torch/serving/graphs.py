@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsync_opt.runtimes.torch.serving.steps import Layout, Step, pages_of
+from qsync_opt.runtimes.torch.serving.steps import Layout, Precision, Step, pages_of
 from qsync_opt.runtimes.torch.support import capture_stream, capturing, without_cudnn_attention
 
 _LEAST_PAGES = 8
@@ -35,7 +35,7 @@ class DecodeGraphs:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._graphs: dict[tuple[int, int, int | None], _Graph] = {}
+        self._graphs: dict[tuple[int, int, Precision], _Graph] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -50,7 +50,7 @@ class DecodeGraphs:
         rows = rounded_up(sequences)
         width = rounded_up(max(pages_of(start + 1) for start in step.starts), _LEAST_PAGES)
         layout = Layout.of(step, device, rows=rows, width=width)
-        key = rows, width, step.activation_bits
+        key = rows, width, step.precision
         if key not in self._graphs:
             with without_cudnn_attention():  # it plans anew for every size
                 self._graphs[key] = self._capture(layout, x)
@@ -66,7 +66,7 @@ class DecodeGraphs:
         static = layout.tokens_N.clone() if x is None else x.new_zeros((rows, x.shape[1]))
         own = Layout(
             layout.tokens_N.clone(), layout.positions_N.clone(), layout.slots_N.clone(), layout.contexts_S.clone(),
-            layout.table_SP.clone(), layout.last_S, (), (), layout.activation_bits,
+            layout.table_SP.clone(), layout.last_S, (), (), layout.precision,
         )  # fmt: skip
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())

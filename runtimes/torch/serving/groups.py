@@ -57,10 +57,10 @@ class Norm:
 
 def _product(x: torch.Tensor, weight: PackedWeight, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias`` in the precision of a pass; its bits depend on nothing else where pieces stand apart."""
-    bits = layout.activation_bits
+    taken = layout.precision.activations
     if layout.pieces and not has_reproducible(weight, x):
-        return layout.apart(lambda part: linear(part, weight, bias, activation_bits=bits), x)
-    return linear(x, weight, bias, activation_bits=bits, reproducible=bool(layout.pieces))
+        return layout.apart(lambda part: linear(part, weight, bias, activations=taken), x)
+    return linear(x, weight, bias, activations=taken, reproducible=bool(layout.pieces))
 
 
 class Group:
@@ -160,7 +160,7 @@ class Attention(Group):
         c, sequences = self.config, q.shape[0]
         assert self.cache is not None
         table, mask = layout.seen(c.windows[self.layer], self.dtype)
-        keys, values = self.cache.read(table)
+        keys, values = self.cache.read(table, high_halves=layout.precision.high_halves)
         rows = q.reshape(sequences, c.kv_heads, -1, c.head_size).transpose(0, 1)
         mask = mask.expand(c.kv_heads, -1, rows.shape[2], -1)
         y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=c.query_scale)
@@ -174,7 +174,8 @@ class Attention(Group):
             begin += count
             if start and layout.pieces:
                 table = layout.table_SP[row]
-                results += [self._token(one, table, start + done) for done, one in enumerate(q[part])]
+                high = layout.precision.high_halves
+                results += [self._token(one, table, start + done, high) for done, one in enumerate(q[part])]
                 continue
             keys, values = k[part].transpose(0, 1), v[part].transpose(0, 1)
             if start:
@@ -184,11 +185,11 @@ class Attention(Group):
             results.append(self._one(q[part].transpose(0, 1), keys, values, start))
         return torch.cat(results)
 
-    def _token(self, q: torch.Tensor, pages_P: torch.Tensor, position: int) -> torch.Tensor:
+    def _token(self, q: torch.Tensor, pages_P: torch.Tensor, position: int, high_halves: bool) -> torch.Tensor:
         """One token with what it sees and nothing else, so that its bits do not depend on other rows or lengths."""
         c, window = self.config, self.config.windows[self.layer]
         assert self.cache is not None
-        keys, values = self.cache.read(pages_P[None, : pages_of(position + 1)])
+        keys, values = self.cache.read(pages_P[None, : pages_of(position + 1)], high_halves=high_halves)
         low = 0 if window is None else max(0, position + 1 - window)
         y = F.scaled_dot_product_attention(
             q.view(c.kv_heads, 1, -1, c.head_size), keys[:, :, low : position + 1], values[:, :, low : position + 1],

@@ -1,12 +1,14 @@
 """Weights as a stage holds them: packed in 4 or 8 bits by `qsync_opt.kernels.weight_only`, or plain.
 
-A scheme's name is ``W`` and the bits of weights, and ``A`` and those of activations where they are rounded: W4 (or
-W4A16), W4A8, W8 (W8A16), W8A8, W16 (BF16), W32 (FP32).
+A scheme's name is ``W`` and the bits of weights, ``H`` where inputs are rotated first (by Hadamard matrices), and ``A``
+and the bits of activations where they are rounded: W4 (or W4A16), W4A8, W4H, W4HA8, W8 (W8A16), W8A8, W16 (BF16), W32
+(FP32).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -17,17 +19,28 @@ from qsync_opt.kernels import weight_only
 GROUP = 128
 """Inputs that share a scale."""
 
+
+class Scheme(NamedTuple):
+    """Bits of weights, activations as `qsync_opt.kernels.weight_only` names them, and whether inputs are rotated."""
+
+    bits: int
+    activations: str = weight_only.WIDE
+    rotated: bool = False
+
+
 SCHEMES = {
-    "W4": (4, 16),
-    "W4A16": (4, 16),
-    "W4A8": (4, 8),
-    "W8": (8, 16),
-    "W8A16": (8, 16),
-    "W8A8": (8, 8),
-    "W16": (16, 16),
-    "W32": (32, 32),
+    "W4": Scheme(4),
+    "W4A16": Scheme(4),
+    "W4A8": Scheme(4, "A8"),
+    "W4H": Scheme(4, rotated=True),
+    "W4HA8": Scheme(4, "A8", rotated=True),
+    "W8": Scheme(8),
+    "W8A16": Scheme(8),
+    "W8A8": Scheme(8, "A8"),
+    "W16": Scheme(16),
+    "W32": Scheme(32),
 }
-"""Bits of weights and activations by scheme."""
+"""Schemes by name."""
 
 
 def scheme_bits(scheme: str) -> int:
@@ -38,7 +51,7 @@ def scheme_bits(scheme: str) -> int:
     """
     if scheme not in SCHEMES:
         raise UnsupportedError(f"scheme is {scheme!r}, but this runtime has {', '.join(SCHEMES)}")
-    return SCHEMES[scheme][0]
+    return SCHEMES[scheme].bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +87,7 @@ def pack(weight: torch.Tensor, scheme: str, group: int | None = GROUP) -> Packed
     """
     bits = scheme_bits(scheme)
     if bits <= 8:
-        return PackedWeight(scheme, packed=weight_only.pack(weight, bits, group))
+        return PackedWeight(scheme, packed=weight_only.pack(weight, bits, group, rotate=SCHEMES[scheme].rotated))
     kept = torch.bfloat16 if bits == 16 else torch.float32
     return PackedWeight(scheme, plain=weight.to(kept).contiguous())
 
@@ -92,7 +105,7 @@ def linear(
     weight: PackedWeight,
     bias: torch.Tensor | None = None,
     *,
-    activation_bits: int | None = None,
+    activations: str = weight_only.WIDE,
     reproducible: bool = False,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` in the type of ``x``.
@@ -101,12 +114,13 @@ def linear(
         x: Shape (..., in).
         weight: In any scheme.
         bias: Shape (out,).
-        activation_bits: Of packed weights, where that is fewer than the scheme says.
+        activations: Of packed weights, where their scheme does not round them already.
         reproducible: A row's result has the same bits in any batch; packed weights only, see `has_reproducible`.
     """
     if weight.packed is not None:
-        bits = min(activation_bits or 16, SCHEMES[weight.scheme][1])
-        return weight_only.linear(x, weight.packed, bias, activation_bits=bits, reproducible=reproducible)
+        own = SCHEMES[weight.scheme].activations
+        taken = activations if own == weight_only.WIDE else own
+        return weight_only.linear(x, weight.packed, bias, activations=taken, reproducible=reproducible)
     return F.linear(x, unpack(weight, x.dtype), bias)
 
 

@@ -13,7 +13,6 @@ from qsync_opt.runtimes.torch.serving.engine import EngineLimits
 from qsync_opt.runtimes.torch.serving.identity import fingerprint
 from qsync_opt.runtimes.torch.serving.launching import start_stages
 from qsync_opt.runtimes.torch.serving.speculation import (
-    SELF_DRAFTS,
     AdaptiveSpeculation,
     Speculation,
     parse_speculation,
@@ -51,7 +50,7 @@ def start_speculation(
         say: Called with a line before every step of ``auto``.
 
     Raises:
-        ProblemError: The specification is none, or names a draft of the model itself for several stages.
+        ProblemError: The specification is none.
         StageError: A stage failed.
     """
     if text == "auto":
@@ -72,8 +71,9 @@ def start_speculation(
     fixed = parse_speculation(text)
     if fixed is None:
         return StartedSpeculation(None, ())
-    if fixed.drafts & SELF_DRAFTS.keys() and stages.stage_count == 1 and stages.draft_refusal:
-        return StartedSpeculation(None, (f"plain decoding: {text} cannot gain, because {stages.draft_refusal}",))
+    for draft in fixed.drafts & stages.draft_refusals.keys():
+        reason = stages.draft_refusals[draft]
+        return StartedSpeculation(None, (f"plain decoding: {text} cannot gain, because {reason}",))
     return StartedSpeculation(fixed, (f"speculates with {text} always, whether it gains or not",))
 
 
@@ -94,7 +94,7 @@ def _is_file(text: str) -> bool:
 
 
 def _adaptive(problem: Problem, stages: StageProcesses) -> StartedSpeculation:
-    refused = dict.fromkeys(SELF_DRAFTS, stages.draft_refusal) if stages.draft_refusal else {}
+    refused = {draft: reason for draft, reason in stages.draft_refusals.items() if draft in problem.drafts}
     speculation = AdaptiveSpeculation(problem, refused=refused)
     lines = [f"{draft} is left out: {reason}" for draft, reason in refused.items()]
     plan = solve(problem).plan

@@ -1,7 +1,8 @@
 """What a server drafts before its next pass: always the same, or what a controller finds to pay.
 
-Drafts are looked up in a request's own text (``lookup``), or computed by the model's own weights at activations of
-fewer bits (``A8``). A specification reads ``off``, ``lookup:N`` or ``A8:N`` with at most N tokens.
+Drafts are looked up in a request's own text (``lookup``), or computed by the model's own weights: at activations of
+INT8 (``A8``) or FP8 (``F8``), from the upper halves of a cache of 8 bits (``K4``), or both (``A8K4``). A specification
+reads ``off``, ``lookup:N`` or ``A8:N`` with at most N tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from typing import NamedTuple, Protocol
 
 from qsync_opt.decoding import AcceptanceCounts, Controller, ControllerOptions, Problem
 from qsync_opt.errors import ProblemError
+from qsync_opt.runtimes.torch.serving.steps import SELF_DRAFTS
 
 LOOKUP = "lookup"
-SELF_DRAFTS: Mapping[str, int] = {"A8": 8}
-"""Bits of activations by the name of a draft that the model computes itself."""
 DRAFTS = (LOOKUP, *SELF_DRAFTS)
 LONGEST = 16
 """Most tokens of a draft."""

@@ -12,9 +12,9 @@ from typing import Any
 from qsync_opt.decoding import AcceptanceCounts, DraftMeasurement, Measurements, RegimeTimes
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.engine import Engine, EngineLimits, Request, Update
-from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, SELF_DRAFTS, FixedSpeculation, Speculation
-from qsync_opt.runtimes.torch.serving.steps import GREEDY, SelfDraft, Step, pages_of
-from qsync_opt.runtimes.torch.serving.workers import StageError, Workers
+from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, FixedSpeculation, Speculation
+from qsync_opt.runtimes.torch.serving.steps import GREEDY, SELF_DRAFTS, SelfDraft, Step, pages_of
+from qsync_opt.runtimes.torch.serving.workers import StageError, Workers, run_step
 
 _LONGEST_WAIT_S = 3600.0
 
@@ -29,7 +29,7 @@ class _Kept:
     """Workers that an engine does not close."""
 
     def __init__(self, workers: Workers) -> None:
-        self.config, self.stage_count, self.draft_refusal = workers.config, workers.stage_count, workers.draft_refusal
+        self.config, self.stage_count, self.draft_refusals = workers.config, workers.stage_count, workers.draft_refusals
         self.reserve, self.submit, self.result = workers.reserve, workers.submit, workers.result
 
     def close(self) -> None:
@@ -131,8 +131,7 @@ def _median_ns(workers: Workers, steps: Mapping[str, Step], rounds: int) -> dict
     for _ in range(rounds + 1):
         for name, step in steps.items():
             began = time.perf_counter_ns()
-            workers.submit(step)
-            workers.result()
+            run_step(workers, step)
             times[name].append(time.perf_counter_ns() - began)
     return {name: round(statistics.median(taken[1:])) for name, taken in times.items()}
 
@@ -152,7 +151,7 @@ def measure_times(
     }
     for draft in drafts:
         if draft in SELF_DRAFTS:
-            own = SelfDraft(lengths=(longest,) * batch, activation_bits=SELF_DRAFTS[draft])
+            own = SelfDraft(lengths=(longest,) * batch, precision=SELF_DRAFTS[draft])
             steps[draft] = _step(batch, 1, context, longest + 1, 0, own)
     times = _median_ns(workers, steps, rounds)
     verify_ns = {int(name): time_ns for name, time_ns in times.items() if name.isdigit()}
@@ -206,9 +205,9 @@ def measure_speculation(
     if max(lengths) > LONGEST:
         raise ProblemError(f"lengths has {max(lengths)}, but a draft has {LONGEST} tokens at most")
     tell = say or (lambda text: None)
-    drafts = [LOOKUP, *([] if workers.draft_refusal else SELF_DRAFTS)]
-    if workers.draft_refusal:
-        tell(f"{', '.join(SELF_DRAFTS)} is left out: {workers.draft_refusal}")
+    drafts = [LOOKUP, *(draft for draft in SELF_DRAFTS if draft not in workers.draft_refusals)]
+    for draft, reason in workers.draft_refusals.items():
+        tell(f"{draft} is left out: {reason}")
     regimes: list[RegimeTimes] = []
     extras: dict[tuple[str, ...], Any] = {("x-model",): served} if served else {}
     for batch in batches:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -16,7 +14,7 @@ from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.graphs import DecodeGraphs
 from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp
 from qsync_opt.runtimes.torch.serving.packing import SCHEMES, PackedWeight
-from qsync_opt.runtimes.torch.serving.steps import Layout, Step
+from qsync_opt.runtimes.torch.serving.steps import SELF_DRAFTS, Layout, Step, drafted
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
 from qsync_opt.serving import Plan, Stage
 
@@ -134,12 +132,21 @@ class StageModel:
         return sum(cache.bytes for cache in caches if cache is not None)
 
     @property
-    def draft_refusal(self) -> str:
-        """Why drafts at activations of fewer bits cannot be cheaper than what they draft for; empty if they can."""
-        wide = [w for group in self.groups for w in group.weights if w.packed is not None and SCHEMES[w.scheme][1] > 8]
-        if not wide:
-            return "no weight has 4 or 8 bits and activations of 16, so that drafts would compute as the model does"
-        return weight_only.explain(self.device)
+    def draft_refusals(self) -> dict[str, str]:
+        """Why drafts at a lower precision cannot be cheaper here than what they draft for, by draft; others can."""
+        packed = [w.scheme for group in self.groups for w in group.weights if w.packed is not None]
+        activations = weight_only.explain(self.device)
+        if not any(SCHEMES[scheme].activations == weight_only.WIDE for scheme in packed):
+            activations = (
+                "no weight has 4 or 8 bits and activations of 16, so that drafts would compute as the model does"
+            )
+        caches = "" if self._kv_bits == 8 else "caches do not have 8 bits, of which drafts read the upper four"
+        reasons = {
+            draft: (activations if precision.activations != weight_only.WIDE else "")
+            or (caches if precision.high_halves else "")
+            for draft, precision in SELF_DRAFTS.items()
+        }
+        return {draft: reason for draft, reason in reasons.items() if reason}
 
     def reserve(self, pages: int) -> None:
         """Make so many empty pages, page 0 included; earlier ones are forgotten."""
@@ -197,24 +204,6 @@ class StageModel:
 
     @torch.inference_mode()
     def draft(self, step: Step) -> Step:
-        """The pass that judges what a step drafts; the drafts' keys and values stand where that pass writes its own.
-
-        Source: QSPEC, EMNLP 2025, for drafts by the same weights into the same cache.
-        """
-        assert step.draft is not None and self.first and self.last, "a model drafts where it is whole"
-        lengths, texts = step.draft.lengths, [list(tokens) for tokens in step.tokens]
-        begins = [0, *itertools.accumulate(length + 1 for length in lengths)]
-        for done in range(max(lengths)):
-            rows = [row for row, length in enumerate(lengths) if length > done]
-            drafting = Step(
-                number=step.number,
-                tokens=tuple((texts[row][-1],) for row in rows),
-                starts=tuple(step.starts[row] + done for row in rows),
-                pages=tuple(step.pages[row] for row in rows),
-                choices=tuple(step.choices[begins[row] + done] for row in rows),
-                activation_bits=step.draft.activation_bits,
-                wipe=step.wipe if done == 0 else (),
-            )
-            for row, token in zip(rows, self.run(drafting).tolist(), strict=True):
-                texts[row].append(max(token, 0))  # where scores hold NaN any token is as good: it is judged
-        return replace(step, tokens=tuple(map(tuple, texts)), draft=None, wipe=())
+        """The pass that judges what a step drafts, see `drafting`; on a stage that is the whole model."""
+        assert self.first and self.last, "a model drafts by itself where it is whole"
+        return drafted(step, lambda ahead: self.run(ahead).tolist())

@@ -8,11 +8,14 @@ Axes: N tokens of the pass, S sequences, P pages of the longest sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
+from qsync_opt.kernels.weight_only import WIDE
 from qsync_opt.runtimes.torch.serving.config import Rotary
 
 PAGE = 16
@@ -37,17 +40,40 @@ class Choice:
 GREEDY = Choice()
 
 
+class Precision(NamedTuple):
+    """How a pass computes with the one copy of weights and caches.
+
+    Attributes:
+        activations: Of packed weights whose scheme does not round them, as `qsync_opt.kernels.weight_only` names them.
+        high_halves: Read of caches of 8 bits the upper four only.
+    """
+
+    activations: str = WIDE
+    high_halves: bool = False
+
+
+FULL = Precision()
+"""As schemes and caches say."""
+SELF_DRAFTS: Mapping[str, Precision] = {
+    "A8": Precision("A8"),
+    "F8": Precision("F8"),
+    "K4": Precision(high_halves=True),
+    "A8K4": Precision("A8", high_halves=True),
+}
+"""The precision of each draft that the model computes itself, by the draft's name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfDraft:
-    """Tokens that the model drafts with activations of fewer bits before a pass judges them.
+    """Tokens that the model drafts at a lower precision before a pass judges them.
 
     Attributes:
         lengths: Drafted tokens of each sequence.
-        activation_bits: Of the drafting passes; weights and caches are those of the judging pass.
+        precision: Of the drafting passes; weights and caches are those of the judging pass.
     """
 
     lengths: tuple[int, ...]
-    activation_bits: int
+    precision: Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +88,7 @@ class Step:
         choices: How each token is chosen, in the order of the tokens that they follow.
         every: Choose the token after every token, not only after the last of each sequence: drafts are judged by that.
         draft: What the model itself drafts first; ``choices`` count drafted tokens, ``tokens`` do not hold them yet.
-        activation_bits: Activations of packed weights in this pass; None: as their schemes say.
+        precision: Of this pass.
         wipe: Pages whose content is set to zero before the pass.
     """
 
@@ -73,7 +99,7 @@ class Step:
     choices: tuple[Choice, ...]
     every: bool = False
     draft: SelfDraft | None = None
-    activation_bits: int | None = None
+    precision: Precision = FULL
     wipe: tuple[int, ...] = ()
 
     @property
@@ -100,7 +126,7 @@ class Layout:
         last_S: The last token of each sequence among the N.
         counts: New tokens of each sequence; empty if each has one.
         starts: Cached positions of each sequence; empty if each has one new token.
-        activation_bits: See `Step`.
+        precision: See `Step`.
         pieces: Rows among the N that are computed together where results must not depend on what else is in a pass: a
             whole prompt, or one token. Empty: all are.
     """
@@ -113,7 +139,7 @@ class Layout:
     last_S: torch.Tensor
     counts: tuple[int, ...]
     starts: tuple[int, ...]
-    activation_bits: int | None = None
+    precision: Precision = FULL
     pieces: tuple[slice, ...] = ()
     _angles: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _seen: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -155,7 +181,7 @@ class Layout:
             last_S,
             () if decodes else step.counts,
             () if decodes else step.starts,
-            step.activation_bits,
+            step.precision,
             tuple(_pieces(step)) if reproducible else (),
         )
 
@@ -206,6 +232,44 @@ class Layout:
             mask = torch.zeros(hidden.shape, dtype=dtype, device=table.device).masked_fill_(hidden, -torch.inf)
             self._seen[window] = table, mask[None, :, None]
         return self._seen[window]
+
+
+def drafting(step: Step) -> Generator[Step, Sequence[int], Step]:
+    """The passes that draft for a step: each is answered by the tokens that it chose; returns the judging pass.
+
+    The drafts' keys and values stand where that pass writes its own.
+
+    Source: QSPEC, EMNLP 2025, for drafts by the same weights into the same cache.
+    """
+    assert step.draft is not None, "the step drafts nothing"
+    lengths, texts = step.draft.lengths, [list(tokens) for tokens in step.tokens]
+    begins = [0, *itertools.accumulate(length + 1 for length in lengths)]
+    for done in range(max(lengths)):
+        rows = [row for row, length in enumerate(lengths) if length > done]
+        chosen = yield Step(
+            number=step.number,
+            tokens=tuple((texts[row][-1],) for row in rows),
+            starts=tuple(step.starts[row] + done for row in rows),
+            pages=tuple(step.pages[row] for row in rows),
+            choices=tuple(step.choices[begins[row] + done] for row in rows),
+            precision=step.draft.precision,
+            wipe=step.wipe if done == 0 else (),
+        )
+        for row, token in zip(rows, chosen, strict=True):
+            texts[row].append(max(token, 0))  # where scores hold NaN any token is as good: it is judged
+    return replace(step, tokens=tuple(map(tuple, texts)), draft=None, wipe=())
+
+
+def drafted(step: Step, run: Callable[[Step], Sequence[int]]) -> Step:
+    """The pass that judges what a step drafts; ``run`` carries out the passes of `drafting` and gives their tokens."""
+    passes = drafting(step)
+    ahead = next(passes)
+    while True:
+        try:
+            ahead = passes.send(run(ahead))
+        except StopIteration as end:
+            judging: Step = end.value
+            return judging
 
 
 def _pieces(step: Step) -> Iterator[slice]:

@@ -12,7 +12,7 @@ import multiprocessing
 import socket
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from types import TracebackType
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from qsync_opt.errors import ProblemError, QSyncError
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.stage import Progress, StageModel, check_plan
-from qsync_opt.runtimes.torch.serving.steps import Step
+from qsync_opt.runtimes.torch.serving.steps import Step, drafted
 from qsync_opt.runtimes.torch.serving.weights import open_model
 from qsync_opt.serving import Plan
 
@@ -52,12 +52,9 @@ def _run(stage: StageModel, step: Step, x: torch.Tensor | None) -> tuple[torch.T
     return stage.run(step), tuple(token for tokens in step.tokens for token in tokens[1:])
 
 
-def _pipeline_refusal(stages: int) -> str:
-    if stages == 1:
-        return ""
-    return (
-        f"the model drafts itself only where it is one stage, and the plan has {stages}: a draft would cross them all"
-    )
+def _refused_by_all(refusals: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What no stage can draft cheaper, with the reason of the first."""
+    return {draft: reason for draft, reason in refusals[0].items() if all(draft in other for other in refusals)}
 
 
 class Workers(Protocol):
@@ -65,8 +62,8 @@ class Workers(Protocol):
 
     config: DecoderConfig
     stage_count: int
-    draft_refusal: str
-    """Why drafts by the model itself (`Step.draft`) cannot run or cannot gain; empty if they can."""
+    draft_refusals: Mapping[str, str]
+    """Why drafts by the model itself cannot gain, by draft; others may."""
 
     def reserve(self, pages: int) -> None:
         """Make so many empty pages on every stage, page 0 included."""
@@ -89,13 +86,25 @@ class Workers(Protocol):
         """End all stages."""
 
 
+def run_step(workers: Workers, step: Step) -> Result:
+    """The result of a pass and its drafts: where the model is several stages, drafted tokens cross all of them."""
+
+    def carry_out(one: Step) -> Result:
+        workers.submit(one)
+        return workers.result()
+
+    if step.draft is not None and workers.stage_count > 1:
+        step = drafted(step, lambda ahead: carry_out(ahead).tokens)
+    return carry_out(step)
+
+
 class LocalWorkers:
     """Stages in this process, one after another."""
 
     def __init__(self, stages: Sequence[StageModel]) -> None:
         self.config = stages[0].config
         self.stage_count = len(stages)
-        self.draft_refusal = _pipeline_refusal(len(stages)) or stages[0].draft_refusal
+        self.draft_refusals: Mapping[str, str] = _refused_by_all([stage.draft_refusals for stage in stages])
         self._stages = stages
         self._results: deque[Result] = deque()
 
@@ -221,7 +230,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
                 world_size=links.stages,
                 timeout=datetime.timedelta(seconds=options.timeout_s),
             )
-        pipe.send(("ready", stage.bytes, stage.draft_refusal))
+        pipe.send(("ready", stage.bytes, stage.draft_refusals))
         # gloo sends when the receiver is ready: the next pass's hidden states come while this one's are computed.
         orders: deque[tuple[Step | int | None, _Arriving | None]] = deque()
         while True:
@@ -281,7 +290,8 @@ class StageProcesses:
             if len(values) != count:
                 raise ProblemError(f"{name} has {len(values)} entries, but the plan has {count} stages")
         self.stage_count = count
-        self.draft_refusal = _pipeline_refusal(count)
+        self.draft_refusals: Mapping[str, str] = {}
+        refusals: list[dict[str, str]] = [{} for _ in range(count)]
         self._broken: str | None = None
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
@@ -307,7 +317,8 @@ class StageProcesses:
                         progress(sum(loaded), total, f"{plan.stages[rank].device}: {message[3]}")
                 elif message[0] == "ready":
                     self.weight_bytes[rank] = message[1]
-                    self.draft_refusal = self.draft_refusal or message[2]
+                    refusals[rank] = message[2]
+            self.draft_refusals = _refused_by_all(refusals)
         except BaseException:
             self.close()
             raise

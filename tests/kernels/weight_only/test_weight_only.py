@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host
-from qsync_opt.kernels.weight_only import PackedWeight, codes_of, explain, linear, pack, pack_codes, unpack
+from qsync_opt.kernels.weight_only import (
+    PackedWeight,
+    codes_of,
+    explain,
+    hadamard,
+    linear,
+    pack,
+    pack_codes,
+    rotate,
+    rotated_inputs,
+    unpack,
+)
 
 RANGES = {4: (-8, 8), 8: (-128, 128)}
 needs_compiler = pytest.mark.skipif(bool(explain("cpu")), reason=f"no compiled product: {explain('cpu')}")
@@ -23,7 +34,7 @@ def random_packed(outputs, inputs, bits, group, seed=0):
     return packed, codes, weight
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 140), st.integers(1, 300), st.sampled_from([4, 8]), st.sampled_from([64, 128, None]))
 def test_codes_come_back(outputs, inputs, bits, group):
     packed, codes, weight = random_packed(outputs, inputs, bits, group)
@@ -71,17 +82,95 @@ def test_products_are_those_of_float64(bits, group, rows, dtype):
         assert bool(((y.double() - exact).abs() <= rounding * terms).all())
 
 
+def rounded(x, activations):
+    """Rows as codes say, in FP64."""
+    largest = {"A8": 127, "F8": 448, "A4": 7}[activations]
+    scale = x.double().abs().amax(1, keepdim=True) / largest
+    codes = x.double() / scale
+    codes = codes.to(torch.float8_e4m3fn).double() if activations == "F8" else codes.round()
+    return codes * scale
+
+
 @pytest.mark.parametrize("bits", [4, 8])
-def test_eight_bit_activations_are_rounded_by_row(bits):
-    packed, _, weight = random_packed(130, 256, bits, 128)
-    x = torch.randn((5, 256), generator=torch.Generator().manual_seed(3))
-    scale = x.abs().amax(1, keepdim=True) / 127
-    rounded = (x / scale).round().double() * scale.double()
-    exact = rounded @ weight.t()
+@pytest.mark.parametrize("activations", ["A8", "F8", "A4"])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_rounded_activations(bits, activations, rotate):
+    generator = torch.Generator().manual_seed(3)
+    x, dense = (torch.randn((rows, 256), generator=generator) for rows in (70, 130))
+    x[:, 7] *= 20
+    packed = pack(dense, bits, 64, rotate=rotate)
+    weight, turned = unpack(packed, torch.float64), x.double()
+    if rotate:
+        weight, turned = (rotated_inputs(matrix, packed.rotation) for matrix in (weight, turned))
+    taken = rounded(turned.float(), activations)
+    exact, step = taken @ weight.t(), (taken - turned).abs().amax()
+    for rows in (5, 70):  # by packed and by unpacked weights
+        for backend in ("auto", "reference"):
+            y = linear(x[:rows], packed, activations=activations, backend=backend).double()
+            # A number near the middle of two codes may be rounded to either.
+            near = (y - exact[:rows]).abs() <= 1e-5 * (taken.abs() @ weight.abs().t())[:rows]
+            assert near.double().mean() > 0.9
+            assert bool(((y - exact[:rows]).abs() <= 3 * step * weight.abs().amax()).all())
+    wide = linear(x, packed).double()
+    assert torch.allclose(wide, x.double() @ unpack(packed, torch.float64).t(), rtol=1e-3, atol=1e-3)
+
+
+def test_rotation_helps_rows_with_numbers_that_stand_out():
+    generator = torch.Generator().manual_seed(4)
+    x, dense = torch.randn((16, 256), generator=generator), torch.randn((64, 256), generator=generator)
+    x[:, ::64] *= 50
+
+    def error(rotate, activations):
+        packed = pack(dense, 8, rotate=rotate)
+        exact = x.double() @ unpack(packed, torch.float64).t()
+        return float((linear(x, packed, activations=activations).double() - exact).norm() / exact.norm())
+
+    for activations in ("A8", "A4"):
+        assert error(True, activations) < 0.5 * error(False, activations)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 5), st.sampled_from([64, 128]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+)  # fmt: skip
+def test_rotations_are_products_with_hadamard_s_matrix(seed, rows, blocks, block, dtype):
+    x = torch.randn((rows, blocks * block), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    matrix = hadamard(block)
+    assert torch.equal(matrix, matrix.t())
+    assert torch.allclose(matrix @ matrix, torch.eye(block, dtype=torch.float64), atol=1e-14)
+    assert torch.allclose(matrix.abs(), torch.full_like(matrix, block**-0.5), rtol=1e-15)
+    exact = (x.double().view(-1, block) @ matrix).view(x.shape)
+    y = rotate(x, block)
+    assert y.dtype is dtype
+    assert torch.allclose(y.double(), exact, rtol=0, atol=float(exact.abs().amax()) * 2 * torch.finfo(dtype).eps)
+    assert torch.equal(rotate(x[:1], block), y[:1])
+    assert torch.allclose(rotate(y, block).double(), x.double(), rtol=0, atol=40 * torch.finfo(dtype).eps)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 300), st.sampled_from([4, 8]), st.sampled_from([64, 128, None]))
+def test_rotated_weights_are_rounded_to_the_nearest_code(outputs, inputs, bits, group):
+    weight = torch.randn((outputs, inputs), generator=torch.Generator().manual_seed(inputs))
+    packed = pack(weight, bits, group, rotate=True)
+    assert packed.shape == (outputs, inputs)
+    assert packed.rotation == (128 if inputs > 64 and -(-inputs // 64) % 2 == 0 else 64)
+    error = unpack(packed, torch.float64) - weight.double()
+    assert float(error.norm()) <= 0.5 * float(packed.scales[:, :outputs].max()) * (256 + inputs) ** 0.5 * outputs**0.5
+    x = torch.randn((3, inputs), generator=torch.Generator().manual_seed(outputs))
+    exact = x.double() @ unpack(packed, torch.float64).t()
     for backend in ("auto", "reference"):
-        y = linear(x, packed, activation_bits=8, backend=backend)
-        assert torch.allclose(y.double(), exact, rtol=1e-4, atol=1e-3)
-    assert not torch.allclose(linear(x, packed).double(), exact, rtol=1e-4, atol=1e-3)
+        assert torch.allclose(linear(x, packed, backend=backend).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_that_hold_nan_stay_nan():
+    packed = pack(torch.ones(64, 64), 4, rotate=True)
+    x = torch.ones(2, 64)
+    x[1, 3] = torch.nan
+    for activations in ("A8", "F8", "A4"):
+        y = linear(x, packed, activations=activations)
+        assert bool(y[1].isnan().all())
+        assert torch.allclose(y[0], torch.full((64,), 64.0), rtol=1e-3)
 
 
 @needs_compiler
@@ -130,10 +219,12 @@ def test_shapes_and_bias():
         (lambda w, p: pack_codes(torch.zeros((2, 64), dtype=torch.int8), torch.ones(2, 2), 4), "scales have the shape"),
         (lambda w, p: linear(torch.ones(2, 63), p), "64 inputs"),
         (lambda w, p: linear(torch.ones(2, 64, dtype=torch.int32), p), "x is torch.int32"),
-        (lambda w, p: linear(torch.ones(2, 64), p, activation_bits=4), "allowed are 8 and 16"),
+        (lambda w, p: linear(torch.ones(2, 64), p, activations="A6"), "allowed are A16, A8, F8, A4"),
         (lambda w, p: linear(torch.ones(2, 64), p, backend="fast"), "allowed are auto"),
         (lambda w, p: linear(torch.ones(2, 64, dtype=torch.float64), p, reproducible=False, backend="none"), "backend"),
         (lambda w, p: unpack(p, torch.int8), "dtype is"),
+        (lambda w, p: rotate(w, 32), "block is 32, but allowed are 128, 64"),
+        (lambda w, p: rotate(w, 128), "a multiple of 128"),
     ],
 )
 def test_bad_arguments_are_refused(call, text):
@@ -143,10 +234,11 @@ def test_bad_arguments_are_refused(call, text):
 
 
 def test_without_a_compiler_plain_code_runs_and_says_why(monkeypatch):
+    from qsync_opt.kernels.weight_only import host as weight_only_host
     from qsync_opt.kernels.weight_only import operators
 
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for cached in (host.load, operators._host, operators._refusal):
+    for cached in (host.load, weight_only_host.functions, operators._refusal):
         cached.cache_clear()
     try:
         packed, _, weight = random_packed(65, 64, 4, None)
@@ -159,7 +251,7 @@ def test_without_a_compiler_plain_code_runs_and_says_why(monkeypatch):
         with pytest.raises(UnsupportedError, match="reproducible"):
             linear(x, packed, reproducible=True)
     finally:
-        for cached in (host.load, operators._host, operators._refusal):
+        for cached in (host.load, weight_only_host.functions, operators._refusal):
             cached.cache_clear()
 
 
@@ -171,6 +263,8 @@ def test_operators_keep_torch_s_rules():
     ops = torch.ops.qsync_opt
     torch.library.opcheck(ops.weight_only_linear.default, (x, *arguments, 65))
     torch.library.opcheck(ops.weight_only_unpack.default, (*arguments, torch.bfloat16))
+    torch.library.opcheck(ops.weight_only_rotate.default, (x, 128))
+    torch.library.opcheck(ops.weight_only_rotate_int8.default, (x, 64))
     codes, scale = torch.ones((2, 128), dtype=torch.int8), torch.ones(2)
     torch.library.opcheck(
         ops.weight_only_linear_int8.default, (codes, scale, packed.codes, packed.scales, 64, 65, torch.float32)

@@ -167,6 +167,23 @@ def test_cache_codes_are_rounded_to_nearest():
         PagedCache(3, 2, 8, dtype=torch.float32, bits=5, device=torch.device("cpu"))
 
 
+def test_the_upper_halves_of_a_cache_are_its_codes_without_their_lower_bits():
+    generator = torch.Generator().manual_seed(5)
+    cache = PagedCache(3, 2, 8, dtype=torch.float64, bits=8, device=torch.device("cpu"))
+    keys, values = torch.randn((2, 32, 2, 8), generator=generator, dtype=torch.float64)
+    cache.write(torch.arange(16, 48), keys, values)
+    table = torch.tensor([[1, 2]])
+    whole, upper = cache.read(table), cache.read(table, high_halves=True)
+    for which in (0, 1):
+        scale = cache.scales[which, :, 16:48].double()[:, None]
+        codes = (whole[which] / scale).round()
+        assert torch.allclose(codes * scale, whole[which], rtol=1e-12)
+        assert bool((codes.abs().amax(-1) == 127).all())
+        expected = (torch.floor(codes / 16) * 16 + 7.5) * scale
+        assert torch.allclose(upper[which], expected, rtol=1e-12)
+    assert cache.bytes == 2 * 2 * 48 * (8 + 4)
+
+
 def chi_square(tokens, probabilities):
     counts = torch.bincount(torch.tensor(tokens), minlength=len(probabilities)).double()
     expected = counts.sum() * probabilities

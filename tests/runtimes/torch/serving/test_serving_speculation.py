@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     StageError,
     StageModel,
     StageOptions,
+    StageProcesses,
     answer,
     check_speculation,
     fingerprint,
@@ -41,6 +43,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     group_names,
     measure_acceptance,
     measure_speculation,
+    measure_times,
     metrics_text,
     open_model,
     parse_speculation,
@@ -61,10 +64,15 @@ def stages_of(folder, scheme="W4", cuts=(), **more):
     return [StageModel(config, source, part, dict.fromkeys(names, scheme), **more) for part in parts]
 
 
+WAYS = {"llama": ("W4", None), "qwen2": ("W4H", None), "qwen3": ("W4", 8), "gemma3_text": ("W4H", 8)}
+
+
 @pytest.fixture(scope="module")
 def exact(model_and_folder):
-    """Workers of each kind of model, sliding windows too, in FP64."""
-    return LocalWorkers(stages_of(model_and_folder[1], dtype=torch.float64))
+    """Workers of each kind of model, sliding windows too, in FP64; rotated weights and caches of 8 bits among them."""
+    model, folder = model_and_folder
+    scheme, kv_bits = WAYS[model.config.model_type]
+    return LocalWorkers(stages_of(folder, scheme, dtype=torch.float64, kv_bits=kv_bits))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,8 @@ class Capped(FixedSpeculation):
 
 @settings(max_examples=3, deadline=None)
 @given(
-    st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 6), st.integers(1, 20), st.sampled_from(["A8", "lookup"]),
+    st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 6), st.integers(1, 14),
+    st.sampled_from(["A8", "F8", "A8K4", "lookup"]),
     st.booleans(), st.sampled_from([0.0, 1.0]),
 )  # fmt: skip
 def test_tokens_are_those_of_plain_decoding(exact, seed, count, length, new_tokens, draft, capped, temperature):
@@ -134,7 +143,7 @@ class Watched(LocalWorkers):
 
 @pytest.mark.parametrize(
     ("kv_bits", "dtype", "draft"),
-    [(None, torch.float32, "A8"), (8, torch.float32, "A8"), (None, torch.float64, "lookup")],
+    [(None, torch.float32, "A8"), (8, torch.float32, "A8K4"), (None, torch.float64, "lookup")],
 )
 def test_caches_are_bit_for_bit_those_of_plain_decoding_after_every_cycle(model_and_folder, kv_bits, dtype, draft):
     stages = stages_of(model_and_folder[1], reproducible=True, kv_bits=kv_bits, dtype=dtype)
@@ -148,8 +157,8 @@ def test_caches_are_bit_for_bit_those_of_plain_decoding_after_every_cycle(model_
         for mine, theirs in zip(kept, plain[text], strict=True):
             assert torch.equal(mine, theirs[:, :, : mine.shape[2]])
 
-    expected, _ = answer(Watched(stages, keep), prompts, 12, running=1)
-    tokens, _ = answer(Watched(stages, compare), prompts, 12, speculation=FixedSpeculation(draft, 3), running=3)
+    expected, _ = answer(Watched(stages, keep), prompts, 8, running=1)
+    tokens, _ = answer(Watched(stages, compare), prompts, 8, speculation=FixedSpeculation(draft, 3), running=3)
     assert tokens == expected
     assert len(cycles) > len(prompts)
 
@@ -293,13 +302,30 @@ def test_a_request_that_is_cancelled_while_it_is_drafted_for(llama, held):
         assert engine.pages_used == 0
 
 
-def test_pipelines_look_drafts_up_and_refuse_to_draft_themselves(llama):
-    workers = LocalWorkers(stages_of(llama[1], cuts=(3,)))
+@pytest.mark.parametrize("draft", ["lookup", "A8"])
+def test_pipelines_speculate(llama, draft):
+    workers = LocalWorkers(stages_of(llama[1], cuts=(3,), dtype=torch.float64))
     prompts = [*prompts_of(4, 3), [5, 9, 33] * 4]
-    plain, _ = answer(workers, prompts, 20)
-    assert answer(workers, prompts, 20, speculation=FixedSpeculation("lookup", 4))[0] == plain
-    with pytest.raises(ProblemError, match=r"draft 'A8' cannot run: .* the plan has 2.*use lookup:N, or one stage"):
-        Engine(workers, speculation=FixedSpeculation("A8", 2))
+    plain, _ = answer(workers, prompts, 14)
+    speculation = FixedSpeculation(draft, 3)
+    assert answer(workers, prompts, 14, speculation=speculation, running=3)[0] == plain
+    assert sum(speculation.acceptance.accepted) > 0
+
+
+def test_processes_of_a_pipeline_speculate(llama):
+    plan = uniform_plan(open_model(llama[1])[0], "W4")
+    names = plan.stages[0].groups
+    parts = tuple(Stage(device=f"d{k}", groups=part) for k, part in enumerate((names[:3], names[3:])))
+    prompts = [*prompts_of(4, 2), [5, 9, 33] * 4]
+    options = StageOptions(dtype=torch.float64, kv_bits=8)
+    expected = LocalWorkers(stages_of(llama[1], dtype=torch.float64, kv_bits=8))
+    plain, _ = answer(expected, prompts, 12)
+    with StageProcesses(str(llama[1]), replace(plan, stages=parts), options) as stages:
+        assert set(stages.draft_refusals) <= {"A8", "F8", "A8K4"}  # those that need a compiler
+        for draft in ("lookup", "A8K4"):
+            assert answer(stages, prompts, 12, speculation=FixedSpeculation(draft, 3))[0] == plain
+        times = measure_times(stages, ["lookup", "K4"], [2], 1, 20, rounds=1)
+        assert set(times[0]) == {1, 3} and set(times[1]) == {"lookup", "K4"}
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))
@@ -357,7 +383,7 @@ def test_a_server_speculates_where_it_pays(packed, verify_ns, drafts):
 
 def test_a_draft_that_is_never_accepted_is_given_up(packed, monkeypatch):
     prompt = [4, 5, 6]
-    (plain,), _ = answer(packed, [prompt], 200)
+    (plain,), _ = answer(packed, [prompt], 90)
 
     def wrong(step):
         done = step.starts[0] + 1 - len(prompt)
@@ -370,7 +396,7 @@ def test_a_draft_that_is_never_accepted_is_given_up(packed, monkeypatch):
     monkeypatch.setattr(packed._stages[0], "draft", wrong)
     speculation = AdaptiveSpeculation(problem_of(), options=ControllerOptions(trial_share=0.0))
     with Engine(packed, EngineLimits(context=256, cached=256), speculation=speculation) as engine:
-        heard = Heard(prompt, 200)
+        heard = Heard(prompt, 90)
         engine.submit(heard.request)
         heard.wait()
         assert heard.tokens == plain
@@ -448,9 +474,10 @@ def test_specifications_start_what_they_say(served, tmp_path):
 
     assert start("off") == (None, ())
     assert start("lookup:3").speculation.cycle == ("lookup", 3)
-    workers.draft_refusal = ""
+    workers.draft_refusals = {}
     assert start("A8:2").speculation.cycle == ("A8", 2)
-    workers.draft_refusal = "there is no kernel for it"
+    assert set(LocalWorkers(stages_of(folder)).draft_refusals) >= {"K4", "A8K4"}
+    workers.draft_refusals = {"A8": "there is no kernel for it"}
     assert start("A8:2") == (None, ("plain decoding: A8:2 cannot gain, because there is no kernel for it",))
     path, model = tmp_path / "p.json", fingerprint(folder, workers.plan, workers.options)
     problem_of().save(path)
@@ -490,9 +517,9 @@ def test_auto_measures_first(served):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lookup", r"speculation is 'lookup', but allowed are off, auto, lookup:N, A8:N"),
+        ("lookup", r"speculation is 'lookup', but allowed are off, auto, lookup:N, A8:N, F8:N, K4:N, A8K4:N,"),
         ("lookup:x", "speculation is 'lookup:x'"),
-        ("A4:2", "draft is 'A4', but allowed are lookup, A8"),
+        ("A4:2", "draft is 'A4', but allowed are lookup, A8, F8, K4, A8K4"),
         ("A8:0", "a draft has 0 tokens, but allowed are 1 to 16"),
         ("A8:17", "a draft has 17 tokens"),
         ("no/such.json", "no/such.json"),
@@ -505,7 +532,7 @@ def test_unusable_specifications_are_refused(text, message):
 
 
 def test_problems_of_other_machines_are_refused():
-    with pytest.raises(ProblemError, match="has the draft 'A4', but this server has lookup, A8"):
+    with pytest.raises(ProblemError, match="has the draft 'A4', but this server has lookup, A8, F8, K4, A8K4"):
         AdaptiveSpeculation(problem_of("A4"))
     with pytest.raises(ProblemError, match=r"regime 'small' .* has x-batch 0"):
         AdaptiveSpeculation(problem_of(more={("regimes", "small", "x-batch"): 0}))

@@ -1,0 +1,59 @@
+"""The compiled functions for CPUs, on tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_opt.kernels.compilation import host
+from qsync_opt.kernels.weight_only.layout import TILE, PackedWeight
+
+UNIT = "weight_only"
+
+
+@functools.cache
+def functions() -> ctypes.CDLL | str:
+    """The compiled functions for CPUs, or why there are none."""
+    loaded = host.load(UNIT)
+    if not isinstance(loaded, str):
+        pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        weight = (count, count, count, number, pointer, number)  # tiles, blocks, group in blocks, bits, y, threads
+        loaded.qsync_weight_only_linear.argtypes = [pointer, count, pointer, pointer, *weight]
+        loaded.qsync_weight_only_unpack.argtypes = [pointer, pointer, *weight]
+        loaded.qsync_weight_only_rotate.argtypes = [pointer, count, number, number]
+        for name in ("linear", "unpack", "rotate"):
+            getattr(loaded, f"qsync_weight_only_{name}").restype = None
+    return loaded
+
+
+def _call(name: str, packed: PackedWeight, y: Tensor, *first: Any) -> Tensor:
+    high, wide = packed.codes.shape[:2]
+    weight = (packed.codes.data_ptr(), packed.scales.data_ptr(), high, wide, packed.group // TILE, packed.bits)
+    getattr(functions(), name)(*first, *weight, y.data_ptr(), torch.get_num_threads())
+    return y
+
+
+def linear(x: Tensor, packed: PackedWeight) -> Tensor:
+    """FP32 product on the CPU, padded outputs cut off."""
+    x = x.float().contiguous()
+    y = torch.empty((x.shape[0], packed.codes.shape[0] * TILE))
+    return _call("qsync_weight_only_linear", packed, y, x.data_ptr(), x.shape[0])[:, : packed.out_features]
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The padded weight in FP32 on the CPU, as its codes say."""
+    high, wide = packed.codes.shape[:2]
+    return _call("qsync_weight_only_unpack", packed, torch.empty((high * TILE, wide * TILE)))
+
+
+def rotate(x: Tensor, block: int) -> Tensor:
+    """Rotated rows in FP32; a copy."""
+    y = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    loaded = functions()
+    assert not isinstance(loaded, str), loaded
+    loaded.qsync_weight_only_rotate(y.data_ptr(), y.numel() // block, block, torch.get_num_threads())
+    return y
