@@ -71,17 +71,16 @@ def collect(
 def fit(
     records: Annotated[list[Path], typer.Argument(metavar="RECORD.json.gz...", help="records of measured times")],
     output: Annotated[Path, option("MODEL.npz", "file to write")],
-    seed: Annotated[int, option("N", "of the trees")] = 0,
     errors: Annotated[bool, typer.Option(help="compute held-out errors, which takes longer")] = True,
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
     """Fit a model to records, with held-out errors by operator, family, model and device."""
-    from qsync_opt.costs.learned import fit_trees, load_record, merge_records
+    from qsync_opt.costs.learned import fit_laws, load_record, merge_records
     from qsync_opt.io import encode
 
     check_outputs([output], records)
-    model = fit_trees(merge_records([load_record(path) for path in records]), seed=seed, errors=errors)
+    model = fit_laws(merge_records([load_record(path) for path in records]), errors=errors)
     model.save(output)
     if json:
         print_json({"model": str(output), **encode(model.card)})

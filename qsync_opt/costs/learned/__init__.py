@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
+    from qsync_opt.costs.learned.corrections import Correction
     from qsync_opt.costs.learned.devices import (
         DeviceVector,
         check_same_devices,
@@ -15,24 +16,24 @@ if TYPE_CHECKING:
         sheet_vector,
         with_observed_rates,
     )
-    from qsync_opt.costs.learned.features import FEATURE_VERSION, Features, feature_names, features_of
     from qsync_opt.costs.learned.fitting import (
         Rows,
         Split,
-        fit_heads,
-        fit_trees,
+        fit_laws,
         group_keys,
         held_out_errors,
         parts,
         predict_samples,
         summary,
     )
+    from qsync_opt.costs.learned.laws import class_name, fit_law, kernel_of
     from qsync_opt.costs.learned.model import (
         LearnedModel,
+        Level,
         ModelCard,
         TimeEstimate,
-        Trees,
         interval_quantile,
+        law_name,
         load_model,
         shipped_model,
     )
@@ -57,15 +58,58 @@ if TYPE_CHECKING:
         outliers,
     )
     from qsync_opt.costs.learned.source import LearnedCosts, at_quantile, has_intervals, learned_profile, with_times
+    from qsync_opt.costs.learned.terms import FEATURE_VERSION, TERMS, terms_of
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FEATURE_VERSION", "RECORD_FORMAT", "CostRecord", "DeviceVector", "Features", "Leaf", "LeafKind",
-    "LearnedCosts", "LearnedModel", "ModelCard", "Phase", "Program", "Rows", "Sample", "Split", "TimeEstimate",
-    "Trees", "Workload", "at_quantile", "cast_program", "check_same_devices", "check_times", "feature_names",
-    "features_of", "fit_heads", "fit_trees", "group_keys", "has_intervals", "held_out_errors", "interval_quantile",
-    "learned_profile", "load_model", "load_record", "merge_records", "outliers", "parts", "predict_samples",
-    "programs_of", "reference_ns", "sheet_vector", "shipped_model", "sum_program", "summary", "with_observed_rates",
-    "with_times", "workload_of",
+    "FEATURE_VERSION",
+    "RECORD_FORMAT",
+    "TERMS",
+    "Correction",
+    "CostRecord",
+    "DeviceVector",
+    "Leaf",
+    "LeafKind",
+    "LearnedCosts",
+    "LearnedModel",
+    "Level",
+    "ModelCard",
+    "Phase",
+    "Program",
+    "Rows",
+    "Sample",
+    "Split",
+    "TimeEstimate",
+    "Workload",
+    "at_quantile",
+    "cast_program",
+    "check_same_devices",
+    "check_times",
+    "class_name",
+    "fit_law",
+    "fit_laws",
+    "group_keys",
+    "has_intervals",
+    "held_out_errors",
+    "interval_quantile",
+    "kernel_of",
+    "law_name",
+    "learned_profile",
+    "load_model",
+    "load_record",
+    "merge_records",
+    "outliers",
+    "parts",
+    "predict_samples",
+    "programs_of",
+    "reference_ns",
+    "sheet_vector",
+    "shipped_model",
+    "sum_program",
+    "summary",
+    "terms_of",
+    "with_observed_rates",
+    "with_times",
+    "workload_of",
 ]  # fmt: skip

@@ -92,6 +92,19 @@ class DeviceVector:
         pairs += [(self.peak_flops.get(p, 0.0), peak) for p, peak in other.peak_flops.items()]
         return max(float(abs(a - b) / max(a, b)) for a, b in pairs)
 
+    def unlike(self, other: DeviceVector) -> tuple[str, float]:
+        """The figure in which two vectors differ most, by which share, whatever units their times are in."""
+        rates: dict[str, tuple[float, float]] = {
+            "cache": (self.cache_bytes, other.cache_bytes),
+            "number of multiprocessors": (self.multiprocessors, other.multiprocessors),
+            "bandwidth": tuple(v.bandwidth_bytes_per_s * v.launch_ns for v in (self, other)),  # type: ignore[dict-item]
+        }
+        for precision in {*self.peak_flops, *other.peak_flops}:
+            a, b = (v.peak_flops.get(precision, 0.0) * v.launch_ns for v in (self, other))
+            rates[f"peak in {precision}"] = (a, b)
+        name = max(sorted(rates), key=lambda name: abs(rates[name][0] - rates[name][1]) / max(rates[name]))
+        return name, abs(rates[name][0] - rates[name][1]) / max(rates[name])
+
 
 _RATES = ("bandwidth_bytes_per_s", "cache_bytes", "cache_bytes_per_s", "multiprocessors", "launch_ns")
 _CARDS: Mapping[str, tuple[float, int]] = MappingProxyType(

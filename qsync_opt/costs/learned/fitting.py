@@ -1,4 +1,4 @@
-"""Fitting of boosted trees to a record with scikit-learn, cross-conformal calibration, and honest held-out errors.
+"""Fitting of laws to a record, calibration of their intervals on held-out parts, and honest held-out errors.
 
 Whoever splits a record into parts splits it by workload, family, model or device, never by rows: two precisions, two
 passes or two devices of one workload are nearly the same row.
@@ -11,24 +11,21 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.costs.learned.features import FEATURE_VERSION, Matrix, features_of
-from qsync_opt.costs.learned.model import QUANTILES, LearnedModel, ModelCard, TimeEstimate, Trees
+from qsync_opt.costs.learned.devices import DeviceVector
+from qsync_opt.costs.learned.laws import fit_law
+from qsync_opt.costs.learned.model import COVERAGE, LearnedModel, Level, ModelCard, TimeEstimate, law_name
 from qsync_opt.costs.learned.programs import Program
 from qsync_opt.costs.learned.records import CostRecord, check_times
-from qsync_opt.errors import NotInstalledError, ProblemError
+from qsync_opt.costs.learned.terms import FEATURE_VERSION, TERMS, Matrix, terms_of
+from qsync_opt.errors import ProblemError
 
-ITERATIONS = (50, 160, 50)
-"""Trees of each of the three ensembles."""
-LEAF_NODES = 24
-LEARNING_RATE = (0.12, 0.1, 0.12)
 FOLDS = 4
-COVERAGE = QUANTILES[2] - QUANTILES[0]
-_DEPTH = 8
+MIN_SCORES = 39
+"""Held-out times of a law from which on its interval is its own; otherwise it is that of its level."""
 
 
 class Split(enum.StrEnum):
@@ -77,131 +74,134 @@ def parts(record: CostRecord, split: Split, folds: int = FOLDS) -> Iterator[tupl
             yield name, train, test
 
 
-def fit_trees(record: CostRecord, *, seed: int = 0, errors: bool = True, rounds: int = FOLDS) -> LearnedModel:
-    """Fit a model to a record; equal records and seeds give equal models.
+def fit_laws(record: CostRecord, *, errors: bool = True, rounds: int = FOLDS) -> LearnedModel:
+    """Fit a model to a record; equal records give equal models, and nothing is drawn at random.
 
-    Quantile ensembles are fitted to all samples. Their interval is widened by conformal scores of `FOLDS` folds of
-    workloads (cross-conformal); beyond the training data, by those of folds of families. The error is minimised in the
-    logarithm.
+    The interval of a law of one device is calibrated on workloads that were held out, that of a kernel on any device on
+    held-out devices, and that of a class of kernels on held-out families (cross-conformal).
 
     Args:
         record: Measured times.
-        seed: Of the trees.
-        errors: Compute the held-out errors of the card, which takes three more fits per part.
+        errors: Compute the held-out errors of the card, which takes more fits.
         rounds: Of the `FOLDS` folds of calibration, how many are held out in turn.
 
     Raises:
-        NotInstalledError: scikit-learn is missing.
+        NotInstalledError: scipy is missing.
         ProblemError: Too few samples, or all times are equal.
 
-    Source: conformalized quantile regression, Romano, Patterson and Candes (NeurIPS 2019); folds as in Barber et al.,
-        "Predictive inference with the jackknife+" (2021).
+    Source: ours; intervals as in Barber et al., "Predictive inference with the jackknife+" (2021), per group of
+        kernels (Mondrian conformal prediction, Vovk et al. 2005).
     """
     check_times(record)
     rows = Rows(record)
-    families, matrix = rows.families, rows.matrix
-    scores: dict[Split, NDArray[np.float64]] = {}
-    for split in (Split.WORKLOAD, Split.FAMILY):
-        of_split = np.full(len(record), np.nan)
+    everything = np.arange(len(record))
+    laws = _laws(rows, everything)
+    scores: dict[str, list[NDArray[np.float64]]] = {}
+    for split in (Split.WORKLOAD, Split.DEVICE, Split.FAMILY):
         for _, train, test in itertools.islice(parts(record, split), rounds):
-            logs_HQ = fit_heads(matrix[train], rows.target[train], seed)(matrix[test])
-            of_split[test] = np.maximum(logs_HQ[0] - rows.target[test], rows.target[test] - logs_HQ[2])
-        scores[split] = of_split[np.isfinite(of_split)]
+            held = _laws(rows, np.array(train))
+            known = {rows.devices[i].name for i in train} if split is Split.DEVICE else None
+            for name, logs in _scores(rows, np.array(test), held, known).items():
+                scores.setdefault(name, []).append(logs)
+    names = tuple(sorted(laws))
+    ends_L2 = _intervals(names, {name: np.concatenate(parts) for name, parts in scores.items()})
+    launches = rows.terms / np.array([[device.launch_ns] for device in rows.devices])
+    most = {name: launches[places].max(axis=0) for name, places in _groups(rows, everything).items()}
     card = ModelCard(
         feature_version=FEATURE_VERSION,
-        families=families,
+        families=tuple(sorted({program.family for program in rows.programs})),
         precisions=tuple(sorted({program.precision for program in rows.programs})),
-        vectors=record.devices,
+        vectors=tuple(device for i, device in enumerate(record.devices) if i in {s.device for s in record.samples}),
         training_digest=record.digest(),
         samples=len(record),
-        seed=seed,
         note=record.note,
-        errors=held_out_errors(record, seed) if errors else {},
+        errors=held_out_errors(record) if errors else {},
     )
-    radius = _conformal_radius(scores[Split.WORKLOAD])
     return LearnedModel(
         card=card,
-        trees=fit_heads(matrix, rows.target, seed),
-        low_F=matrix.min(axis=0),
-        high_F=matrix.max(axis=0),
-        radius=radius,
-        radius_beyond=max(radius, _conformal_radius(scores[Split.FAMILY])),
+        names=names,
+        weights_LT=np.array([laws[name] for name in names]),
+        ends_L2=ends_L2,
+        most_LT=np.array([most[name] for name in names]),
     )
 
 
 class Rows:
-    """A record as arrays: features (N, F), times (N,) in nanoseconds, and targets log(time / reference)."""
+    """A record as arrays: terms (N, T) and times (N,) in nanoseconds, with program and device of each row."""
 
-    def __init__(self, record: CostRecord, families: Sequence[str] | None = None) -> None:
+    def __init__(self, record: CostRecord) -> None:
         triples = list(record.programs())
         self.programs: list[Program] = [program for program, _, _ in triples]
-        self.families = tuple(families or sorted({program.family for program in self.programs}))
-        features = features_of(self.programs, [device for _, device, _ in triples], self.families)
-        self.matrix = features.matrix_NF
+        self.devices: list[DeviceVector] = [device for _, device, _ in triples]
+        self.terms: Matrix = np.zeros((len(triples), len(TERMS)))
+        self.floor: Matrix = np.array([device.floor_ns(program) for program, device, _ in triples])
+        for device in record.devices:
+            places = [i for i, other in enumerate(self.devices) if other is device]
+            self.terms[places] = terms_of([self.programs[i] for i in places], device)
         # A time below the roofline is an error of measurement.
-        self.ns: Matrix = np.maximum(features.floor_N, [float(sample.ns) for _, _, sample in triples])
-        self.reference = features.reference_N
-        self.target: Matrix = np.log(self.ns / self.reference)
+        self.ns: Matrix = np.maximum(self.floor, [float(sample.ns) for _, _, sample in triples])
 
 
-def _conformal_radius(scores: NDArray[np.float64]) -> float:
-    if not len(scores):
-        return math.log(10.0)  # nothing could be held out: an interval of a factor of ten
-    rank = min(1.0, math.ceil((len(scores) + 1) * COVERAGE) / len(scores))
-    return float(np.quantile(scores, rank, method="higher"))
+def _groups(rows: Rows, places: NDArray[np.int64]) -> dict[str, list[int]]:
+    """Name of each law to the rows that it is fitted to, among ``places``; the widest laws first."""
+    groups: dict[str, list[int]] = {}
+    for level in reversed(Level):
+        for i in places.tolist():
+            groups.setdefault(law_name(level, rows.programs[i], rows.devices[i]), []).append(i)
+    return groups
 
 
-def fit_heads(matrix: Matrix, target: Matrix, seed: int) -> Trees:
-    """Fit the ensembles of all quantiles to a feature matrix (N, F) and targets (N,)."""
-    try:
-        from sklearn.ensemble import HistGradientBoostingRegressor
-    except ImportError as failure:
-        raise NotInstalledError(
-            "fitting learned costs needs the package 'scikit-learn'; install it: pip install 'qsync-opt[learned]'"
-        ) from failure
-    ensembles = []
-    for quantile, iterations, rate in zip(QUANTILES, ITERATIONS, LEARNING_RATE, strict=True):
-        regressor = HistGradientBoostingRegressor(
-            loss="quantile",
-            quantile=quantile,
-            max_iter=iterations,
-            learning_rate=rate,
-            max_leaf_nodes=LEAF_NODES,
-            max_depth=_DEPTH,
-            min_samples_leaf=8,
-            l2_regularization=1e-3,
-            early_stopping=False,
-            random_state=seed,
-        )
-        regressor.fit(matrix, target)
-        ensembles.append(regressor)
-    return _flat(ensembles)
+def _laws(rows: Rows, places: NDArray[np.int64]) -> dict[str, Matrix]:
+    """The weights of every law; each is held near the next wider one."""
+    laws: dict[str, Matrix] = {}
+    groups = _groups(rows, places)
+    for name, members in groups.items():
+        first = members[0]
+        wider = [law_name(level, rows.programs[first], rows.devices[first]) for level in Level]
+        later = wider[wider.index(name) + 1 :]
+        if later and groups[later[0]] == members:
+            laws[name] = laws[later[0]]  # there is no other device, or no other family
+        else:
+            laws[name] = fit_law(rows.terms[members], rows.ns[members], laws[later[0]] if later else None)
+    return laws
 
 
-def _flat(ensembles: Sequence[Any]) -> Trees:
-    """The arrays of fitted ensembles."""
-    trees = [trees[0].nodes for ensemble in ensembles for trees in ensemble._predictors]
-    roots = np.cumsum([0, *(len(tree) for tree in trees)])
-    columns: dict[str, list[NDArray[Any]]] = {"feature": [], "threshold": [], "left": [], "right": [], "value": []}
-    for tree, root in zip(trees, roots, strict=False):
-        inner, own = tree["is_leaf"] == 0, root + np.arange(len(tree))
-        columns["feature"].append(np.where(inner, tree["feature_idx"], 0))
-        columns["threshold"].append(np.where(inner, tree["num_threshold"], np.inf))
-        columns["left"].append(np.where(inner, root + tree["left"], own))
-        columns["right"].append(np.where(inner, root + tree["right"], own))
-        columns["value"].append(np.where(inner, 0.0, tree["value"]))
-    flat = {name: np.concatenate(values) for name, values in columns.items()}
-    return Trees(
-        feature_M=flat["feature"].astype(np.int32),
-        threshold_M=flat["threshold"].astype(np.float64),
-        left_M=flat["left"].astype(np.int32),
-        right_M=flat["right"].astype(np.int32),
-        value_M=flat["value"],
-        roots_T=roots[:-1].astype(np.int32),
-        counts_H=np.array([len(ensemble._predictors) for ensemble in ensembles], dtype=np.int32),
-        offset_H=np.array([float(np.ravel(ensemble._baseline_prediction)[0]) for ensemble in ensembles]),
-        depth=max(int(tree["depth"].max()) for tree in trees),
-    )
+def _scores(
+    rows: Rows, places: NDArray[np.int64], laws: dict[str, Matrix], known: set[str] | None
+) -> dict[str, NDArray[np.float64]]:
+    """Logarithms of measured over predicted times by the law that predicts; ``known`` devices have their own laws."""
+    scores: dict[str, list[float]] = {}
+    for i in places.tolist():
+        levels = [level for level in Level if known is None or rows.devices[i].name in known or not level.of_device]
+        names = (law_name(level, rows.programs[i], rows.devices[i]) for level in levels)
+        if (name := next((name for name in names if name in laws), None)) is not None:
+            predicted = max(rows.floor[i], float(rows.terms[i] @ laws[name]), 1.0)
+            scores.setdefault(name, []).append(math.log(rows.ns[i] / predicted))
+    return {name: np.array(logs) for name, logs in scores.items()}
+
+
+def _intervals(names: Sequence[str], scores: dict[str, NDArray[np.float64]]) -> Matrix:
+    """Logarithms of both ends over the prediction, shape (L, 2), per law."""
+    of_level: dict[str, list[NDArray[np.float64]]] = {}
+    for name, logs in scores.items():
+        of_level.setdefault(Level.of(name), []).append(logs)
+    pooled = {level: _conformal_ends(np.concatenate(logs)) for level, logs in of_level.items()}
+    beyond = [_conformal_ends(np.concatenate(of_level[level])) for level in of_level if level != Level.DEVICE_KERNEL]
+    widest = (min((a for a, _ in beyond), default=-math.log(10.0)), max((b for _, b in beyond), default=math.log(10.0)))
+    ends = []
+    for name in names:
+        own = scores.get(name, np.zeros(0))
+        ends.append(_conformal_ends(own) if len(own) >= MIN_SCORES else pooled.get(Level.of(name), widest))
+    return np.array(ends).reshape(len(names), 2)
+
+
+def _conformal_ends(scores: NDArray[np.float64]) -> tuple[float, float]:
+    """Both ends, each missed by half of what the interval may miss; zero is always inside."""
+    tail = (1 - COVERAGE) / 2
+    rank = min(1.0, math.ceil((len(scores) + 1) * (1 - tail)) / len(scores))
+    low = -float(np.quantile(-scores, rank, method="higher"))
+    high = float(np.quantile(scores, rank, method="higher"))
+    return min(0.0, low), max(0.0, high)
 
 
 def predict_samples(model: LearnedModel, record: CostRecord) -> tuple[TimeEstimate, ...]:
@@ -232,10 +232,10 @@ def summary(actual_ns: Sequence[float], estimates: Sequence[TimeEstimate]) -> di
 
 
 def held_out_errors(
-    record: CostRecord, seed: int = 0, fit: Callable[[CostRecord, int], LearnedModel] | None = None
+    record: CostRecord, fit: Callable[[CostRecord], LearnedModel] | None = None
 ) -> dict[str, dict[str, float]]:
     """`summary` of each split over all its parts; a split of which the record has one part only is left out."""
-    fit = fit or (lambda part, seed: fit_trees(part, seed=seed, errors=False, rounds=1))
+    fit = fit or (lambda part: fit_laws(part, errors=False, rounds=2))
     result = {}
     for split in Split:
         actual: list[float] = []
@@ -244,7 +244,7 @@ def held_out_errors(
             if len(train) < len(test) // 4 or len(train) < 40:
                 continue
             test_record = record.select(test)
-            estimates += predict_samples(fit(record.select(train), seed), test_record)
+            estimates += predict_samples(fit(record.select(train)), test_record)
             actual += [sample.ns for sample in test_record.samples]
         if estimates:
             result[str(split)] = summary(actual, estimates)

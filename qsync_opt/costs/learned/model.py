@@ -1,11 +1,11 @@
-"""Prediction by boosted trees in numpy, with calibrated intervals, and the model's file (``.npz`` without pickle).
+"""Prediction by laws in numpy, with calibrated intervals, and the model's file (``.npz`` without pickle).
 
-Three ensembles predict quantiles of log(time / reference), where the reference is the roofline plus a launch per leaf.
-The roofline is a floor. The interval is widened by what calibration found (conformalized quantile regression).
+The roofline is a floor of every time.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import json
@@ -13,8 +13,8 @@ import math
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from importlib import resources
 from statistics import NormalDist
 from typing import Any
@@ -22,20 +22,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.costs.learned.devices import DeviceVector
-from qsync_opt.costs.learned.features import FEATURE_VERSION, Matrix, feature_names, features_of
+from qsync_opt.costs.learned.corrections import Correction, fit_correction
+from qsync_opt.costs.learned.devices import CHANGED, DeviceVector
+from qsync_opt.costs.learned.laws import class_name, class_of, kernel_of
 from qsync_opt.costs.learned.programs import Program
+from qsync_opt.costs.learned.terms import FEATURE_VERSION, TERMS, Matrix, terms_of
 from qsync_opt.errors import NotReadyError, ProblemError, reason_of
 from qsync_opt.io import Name, check_fields, check_number, decode, encode, freeze, parse_json, read_bounded, write_bytes
 
-MODEL_FORMAT = "qsync-learned-costs/1"
+MODEL_FORMAT = "qsync-learned-costs/2"
 LARGEST_MODEL_BYTES = 64 * 2**20
-QUANTILES = (0.05, 0.5, 0.95)
-"""Of the three ensembles: the ends of the interval, and the median."""
-SHIPPED = "trees.npz"
-_OUTSIDE = 0.25
-"""How far, as a share of its range, a feature may leave the range of the training data."""
-_Z = NormalDist().inv_cdf(QUANTILES[2])
+COVERAGE = 0.9
+"""Share of times inside their intervals."""
+SHIPPED = "laws.npz"
+_OUTSIDE = 1.5
+"""How far a term may exceed the largest in the training data, as a factor."""
+_NO_TIME = 1e-3
+"""Share of a launch that a term may have where the training data had nothing of it."""
+_Z = NormalDist().inv_cdf((1 + COVERAGE) / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class TimeEstimate:
     """A predicted time in nanoseconds, with an interval that holds 90 % of such times.
 
     ``in_domain`` is False where the program or the device is unlike the training data; ``reason`` then says in what,
-    and the interval is that of operator families that were held out of the fit.
+    and the interval is that of devices or families that were held out of the fit.
     """
 
     ns: float
@@ -79,7 +83,6 @@ class ModelCard:
         vectors: The devices in it.
         training_digest: Of the record.
         samples: Number of times.
-        seed: Of the fit.
         note: How the times were measured.
         errors: Held-out errors, by what was held out: medians and 90th percentiles of the relative error in seconds,
             and the share of times inside the interval.
@@ -91,7 +94,6 @@ class ModelCard:
     vectors: tuple[DeviceVector, ...]
     training_digest: Name
     samples: int
-    seed: int
     note: str
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -105,82 +107,81 @@ class ModelCard:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trees:
-    """Ensembles of regression trees as flat arrays over all M nodes of all trees.
+class Level(enum.StrEnum):
+    """How widely a law is valid, the narrowest first, which is also the order in which laws are looked for."""
 
-    Children are positions in these arrays. A leaf is its own child on both sides, so that all trees are followed for
-    ``depth`` steps. ``roots_T`` are the first nodes of the T trees, of which ``counts_H`` belong to each of the H
-    ensembles in turn; ``offset_H`` is what an ensemble adds to the sum over its trees.
-    """
+    DEVICE_KERNEL = "device kernel"
+    """One kernel on one device."""
+    KERNEL = "kernel"
+    """One kernel on every device of a kind."""
+    DEVICE_CLASS = "device class"
+    """All kernels of a class on one device."""
+    CLASS = "class"
+    """All kernels of a class on every device of a kind."""
 
-    feature_M: NDArray[np.int32]
-    threshold_M: Matrix
-    left_M: NDArray[np.int32]
-    right_M: NDArray[np.int32]
-    value_M: Matrix
-    roots_T: NDArray[np.int32]
-    counts_H: NDArray[np.int32]
-    offset_H: Matrix
-    depth: int
+    @property
+    def of_device(self) -> bool:
+        """Whether the law is of one device."""
+        return self in (Level.DEVICE_KERNEL, Level.DEVICE_CLASS)
 
-    def __call__(self, matrix_QF: Matrix) -> Matrix:
-        """Predictions of Q queries, shape (H, Q), smallest first in each column."""
-        queries, width = matrix_QF.shape
-        flat = np.ascontiguousarray(matrix_QF).ravel()
-        rows = np.arange(0, queries * width, max(1, width), dtype=np.int32)[:queries]
-        place = np.repeat(self.roots_T[:, None], queries, axis=1)
-        for _ in range(self.depth):
-            value = flat.take(self.feature_M.take(place) + rows)
-            goes_left = value <= self.threshold_M.take(place)
-            place = np.where(goes_left, self.left_M.take(place), self.right_M.take(place))
-        ends = np.cumsum(self.counts_H)
-        reached = self.value_M.take(place)
-        sums = [reached[end - count : end].sum(axis=0) for end, count in zip(ends, self.counts_H, strict=True)]
-        result: Matrix = np.sort(np.array(sums) + self.offset_H[:, None], axis=0)
-        return result
+    @staticmethod
+    def of(name: str) -> Level:
+        """The level of the law with this name."""
+        return Level(name.partition(": ")[0])
+
+
+def law_name(level: Level, program: Program, device: DeviceVector) -> str:
+    """The name of the law of a program on a device, by its level."""
+    kernel = kernel_of(program) if level in (Level.DEVICE_KERNEL, Level.KERNEL) else class_name(program)
+    return f"{level}: {kernel} on {device.name if level.of_device else device.kind}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
-    """Trees with their calibration.
+    """L laws with their intervals.
 
     Attributes:
-        card: What it was fitted to.
-        trees: Ensembles of `QUANTILES`.
-        low_F: Smallest value of each feature in the training data.
-        high_F: Largest.
-        radius: Added to both ends of the interval in the logarithm, where the data is like the training data.
-        radius_beyond: The same elsewhere, from families held out.
+        card: What they were fitted to.
+        names: Of the laws; see `law_name`.
+        weights_LT: Weights of the T terms, not negative.
+        ends_L2: Logarithms of the ends of the intervals over the prediction.
+        most_LT: Largest value of each term in the training data, as a multiple of the device's launch time.
+        corrections: What a device was found to differ by, see `corrected`; not written into the file.
     """
 
     card: ModelCard
-    trees: Trees
-    low_F: Matrix
-    high_F: Matrix
-    radius: float
-    radius_beyond: float
+    names: tuple[str, ...]
+    weights_LT: Matrix
+    ends_L2: Matrix
+    most_LT: Matrix
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
 
     def predict(self, programs: Sequence[Program], device: DeviceVector) -> tuple[TimeEstimate, ...]:
         """Times of programs on one device.
 
-        A program without leaves takes no time. No time is below the roofline of `DeviceVector.floor_ns`.
+        A program without leaves takes no time. No time is below the roofline of `DeviceVector.floor_ns`, and none falls
+        when a size of a program grows.
 
         Raises:
-            ProblemError: The device has no peak for a precision of the programs.
+            ProblemError: The device has no peak for a precision of the programs, or there is no law for a program.
         """
         busy = [program for program in programs if program.leaves]
         if not busy:
             return tuple(_NOTHING for _ in programs)
-        matrix, scale, floor = features_of(busy, [device] * len(busy), self.card.families)
-        reasons = self._reasons(busy, matrix)
-        radius = np.array([self.radius_beyond if reason else self.radius for reason in reasons])
-        low, middle, high = self.trees(matrix)
-        middle_ns = np.maximum(floor, scale * np.exp(middle))
-        # A negative radius narrows the interval, but never past its middle.
-        low_ns = np.minimum(middle_ns, np.maximum(floor, scale * np.exp(low - radius)))
-        high_ns = np.maximum(middle_ns, scale * np.exp(high + radius))
-        rows = zip(middle_ns.tolist(), low_ns.tolist(), high_ns.tolist(), reasons, strict=True)
+        unlike = self._unlike(device)
+        places = self._places(busy, device, known=not unlike)
+        terms_QT = terms_of(busy, device)
+        floor_Q = np.array([device.floor_ns(program) for program in busy])
+        raw_Q = (terms_QT * self.weights_LT[places]).sum(axis=1)
+        ends_Q2 = self.ends_L2[places]
+        reasons = self._reasons(busy, device, places, terms_QT, unlike)
+        if (correction := self.corrections.get(device.name)) is not None:
+            raw_Q = raw_Q * np.exp([correction.shift(program) for program in busy])
+            if correction.ends and unlike:
+                ends_Q2 = np.broadcast_to(np.array(correction.ends), ends_Q2.shape)
+        middle_Q = np.maximum(floor_Q, raw_Q)
+        low_Q = np.maximum(floor_Q, middle_Q * np.exp(ends_Q2[:, 0]))
+        rows = zip(middle_Q.tolist(), low_Q.tolist(), (middle_Q * np.exp(ends_Q2[:, 1])).tolist(), reasons, strict=True)
         estimates = (
             TimeEstimate(ns=ns, low_ns=low, high_ns=high, in_domain=not reason, reason=reason)
             for ns, low, high, reason in rows
@@ -188,22 +189,74 @@ class LearnedModel:
         return tuple(next(estimates) if program.leaves else _NOTHING for program in programs)
 
     def knows(self, program: Program, device: DeviceVector) -> bool:
-        """Whether kind of operator, precision, and kind of device (cpu or card) occur in the training data."""
-        kinds = {vector.kind for vector in self.card.vectors}
-        known = program.family in self.card.families and program.precision in self.card.precisions
-        return known and device.kind in kinds
+        """Whether there is a law for a program: its kernel or class occurs on devices of this kind (cpu or card)."""
+        index = _index(self.names)
+        return not program.leaves or any(law_name(level, program, device) in index for level in Level)
 
-    def _reasons(self, programs: Sequence[Program], matrix: Matrix) -> list[str]:
-        margin = _OUTSIDE * np.maximum(self.high_F - self.low_F, 0.1)
-        outside = (matrix < self.low_F - margin) | (matrix > self.high_F + margin)
-        names = feature_names(self.card.families)
-        families = set(self.card.families)
-        reasons = [""] * len(programs)
-        unlike = outside.any(axis=1) | np.array([program.family not in families for program in programs])
-        for i in np.flatnonzero(unlike).tolist():
-            unknown = [] if programs[i].family in families else [f"family {programs[i].family}"]
-            unknown += [names[k] for k in np.flatnonzero(outside[i])[:3]]
-            reasons[i] = f"unlike the training data in {', '.join(unknown)}"
+    def corrected(
+        self, device: DeviceVector, programs: Sequence[Program], measured_ns: Sequence[float]
+    ) -> LearnedModel:
+        """The model with what some measured times on a device tell about its other kernels.
+
+        Factors are found for all times, then for each precision and pass, class, and kernel in turn, each from what the
+        factors before it leave, and nearer to one the fewer times there are. The intervals on a device that the model
+        was not fitted to then come from these times, each left out in turn.
+
+        Source: ours; the shrinkage is that of a random effect.
+        """
+        known = [i for i, program in enumerate(programs) if program.leaves and self.knows(program, device)]
+        if not known:
+            return self
+        estimates = self.predict([programs[i] for i in known], device)
+        logs = [math.log(max(1.0, measured_ns[i]) / e.ns) for i, e in zip(known, estimates, strict=True)]
+        earlier = self.corrections.get(device.name)
+        new = fit_correction([programs[i] for i in known], logs, earlier)
+        return replace(self, corrections={**self.corrections, device.name: new})
+
+    def _unlike(self, device: DeviceVector) -> str:
+        """Why a device is none of the training data's; empty if it is one."""
+        for vector in self.card.vectors:
+            if vector.name == device.name:
+                name, distance = vector.unlike(device)
+                return f"device {device.name}, whose {name} has changed" if distance > CHANGED else ""
+        return f"device {device.name}"
+
+    def _places(self, programs: Sequence[Program], device: DeviceVector, *, known: bool) -> NDArray[np.int64]:
+        index = _index(self.names)
+        levels = [level for level in Level if known or not level.of_device]
+        found: dict[tuple[str, str], int] = {}
+        places = []
+        for program in programs:
+            key = kernel_of(program), class_of(program)
+            if key not in found:
+                names = [law_name(level, program, device) for level in levels]
+                place = next((index[name] for name in names if name in index), None)
+                if place is None:
+                    raise ProblemError(
+                        f"no law for {names[0]!r}: neither this kernel nor one of its class was measured on a "
+                        f"{device.kind}; collect costs on one, or use costs 'roofline'"
+                    )
+                found[key] = place
+            places.append(found[key])
+        return np.array(places)
+
+    def _reasons(
+        self,
+        programs: Sequence[Program],
+        device: DeviceVector,
+        places: NDArray[np.int64],
+        terms_QT: Matrix,
+        unlike: str,
+    ) -> list[str]:
+        outside = terms_QT / device.launch_ns > _OUTSIDE * self.most_LT[places] + _NO_TIME
+        reasons = []
+        for program, place, row in zip(programs, places.tolist(), outside, strict=True):
+            parts = [unlike] if unlike else []
+            if Level.of(self.names[place]) in (Level.DEVICE_CLASS, Level.CLASS):
+                parts.append(f"family {program.family}")
+            if row.any():
+                parts += [TERMS[k] for k in np.flatnonzero(row)[:3]]
+            reasons.append(f"unlike the training data in {', '.join(parts)}" if parts else "")
         return reasons
 
     def label(self) -> str:
@@ -213,21 +266,23 @@ class LearnedModel:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model and its card, whole or not at all."""
         arrays = self._arrays()
-        card = {**encode(self.card, version=MODEL_FORMAT), "arrays": _digest(arrays)}
+        card = {**encode(self.card, version=MODEL_FORMAT), "laws": list(self.names), "arrays": _digest(arrays)}
         text = json.dumps(card, allow_nan=False)
         stream = io.BytesIO()
         np.savez_compressed(stream, card=np.frombuffer(text.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
         write_bytes(path, stream.getvalue())
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        arrays = {name: getattr(self.trees, name) for name in _TREE_ARRAYS}
-        scalars = np.array([self.radius, self.radius_beyond, self.trees.depth], dtype=np.float64)
-        return {**arrays, "low_F": self.low_F, "high_F": self.high_F, "scalars": scalars}
+        return {name: getattr(self, name) for name in _ARRAYS}
 
 
 _NOTHING = TimeEstimate(ns=0.0, low_ns=0.0, high_ns=0.0, in_domain=True)
-_NODE_ARRAYS = ("feature_M", "threshold_M", "left_M", "right_M", "value_M")
-_TREE_ARRAYS = (*_NODE_ARRAYS, "roots_T", "counts_H", "offset_H")
+_ARRAYS = ("weights_LT", "ends_L2", "most_LT")
+
+
+@lru_cache(maxsize=8)
+def _index(names: tuple[str, ...]) -> dict[str, int]:
+    return {name: i for i, name in enumerate(names)}
 
 
 def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -265,42 +320,30 @@ def _parse_model(data: bytes, where: str) -> LearnedModel:
     except (ValueError, KeyError, OSError, zipfile.BadZipFile, EOFError, NotImplementedError, TypeError) as failure:
         raise ProblemError(f"{where}: no model of costs ({failure}); fit it with 'qsync-opt costs fit'") from failure
     fields = parse_json(text, [MODEL_FORMAT], where=where, again="fit the model again")
-    digest = fields.pop("arrays", None)
-    if not {*_TREE_ARRAYS, "low_F", "high_F", "scalars"} == set(arrays) or digest != _digest(arrays):
+    digest, names = fields.pop("arrays", None), fields.pop("laws", None)
+    if set(arrays) != set(_ARRAYS) or digest != _digest(arrays):
         raise ProblemError(f"{where}: the arrays are not those that were written; fit the model again")
     card = decode(ModelCard, fields, where, version=MODEL_FORMAT)
-    _check_arrays(arrays, card, where)
-    radius, beyond, depth = (float(x) for x in arrays["scalars"])
-    trees = Trees(**{name: arrays[name] for name in _TREE_ARRAYS}, depth=int(depth))
-    return LearnedModel(
-        card=card, trees=trees, low_F=arrays["low_F"], high_F=arrays["high_F"], radius=radius, radius_beyond=beyond
-    )
+    _check_arrays(arrays, names, where)
+    return LearnedModel(card=card, names=tuple(names), **arrays)
 
 
-def _check_arrays(arrays: Mapping[str, NDArray[Any]], card: ModelCard, where: str) -> None:
+def _check_arrays(arrays: Mapping[str, NDArray[Any]], names: Any, where: str) -> None:
     """Refuse arrays that prediction could not follow: a digest can be written anew with them."""
-    count = len(feature_names(card.families))
-    nodes = arrays["feature_M"].shape
-    numbers = all(a.dtype.kind in "if" and (a.dtype.kind == "i" or not np.isnan(a).any()) for a in arrays.values())
-    places = {"feature_M": count, "left_M": nodes[0], "right_M": nodes[0], "roots_T": nodes[0]} if nodes else {}
+    levels = {str(level) for level in Level}
+    named = isinstance(names, list) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    shapes = {name: (len(names) if named else 0, 2 if name == "ends_L2" else len(TERMS)) for name in _ARRAYS}
     fits = (
-        numbers
-        and len(nodes) == 1
-        and all(arrays[name].shape == nodes for name in _NODE_ARRAYS)
-        and all(
-            arrays[name].dtype == np.int32 and arrays[name].min(initial=0) >= 0 and arrays[name].max(initial=0) < size
-            for name, size in places.items()
-        )
-        and arrays["offset_H"].shape == arrays["counts_H"].shape == (len(QUANTILES),)
-        and arrays["counts_H"].dtype == np.int32
-        and arrays["counts_H"].min() >= 0
-        and arrays["roots_T"].shape == (arrays["counts_H"].sum(),)
-        and arrays["low_F"].shape == arrays["high_F"].shape == (count,)
-        and arrays["scalars"].shape == (3,)
-        and 0 <= arrays["scalars"][2] <= 64
+        named
+        and all(name.partition(": ")[0] in levels for name in names)
+        and all(arrays[name].dtype == np.float64 and arrays[name].shape == shapes[name] for name in _ARRAYS)
+        and all(np.isfinite(array).all() for array in arrays.values())
+        and all((arrays[name] >= 0).all() for name in _ARRAYS if name != "ends_L2")
+        and (arrays["ends_L2"][:, 0] <= 0).all()
+        and (arrays["ends_L2"][:, 1] >= 0).all()
     )
     if not fits:
-        raise ProblemError(f"{where}: the arrays do not fit each other or the features; fit the model again")
+        raise ProblemError(f"{where}: the arrays do not fit each other or the terms; fit the model again")
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError
@@ -100,7 +100,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One kernel's worth of work: operations, bytes, and the sizes of a product (1 where there is none)."""
+    """One kernel's worth of work: operations, bytes, and the sizes of a product (of other work: rows and columns).
+
+    A grouped convolution is a batch of products, one per group.
+    """
 
     kind: LeafKind
     number_format: str
@@ -201,14 +204,14 @@ def cast_program(source: str, target: str, elements: int) -> Program:
     eight = number_format(target).bits == 8
     num_bytes = elements * (read * (1 + eight) + number_format(target).num_bytes)
     kind = LeafKind.QUANTIZE if eight else LeafKind.CAST
-    leaf = Leaf(kind=kind, number_format=source, num_bytes=num_bytes)
+    leaf = Leaf(kind=kind, number_format=source, num_bytes=num_bytes, rows=elements)
     return Program(family="cast", precision=target, phase=Phase.CAST, elements=elements, leaves=(leaf,))
 
 
 def sum_program(number_format_name: str, elements: int) -> Program:
     """The program that adds the gradients of a result with two users."""
     num_bytes = 3 * elements * number_format(number_format_name).num_bytes
-    leaf = Leaf(kind=LeafKind.STREAM, number_format=number_format_name, num_bytes=num_bytes)
+    leaf = Leaf(kind=LeafKind.STREAM, number_format=number_format_name, num_bytes=num_bytes, rows=elements)
     return Program(
         family="gradient_sum", precision=number_format_name, phase=Phase.SUM, elements=elements, leaves=(leaf,)
     )
@@ -280,21 +283,36 @@ def _sizes(work: Workload, kind: str) -> tuple[int, int, int, int]:
         return batch, rows, columns, max(1, round(work.flops / (4 * result)))
     depth = max(1, round(work.flops / (2 * result)))
     if kind.startswith("conv") and len(shape) > 1:
-        return 1, result // shape[1], shape[1], depth
+        groups = _groups(work, kind)
+        return groups, result // shape[1], shape[1] // groups, depth
     if kind in ("bmm", "baddbmm", "matmul", "einsum") and len(shape) > 2 and not work.weight_elements:
         return math.prod(shape[:-2]), shape[-2], shape[-1], depth
     return 1, result // shape[-1], shape[-1], depth
 
 
+def _groups(work: Workload, kind: str) -> int:
+    """Groups of a convolution, from the channels of its input and of its weight (whose order transposes it)."""
+    if kind.startswith("conv_transpose") or len(work.inputs) < 2 or min(len(s.shape) for s in work.inputs[:2]) < 2:
+        return 1
+    channels, of_group = work.inputs[0].shape[1], work.inputs[1].shape[1]
+    groups = channels // of_group
+    return groups if groups * of_group == channels and work.outputs[0].shape[1] % groups == 0 else 1
+
+
 def _lookup_leaves(work: Workload, borders: PrecisionFormats) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     width = number_format(borders.output).num_bytes
-    rows = _elements(work.outputs)
-    forward = rows * (STORAGE_BYTES + width) + _other_bytes(work.inputs)
-    backward = rows * (width + 2 * STORAGE_BYTES) + work.weight_elements * STORAGE_BYTES
+    elements = _elements(work.outputs)
+    columns = (work.outputs[0].shape or (1,))[-1]
+    sizes = {"rows": elements // columns, "columns": columns}
+    forward = elements * (STORAGE_BYTES + width) + _other_bytes(work.inputs)
+    backward = elements * (width + 2 * STORAGE_BYTES)
     one, two = (
-        Leaf(kind=LeafKind.LOOKUP, number_format=borders.output, num_bytes=moved) for moved in (forward, backward)
+        Leaf(kind=LeafKind.LOOKUP, number_format=borders.output, num_bytes=moved, **sizes)
+        for moved in (forward, backward)
     )
-    return (one,), (two,)
+    # The gradient of the whole table is filled with zeros first.
+    cleared = Leaf(kind=LeafKind.STREAM, number_format="FP32", num_bytes=work.weight_elements * STORAGE_BYTES)
+    return (one,), (two, cleared)
 
 
 def _stream_leaves(work: Workload, kind: str, format_name: str) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
@@ -305,9 +323,12 @@ def _stream_leaves(work: Workload, kind: str, format_name: str) -> tuple[tuple[L
     width = number_format(format_name).num_bytes
     moved = (_elements(work.inputs) + _elements(work.outputs)) * width
     moved += _other_bytes(work.inputs) + _other_bytes(work.outputs)
-    forward = Leaf(kind=LeafKind.STREAM, number_format=format_name, flops=work.flops, num_bytes=moved)
+    # Rows are those of the largest tensor: a reduction works along the rows of its input.
+    shape = max(((s.elements, s.shape) for s in (*work.inputs, *work.outputs)), default=(1, (1,)))[1] or (1,)
+    sizes = {"rows": math.prod(shape[:-1]), "columns": shape[-1]}
+    forward = Leaf(kind=LeafKind.STREAM, number_format=format_name, flops=work.flops, num_bytes=moved, **sizes)
     if not gradient:
         return (forward,), ()
     if kind not in SAVES_NOTHING:
         moved += _elements(work.outputs) * width
-    return (forward,), (Leaf(kind=LeafKind.STREAM, number_format=format_name, flops=2 * work.flops, num_bytes=moved),)
+    return (forward,), (replace(forward, flops=2 * work.flops, num_bytes=moved),)

@@ -29,7 +29,7 @@ from qsync_opt.io import near_match
 from qsync_opt.model import Operator, OpGraph, Role, base_kind
 from qsync_opt.numerics import number_format
 
-MODEL_VERSION = "1"
+MODEL_VERSION = "2"
 """Changes with what is predicted from the same model."""
 _CAST_SIZES = (2**12, 2**16, 2**20, 2**23)
 _Table = dict[str, MeasuredCost]
@@ -46,9 +46,10 @@ def learned_profile(
     """The profile of a model on a device that was measured in part or not at all.
 
     Each operator and precision has the best source there is: a measurement of an operator with the same signature; one
-    in another precision, scaled as operators of its kind that were measured in both; the learned model, if it knows the
-    kind and precision; the roofline. `operator_cost` says which, and gives the interval of learned times. What is
-    kept for the backward pass follows from the kind of operator, as in `roofline_profile`.
+    in another precision, scaled as operators of its kind that were measured in both; the learned model, if it has a law
+    for kernels of this kind or class; the roofline. `operator_cost` says which, and gives the interval of learned times. What is
+    kept for the backward pass follows from the kind of operator, as in `roofline_profile`. What was measured also
+    corrects learned times of other operators on the device (`LearnedModel.corrected`).
 
     Args:
         graph: The model that is planned.
@@ -87,6 +88,7 @@ def learned_profile(
             if all(model.knows(program, vector) for program in pair if program.leaves):
                 of_pair[signature, precision] = len(programs)
                 programs += pair
+    model = _corrected(model, vector, programs, of_pair, known, signatures, graph, base, casts)
     estimates = model.predict(programs, vector)
     measurements: dict[str, _Table] = {}
     count: Counter[CostSource] = Counter()
@@ -229,6 +231,29 @@ def _base(graph: OpGraph, vector: DeviceVector, assumptions: Assumptions | None)
         name=vector.name, kind="cpu", threads=vector.multiprocessors, versions=profile.device.versions
     )
     return replace(profile, measurements=measurements, device=identity)
+
+
+def _corrected(
+    model: LearnedModel,
+    vector: DeviceVector,
+    programs: list[Program],
+    of_pair: Mapping[tuple[str, str], int],
+    known: Mapping[str, Mapping[str, MeasuredCost]],
+    signatures: Mapping[str, Operator],
+    graph: OpGraph,
+    base: DeviceProfile,
+    casts: Mapping[str, CostFit],
+) -> LearnedModel:
+    """The model with what the measured operators of the graph tell about the others on this device."""
+    measured: list[tuple[Program, float]] = []
+    for (signature, precision), place in of_pair.items():
+        cost = known.get(signature, {}).get(precision)
+        if cost is None:
+            continue
+        inside = _inside_ns(graph, signatures[signature], precision, base, casts)
+        times = (cost.forward_ns + inside, cost.backward_ns)
+        measured += [(programs[place + i], float(ns)) for i, ns in enumerate(times) if ns > 0]
+    return model.corrected(vector, [program for program, _ in measured], [ns for _, ns in measured])
 
 
 def _measurements(measured: DeviceProfile | None) -> dict[str, Mapping[str, MeasuredCost]]:

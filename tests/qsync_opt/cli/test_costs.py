@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt.costs.learned import CostRecord, fit_trees, load_record
+from qsync_opt.costs.learned import CostRecord, fit_laws, load_record
 from qsync_opt.testing import make_cost_record, make_device_vector
 
-pytest.importorskip("sklearn")
+pytest.importorskip("scipy")
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, CostRec
     folder = tmp_path_factory.mktemp("costs")
     record = make_cost_record(16)
     record.save(folder / "record.json.gz")
-    fit_trees(record, errors=False, rounds=1).save(folder / "model.npz")
+    fit_laws(record, errors=False, rounds=1).save(folder / "model.npz")
     return folder / "record.json.gz", folder / "model.npz", record
 
 

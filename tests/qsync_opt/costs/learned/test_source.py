@@ -11,7 +11,7 @@ from qsync_opt.costs.learned import (
     LearnedCosts,
     LearnedModel,
     at_quantile,
-    fit_trees,
+    fit_laws,
     has_intervals,
     learned_profile,
     shipped_model,
@@ -21,7 +21,7 @@ from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.testing import make_cost_record, make_device_vector, make_graph, make_operator
 
-pytest.importorskip("sklearn")
+pytest.importorskip("scipy")
 
 
 def _graph() -> OpGraph:
@@ -50,7 +50,7 @@ def graph() -> OpGraph:
 
 @pytest.fixture(scope="module")
 def model() -> LearnedModel:
-    return fit_trees(make_cost_record(), errors=False, rounds=1)
+    return fit_laws(make_cost_record(), errors=False, rounds=1)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,11 @@ def _source(profile: DeviceProfile, operator: str, precision: str) -> CostSource
     return operator_cost(profile, operator, precision, "forward").source
 
 
-def test_what_the_model_knows_is_learned_and_the_rest_is_roofline(profile: DeviceProfile) -> None:
+def test_kinds_that_were_not_measured_have_the_law_of_their_class_and_are_marked(profile: DeviceProfile) -> None:
     assert _source(profile, "one", "INT8") is CostSource.LEARNED
     assert _source(profile, "relu", "BF16") is CostSource.LEARNED
-    assert _source(profile, "mish", "BF16") is CostSource.ROOFLINE
-    label = str(profile.options["estimated_by"])
-    assert "learned" in label
-    assert "roofline" in label
+    assert _source(profile, "mish", "BF16") is CostSource.LEARNED
+    assert "2 learned ones unlike the training data" in str(profile.options["estimated_by"])
 
 
 def test_learned_times_have_an_interval_and_a_profile_survives_its_file(profile: DeviceProfile) -> None:
@@ -97,9 +95,25 @@ def test_measured_wins_then_scaled_then_learned(graph: OpGraph, model: LearnedMo
     assert mixed.cost("two")["BF16"].forward_ns == 1200
     assert mixed.cost("two")["BF16"].scaled_from == "FP32"
     assert _source(mixed, "two", "INT8") is CostSource.LEARNED
-    assert _source(mixed, "mish", "FP32") is CostSource.ROOFLINE
-    for source in ("measured", "scaled", "learned", "roofline"):
+    for source in ("measured", "scaled", "learned"):
         assert f" {source}" in str(mixed.options["estimated_by"])
+
+
+def test_what_was_measured_corrects_the_other_operators_of_an_unseen_device(
+    graph: OpGraph, model: LearnedModel
+) -> None:
+    vector = make_device_vector("unseen")
+    plain = learned_profile(graph, vector, model)
+    slow = {
+        precision: replace(cost, forward_ns=4 * cost.forward_ns, backward_ns=4 * cost.backward_ns, source="",
+                           interval_ns=())
+        for precision, cost in plain.cost("one").items()
+    }  # fmt: skip
+    measured = replace(plain, options={}, measurements={"linear:one x": slow}, operators={"one": "linear:one x"})
+    other = learned_profile(graph, vector, model, measured=measured)
+    for precision, cost in other.cost("two").items():
+        assert cost.source == "learned"
+        assert 2 < cost.forward_ns / plain.cost("two")[precision].forward_ns < 5
 
 
 def test_an_estimate_is_no_measurement(graph: OpGraph, model: LearnedModel, profile: DeviceProfile) -> None:
@@ -176,7 +190,7 @@ def test_no_learned_time_is_below_the_roofline_of_the_rest(graph: OpGraph, model
 def test_a_probed_card_is_better_than_its_data_sheet(graph: OpGraph) -> None:
     peaks = {p: 1e14 for p in ("INT8", "BF16", "FP32")}
     card = make_device_vector("NVIDIA H100 80GB HBM3 (132 SMs)", kind="cuda", peak_flops=peaks)
-    costs = LearnedCosts(fit_trees(make_cost_record(12, (card,)), errors=False, rounds=1))
+    costs = LearnedCosts(fit_laws(make_cost_record(12, (card,)), errors=False, rounds=1))
     device = DeviceType(name="any", hardware="H100", count=1, memory_limit_bytes=1, precisions=("FP32",))
     profile = costs.profile(graph, device)
     assert profile.device.name == card.name

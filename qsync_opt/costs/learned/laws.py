@@ -1,0 +1,83 @@
+"""Laws: the time of a kernel as a sum of terms with weights that are not negative, in three widths of validity.
+
+A *kernel* is a kind of operator in one precision and pass. Its law on a device is fitted to its times there, held near
+the law of the same kernel on all devices of the kind, which is held near the law of all kernels of its class (products,
+streams, ...). So few times move a law a little and many decide it, and whatever is unknown on one level has the next.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
+from qsync_opt.costs.learned.terms import Matrix
+from qsync_opt.errors import NotInstalledError
+
+PRIOR = 4.0
+"""How many times the wider law counts as."""
+_ROUNDS = 12
+_SMALL_ERROR = 0.05
+"""Relative error below which it counts squared."""
+_PRODUCTS = (LeafKind.ATTENTION, LeafKind.PRODUCT)
+
+
+def class_of(program: Program) -> str:
+    """What the main work of a program is: ``product`` or ``stream``."""
+    return "product" if any(leaf.kind in _PRODUCTS for leaf in program.leaves) else "stream"
+
+
+def kernel_of(program: Program) -> str:
+    """The kernel of a program: kind of operator, precision (of a cast with its source) and pass."""
+    read = f"{program.leaves[0].number_format}>" if program.phase is Phase.CAST else ""
+    return f"{program.family} {read}{program.precision} {program.phase}"
+
+
+def class_name(program: Program) -> str:
+    """The class of a kernel: what its main work is, in which format, and the pass (forward, of casts and sums)."""
+    kind = class_of(program)
+    number_format = program.precision if kind == "product" else program.leaves[0].number_format
+    return f"{kind} {number_format} {program.phase if program.phase is Phase.BACKWARD else Phase.FORWARD}"
+
+
+def fit_law(terms_NT: Matrix, ns_N: Matrix, prior_T: Matrix | None = None) -> Matrix:
+    """Weights that are not negative, shape (T,), with the least mean relative error; ``prior_T`` holds them near others.
+
+    Large errors count by their size and not squared, so that disturbed times do not decide. The prior is scaled to the
+    times first.
+
+    Raises:
+        NotInstalledError: scipy is missing.
+    """
+    try:
+        from scipy.optimize import nnls
+    except ImportError as failure:
+        raise NotInstalledError(
+            "fitting learned costs needs the package 'scipy'; install it: pip install 'qsync-opt[learned]'"
+        ) from failure
+    shares_NT = terms_NT / ns_N[:, None]
+    used = np.flatnonzero(shares_NT.max(axis=0) > 0)
+    if prior_T is not None:
+        used = np.union1d(used, np.flatnonzero(prior_T))
+    shares_NU = shares_NT[:, used]
+    rows, goals = np.zeros((0, len(used))), np.zeros(0)
+    result = np.zeros(terms_NT.shape[1])
+    if prior_T is not None:
+        scaled_U = prior_T[used] * _level(shares_NU @ prior_T[used], len(ns_N))
+        weight_U = np.sqrt(PRIOR) * np.maximum(shares_NU.mean(axis=0), 1e-9)
+        rows, goals = np.diag(weight_U), weight_U * scaled_U
+    weight_N = np.ones(len(ns_N))
+    weights_U = np.zeros(len(used))
+    for _ in range(_ROUNDS):
+        root_N = np.sqrt(weight_N / weight_N.mean())
+        weights_U, _ = nnls(np.vstack([shares_NU * root_N[:, None], rows]), np.concatenate([root_N, goals]))
+        ratio_N = np.maximum(shares_NU @ weights_U, 1e-6)
+        weight_N = 1.0 / np.maximum(np.abs(np.log(ratio_N)), _SMALL_ERROR)
+    result[used] = weights_U * _level(shares_NU @ weights_U, len(ns_N))
+    return result
+
+
+def _level(ratios_N: NDArray[np.float64], count: int) -> float:
+    """The factor that brings ratios of predicted over measured times to a median of one; near one for few."""
+    middle = float(np.median(np.log(np.maximum(ratios_N, 1e-9))))
+    return float(np.exp(-middle * count / (count + 1)))
