@@ -44,8 +44,9 @@ def fit_correction(programs: Sequence[Program], logs: Sequence[float], earlier: 
         for i, (program, log) in enumerate(zip(programs, logs, strict=True)):
             without = _shifts([*programs[:i], *programs[i + 1 :]], [*logs[:i], *logs[i + 1 :]])
             left.append(log - Correction(shifts=without).shift(program))
-        low, high = np.quantile(left, [0.05, 0.95])
-        ends = min(0.0, float(low)), max(0.0, float(high))
+        rank = min(1.0, math.ceil(0.95 * (len(left) + 1)) / len(left))
+        low, high = (float(np.quantile(sign * np.array(left), rank, method="higher")) for sign in (-1, 1))
+        ends = min(0.0, -low), max(0.0, high)
     if earlier is not None:
         shifts = {key: shifts.get(key, 0.0) + earlier.shifts.get(key, 0.0) for key in {*shifts, *earlier.shifts}}
     return Correction(shifts=shifts, ends=ends)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
 from qsync_opt.costs.learned.terms import Matrix
 from qsync_opt.errors import NotInstalledError
+from qsync_opt.numerics import number_format
 
 PRIOR = 4.0
 """How many times the wider law counts as."""
@@ -30,18 +31,23 @@ def class_of(program: Program) -> str:
 def kernel_of(program: Program) -> str:
     """The kernel of a program: kind of operator, precision (of a cast with its source) and pass."""
     read = f"{program.leaves[0].number_format}>" if program.phase is Phase.CAST else ""
-    return f"{program.family} {read}{program.precision} {program.phase}"
+    form = number_format(program.precision)
+    # Whether the backward pass is in 8 bits makes no difference to the forward pass.
+    same = form.eight_bit_backward and program.phase is Phase.FORWARD
+    return f"{program.family} {read}{form.operands if same else program.precision} {program.phase}"
 
 
 def class_name(program: Program) -> str:
     """The class of a kernel: what its main work is, in which format, and the pass (forward, of casts and sums)."""
-    kind = class_of(program)
-    number_format = program.precision if kind == "product" else program.leaves[0].number_format
-    return f"{kind} {number_format} {program.phase if program.phase is Phase.BACKWARD else Phase.FORWARD}"
+    formats = [leaf.number_format for leaf in program.leaves if leaf.kind in _PRODUCTS]
+    name = formats[0] if formats else program.leaves[0].number_format
+    # Products in 8 bits of a backward pass are of the same class as those of forward passes.
+    backward = program.phase is Phase.BACKWARD and not (formats and number_format(name).bits == 8)
+    return f"{class_of(program)} {name} {Phase.BACKWARD if backward else Phase.FORWARD}"
 
 
 def fit_law(terms_NT: Matrix, ns_N: Matrix, prior_T: Matrix | None = None) -> Matrix:
-    """Weights that are not negative, shape (T,), with the least mean relative error; ``prior_T`` holds them near others.
+    """Weights that are not negative, shape (T,), with the least mean relative error, held near ``prior_T``.
 
     Large errors count by their size and not squared, so that disturbed times do not decide. The prior is scaled to the
     times first.

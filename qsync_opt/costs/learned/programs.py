@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from qsync_opt.costs.roofline import BATCHES
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import Name, check_fields
 from qsync_opt.model import (
@@ -177,7 +178,8 @@ def programs_of(work: Workload, precision: str, borders: PrecisionFormats) -> tu
     """The forward and the backward program of a workload in a precision with these border formats.
 
     Weights are cast from FP32 inside the operator, and 8-bit operators quantize their activations inside. The backward
-    pass of 8-bit operators runs in ``borders.gradient_input``; it has one product per operand that needs a gradient.
+    pass of 8-bit operators runs in ``borders.gradient_input``, or in 8 bits if the precision says so; it has one
+    product per operand that needs a gradient.
 
     Raises:
         ProblemError: Unknown precision, or a tensor without elements.
@@ -233,7 +235,9 @@ def _other_bytes(specs: tuple[TensorSpec, ...]) -> int:
 def _product_leaves(
     work: Workload, kind: str, precision: str, borders: PrecisionFormats
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    width, half = number_format(precision).num_bytes, number_format(borders.output).num_bytes
+    form = number_format(precision)
+    operands = form.operands
+    width, half = form.num_bytes, number_format(borders.output).num_bytes
     weights = work.weight_elements
     activations = max(0, _elements(work.inputs) - weights)
     result = _elements(work.outputs)
@@ -250,11 +254,18 @@ def _product_leaves(
         forward.append(Leaf(kind=leaf, number_format="FP32", num_bytes=moved))
     moved = (activations + weights) * width + result * half
     sizes = {"batch": batch, "rows": rows, "columns": columns, "depth": depth}
-    forward.append(Leaf(kind=name, number_format=precision, flops=work.flops, num_bytes=moved, **sizes))
-    back_format = precision if number_format(precision).bits > 8 else borders.gradient_input
+    forward.append(Leaf(kind=name, number_format=operands, flops=work.flops, num_bytes=moved, **sizes))
+    backward = []
+    if form.bits > 8:
+        back_format = precision
+    elif form.eight_bit_backward and kind not in BATCHES:
+        back_format = operands
+        moved = result * (2 * number_format(borders.gradient_input).num_bytes + width)
+        backward.append(Leaf(kind=LeafKind.QUANTIZE, number_format=borders.gradient_input, num_bytes=moved))
+    else:
+        back_format = borders.gradient_input
     back_width = number_format(back_format).num_bytes
     moved = (activations + weights + result) * back_width
-    backward = []
     if kind in ATTENTION:
         if work.gradients:
             flops = work.flops * ATTENTION_BACKWARD

@@ -47,9 +47,9 @@ def learned_profile(
 
     Each operator and precision has the best source there is: a measurement of an operator with the same signature; one
     in another precision, scaled as operators of its kind that were measured in both; the learned model, if it has a law
-    for kernels of this kind or class; the roofline. `operator_cost` says which, and gives the interval of learned times. What is
-    kept for the backward pass follows from the kind of operator, as in `roofline_profile`. What was measured also
-    corrects learned times of other operators on the device (`LearnedModel.corrected`).
+    for kernels of this kind or class; the roofline. `operator_cost` says which, and has the interval of learned times.
+    What is kept for the backward pass follows from the kind of operator, as in `roofline_profile`. What was measured
+    also corrects learned times of other operators on the device (`LearnedModel.corrected`).
 
     Args:
         graph: The model that is planned.

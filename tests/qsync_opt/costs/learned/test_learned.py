@@ -24,10 +24,12 @@ from qsync_opt.costs.learned import (
     Split,
     check_same_devices,
     check_times,
+    class_name,
     fit_law,
     fit_laws,
     group_keys,
     interval_quantile,
+    kernel_of,
     load_model,
     load_record,
     merge_records,
@@ -148,6 +150,17 @@ def test_leaves_of_a_linear_operator_by_hand() -> None:
     assert [leaf.kind for leaf in backward.leaves] == [LeafKind.PRODUCT, LeafKind.PRODUCT, LeafKind.CAST]
     assert {leaf.number_format for leaf in backward.leaves} == {"BF16"}
     assert [(leaf.rows, leaf.columns, leaf.depth) for leaf in backward.leaves[:2]] == [(8, 16, 32), (32, 16, 8)]
+
+
+def test_a_backward_pass_in_8_bits_has_the_forward_pass_of_its_sibling_and_8_bit_products() -> None:
+    formats = formats_for(("INT8", "INT8-BWD8", "BF16", "FP32"), "BF16")
+    work = linear_workload(8, 16, 32)
+    plain, both = (programs_of(work, precision, formats[precision]) for precision in ("INT8", "INT8-BWD8"))
+    assert kernel_of(both[0]) == kernel_of(plain[0])
+    assert both[0].leaves == plain[0].leaves
+    assert [leaf.number_format for leaf in both[1].leaves] == ["BF16", "INT8", "INT8", "INT8"]
+    assert class_name(both[1]) == class_name(plain[0])
+    assert class_name(plain[1]) == "product BF16 backward"
 
 
 def test_splits_share_no_part_and_leak_nothing(record: CostRecord) -> None:
@@ -367,9 +380,9 @@ def test_an_unseen_device_is_corrected_by_a_few_times(record: CostRecord, model:
     )
     actual = [sample.ns for sample in held.samples]
     before, after = (summary(actual, predict_samples(m, held)) for m in (model, corrected))
-    assert before["median"] > 2 * after["median"]
+    assert before["median"] > 5 * after["median"]
     assert after["median"] < 0.1
-    assert 0.8 <= after["coverage"] <= 1
+    assert after["coverage"] > 0.7
     assert model.corrected(strange, [], []) == model
 
 

@@ -66,7 +66,7 @@ def test_kinds_that_were_not_measured_have_the_law_of_their_class_and_are_marked
     assert _source(profile, "one", "INT8") is CostSource.LEARNED
     assert _source(profile, "relu", "BF16") is CostSource.LEARNED
     assert _source(profile, "mish", "BF16") is CostSource.LEARNED
-    assert "2 learned ones unlike the training data" in str(profile.options["estimated_by"])
+    assert "6 learned ones unlike the training data" in str(profile.options["estimated_by"])
 
 
 def test_learned_times_have_an_interval_and_a_profile_survives_its_file(profile: DeviceProfile) -> None:
