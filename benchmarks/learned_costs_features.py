@@ -1,4 +1,4 @@
-"""Features of programs on devices: one row of numbers without units per program.
+"""Features of programs on devices for the peers of learned costs: one row of numbers without units per program.
 
 Times enter as multiples of the device's launch time, bytes as multiples of its cache, rates as ratios, so that a
 device described in other units gives the same row. Sums over leaves are exact, and of the sizes those of the leaf with
@@ -14,12 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.costs.learned.devices import DeviceVector
-from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
+from qsync_opt.costs.learned import CostRecord, DeviceVector, LeafKind, Phase, Program
 from qsync_opt.numerics import FORMATS
 
-FEATURE_VERSION = 1
-"""Changes with the meaning of any feature; models of another version are refused."""
 Matrix = NDArray[np.float64]
 _PRECISIONS = tuple(sorted(name for name, form in FORMATS.items() if not form.eight_bit_backward))
 _SMALL = 1e-3
@@ -137,3 +134,29 @@ def _device_row(device: DeviceVector) -> dict[str, list[float]]:
         ratios = [log(peak / device.peak_flops["FP32"]), log(peak / device.bandwidth_bytes_per_s)]
         rows[name] = [*ratios, *rest]
     return rows
+
+
+class FeatureRows:
+    """A record as features (N, F), references (N,) in nanoseconds, and targets log(time / reference)."""
+
+    def __init__(self, record: CostRecord, families: Sequence[str]) -> None:
+        triples = list(record.programs())
+        features = features_of([program for program, _, _ in triples], [device for _, device, _ in triples], families)
+        self.matrix = features.matrix_NF
+        self.reference = features.reference_N
+        ns = np.maximum(features.floor_N, [float(sample.ns) for _, _, sample in triples])
+        self.target: Matrix = np.log(ns / self.reference)
+
+
+def trees_ns(train: CostRecord, test: CostRecord) -> Matrix:
+    """Times (N,) by boosted trees that are fitted to the logarithm with absolute errors."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    families = sorted({program.family for program, _, _ in train.programs()})
+    rows, held = FeatureRows(train, families), FeatureRows(test, families)
+    regressor = HistGradientBoostingRegressor(
+        loss="absolute_error", max_iter=400, learning_rate=0.06, max_leaf_nodes=32, min_samples_leaf=5,
+        l2_regularization=1e-3, early_stopping=False, random_state=0,
+    )  # fmt: skip
+    regressor.fit(rows.matrix, rows.target)
+    return held.reference * np.exp(regressor.predict(held.matrix))

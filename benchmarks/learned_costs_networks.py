@@ -1,4 +1,4 @@
-"""Networks that the trees of learned costs are compared with: set transformers, and a perceptron for utilisation."""
+"""Networks that the laws of learned costs are compared with: set transformers, and a perceptron for utilisation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from learned_costs_features import FeatureRows
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from qsync_opt.costs.learned import CostRecord, DeviceVector, LeafKind, Program, Rows
+from qsync_opt.costs.learned import CostRecord, DeviceVector, LeafKind, Program
 from qsync_opt.numerics import FORMATS
 
 EPOCHS = 25
@@ -39,9 +40,9 @@ def _leaf_rows(program: Program, device: DeviceVector) -> list[list[float]]:
     return rows
 
 
-def tensors(record: CostRecord, families: Sequence[str]) -> tuple[Tensor, Tensor, Tensor, Rows]:
+def tensors(record: CostRecord, families: Sequence[str]) -> tuple[Tensor, Tensor, Tensor, FeatureRows]:
     """Leaves (N, L, E), their mask (N, L), the features of whole programs (N, F), and the rows."""
-    rows = Rows(record, families)
+    rows = FeatureRows(record, families)
     leaves = [_leaf_rows(program, device) for program, device, _ in record.programs()]
     longest = max(map(len, leaves))
     matrix = np.zeros((len(leaves), longest, len(leaves[0][0])), np.float32)

@@ -15,8 +15,8 @@ from qsync_opt.costs.learned.terms import Matrix
 from qsync_opt.errors import NotInstalledError
 from qsync_opt.numerics import number_format
 
-PRIOR = 4.0
-"""How many times the wider law counts as."""
+PRIOR = 1.0
+"""As how many measured times the wider law counts."""
 _ROUNDS = 12
 _SMALL_ERROR = 0.05
 """Relative error below which it counts squared."""
