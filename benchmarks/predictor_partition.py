@@ -8,24 +8,17 @@ precision is tried before it is used.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
+from qsync_opt.runtimes.torch import support
 
-@contextlib.contextmanager
-def partition(device: torch.device, multiprocessors: int | None) -> Iterator[None]:
-    """Run everything inside on a number of the card's multiprocessors; None: on all of them."""
-    if multiprocessors is None or device.type == "cpu":
-        yield
-        return
-    context = torch.cuda.GreenContext.create(num_sms=multiprocessors, device_id=device.index)
-    stream = context.Stream()
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream):
-        yield
-        torch.cuda.synchronize(device)
+
+def partition(device: torch.device, multiprocessors: int | None) -> AbstractContextManager[None]:
+    """Run everything inside on a number of the card's multiprocessors; None, or on a cpu: on all of them."""
+    return support.partition(device, None if device.type == "cpu" else multiprocessors)
 
 
 def refused(

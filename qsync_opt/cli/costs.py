@@ -22,7 +22,7 @@ from qsync_opt.cli.console import (
     print_json,
     print_table,
 )
-from qsync_opt.errors import NotInstalledError
+from qsync_opt.errors import NotInstalledError, ProblemError
 
 if TYPE_CHECKING:
     from qsync_opt.costs.learned import LearnedModel
@@ -44,15 +44,22 @@ def collect(
     budget: Annotated[str, option("TIME", "how long to measure")] = "240 s",
     name: Annotated[str | None, option("NAME", "of the device, for a partition of a card")] = None,
     threads: Annotated[int | None, option("N", "threads of a cpu (default: as many as torch takes)")] = None,
+    multiprocessors: Annotated[
+        str | None, option("N,N", "partitions of a card to measure after the whole card, as devices of their own")
+    ] = None,
     seed: Annotated[int, option("N", "of the random shapes")] = 0,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:
     """Measure operators of many shapes on a device, in each of its precisions."""
+    from qsync_opt.costs.learned import merge_records
     from qsync_opt.io import TIME_S, check_integer, parse_quantity, reporting
 
     check_outputs([output], [])
     budget_s = parse_quantity(budget, TIME_S, "--budget")
+    sizes = [None, *_sizes(multiprocessors)]
+    if name is not None and len(sizes) > 1:
+        raise ProblemError(f"--name is {name!r}, but partitions have names of their own; leave out one of the two")
     if find_spec("torch") is None:
         raise NotInstalledError("collecting costs needs torch: pip install 'qsync-opt[torch]'")
     if threads is not None:
@@ -60,9 +67,16 @@ def collect(
     # Runtimes are reached by name: the core does not depend on them.
     runtime = import_module("qsync_opt.runtimes.torch.costs")
     with reporting(False if quiet else None, "collect") as report:
-        record = runtime.collect(device, budget_s=budget_s, name=name, seed=seed, progress=report)
+        found = [
+            runtime.collect(
+                device, budget_s=budget_s / len(sizes), name=name, seed=seed, multiprocessors=size, progress=report
+            )
+            for size in sizes
+        ]
+    record = merge_records(found)
     record.save(output)
-    print(f"{len(record)} times of {len(record.workloads)} operators on {record.devices[0].name}: {output}")
+    names = " and ".join(vector.name for vector in record.devices)
+    print(f"{len(record)} times of {len(record.workloads)} operators on {names}: {output}")
     print(record.note)
     return EXIT_OK
 
@@ -204,6 +218,13 @@ def _model(path: Path | None) -> LearnedModel:
     from qsync_opt.costs.learned import load_model, shipped_model
 
     return shipped_model() if path is None else load_model(path)
+
+
+def _sizes(text: str | None) -> list[int]:
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(set(parts)) != len(parts):
+        raise ProblemError(f"--multiprocessors is {text!r}; give different numbers above zero, such as 16,66")
+    return [int(part) for part in parts]
 
 
 def _micro(value_s: float | None) -> str:

@@ -127,12 +127,13 @@ def fit_laws(record: CostRecord, *, errors: bool = True, rounds: int = FOLDS) ->
 
 
 class Rows:
-    """A record as arrays: terms (N, T) and times (N,) in nanoseconds, with program and device of each row."""
+    """A record as arrays: terms (N, T) and times (N,) in nanoseconds; programs, devices and names of laws by row."""
 
     def __init__(self, record: CostRecord) -> None:
         triples = list(record.programs())
         self.programs: list[Program] = [program for program, _, _ in triples]
         self.devices: list[DeviceVector] = [device for _, device, _ in triples]
+        self.names = [[law_name(level, program, device) for level in Level] for program, device, _ in triples]
         self.terms: Matrix = np.zeros((len(triples), len(TERMS)))
         self.floor: Matrix = np.array([device.floor_ns(program) for program, device, _ in triples])
         for device in record.devices:
@@ -145,9 +146,9 @@ class Rows:
 def _groups(rows: Rows, places: NDArray[np.int64]) -> dict[str, list[int]]:
     """Name of each law to the rows that it is fitted to, among ``places``; the widest laws first."""
     groups: dict[str, list[int]] = {}
-    for level in reversed(Level):
+    for level in reversed(range(len(Level))):
         for i in places.tolist():
-            groups.setdefault(law_name(level, rows.programs[i], rows.devices[i]), []).append(i)
+            groups.setdefault(rows.names[i][level], []).append(i)
     return groups
 
 
@@ -156,13 +157,12 @@ def _laws(rows: Rows, places: NDArray[np.int64]) -> dict[str, Matrix]:
     laws: dict[str, Matrix] = {}
     groups = _groups(rows, places)
     for name, members in groups.items():
-        first = members[0]
-        wider = [law_name(level, rows.programs[first], rows.devices[first]) for level in Level]
-        later = wider[wider.index(name) + 1 :]
-        if later and groups[later[0]] == members:
-            laws[name] = laws[later[0]]  # there is no other device, or no other family
+        names = rows.names[members[0]]
+        wider = names[names.index(name) + 1 :]
+        if wider and groups[wider[0]] == members:
+            laws[name] = laws[wider[0]]  # there is no other device, or no other family
         else:
-            laws[name] = fit_law(rows.terms[members], rows.ns[members], laws[later[0]] if later else None)
+            laws[name] = fit_law(rows.terms[members], rows.ns[members], laws[wider[0]] if wider else None)
     return laws
 
 
@@ -170,14 +170,16 @@ def _scores(
     rows: Rows, places: NDArray[np.int64], laws: dict[str, Matrix], known: set[str] | None
 ) -> dict[str, NDArray[np.float64]]:
     """Logarithms of measured over predicted times by the law that predicts; ``known`` devices have their own laws."""
-    scores: dict[str, list[float]] = {}
+    groups: dict[str, list[int]] = {}
     for i in places.tolist():
-        levels = [level for level in Level if known is None or rows.devices[i].name in known or not level.of_device]
-        names = (law_name(level, rows.programs[i], rows.devices[i]) for level in levels)
+        own = known is None or rows.devices[i].name in known
+        names = (name for level, name in zip(Level, rows.names[i], strict=True) if own or not level.of_device)
         if (name := next((name for name in names if name in laws), None)) is not None:
-            predicted = max(rows.floor[i], float(rows.terms[i] @ laws[name]), 1.0)
-            scores.setdefault(name, []).append(math.log(rows.ns[i] / predicted))
-    return {name: np.array(logs) for name, logs in scores.items()}
+            groups.setdefault(name, []).append(i)
+    return {
+        name: np.log(rows.ns[i] / np.maximum(rows.terms[i] @ laws[name], np.maximum(rows.floor[i], 1.0)))
+        for name, i in groups.items()
+    }
 
 
 def _intervals(names: Sequence[str], scores: dict[str, NDArray[np.float64]]) -> Matrix:

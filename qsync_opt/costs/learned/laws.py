@@ -17,7 +17,8 @@ from qsync_opt.numerics import number_format
 
 PRIOR = 1.0
 """As how many measured times the wider law counts."""
-_ROUNDS = 12
+_ROUNDS = 8
+_RIDGE = 1e-9
 _SMALL_ERROR = 0.05
 """Relative error below which it counts squared."""
 _PRODUCTS = (LeafKind.ATTENTION, LeafKind.PRODUCT)
@@ -66,19 +67,24 @@ def fit_law(terms_NT: Matrix, ns_N: Matrix, prior_T: Matrix | None = None) -> Ma
     if prior_T is not None:
         used = np.union1d(used, np.flatnonzero(prior_T))
     shares_NU = shares_NT[:, used]
-    rows, goals = np.zeros((0, len(used))), np.zeros(0)
-    result = np.zeros(terms_NT.shape[1])
+    held_UU, goal_U = np.zeros((len(used), len(used))), np.zeros(len(used))
     if prior_T is not None:
         scaled_U = prior_T[used] * _level(shares_NU @ prior_T[used], len(ns_N))
-        weight_U = np.sqrt(PRIOR) * np.maximum(shares_NU.mean(axis=0), 1e-9)
-        rows, goals = np.diag(weight_U), weight_U * scaled_U
+        held_UU = np.diag(PRIOR * np.maximum(shares_NU.mean(axis=0), 1e-9) ** 2)
+        goal_U = held_UU @ scaled_U
     weight_N = np.ones(len(ns_N))
-    weights_U = np.zeros(len(used))
     for _ in range(_ROUNDS):
-        root_N = np.sqrt(weight_N / weight_N.mean())
-        weights_U, _ = nnls(np.vstack([shares_NU * root_N[:, None], rows]), np.concatenate([root_N, goals]))
+        # Least squares in as many rows as terms: the Cholesky factor of the normal equations, columns of one length.
+        weighted_UN = shares_NU.T * (weight_N / weight_N.mean())
+        normal_UU = weighted_UN @ shares_NU + held_UU
+        length_U = np.sqrt(np.maximum(np.diag(normal_UU), 1e-300))
+        normal_UU /= np.outer(length_U, length_U)
+        factor_UU = np.linalg.cholesky(normal_UU + _RIDGE * np.eye(len(used)))
+        right_U = np.linalg.solve(factor_UU, (weighted_UN.sum(axis=1) + goal_U) / length_U)
+        weights_U = nnls(factor_UU.T, right_U)[0] / length_U
         ratio_N = np.maximum(shares_NU @ weights_U, 1e-6)
         weight_N = 1.0 / np.maximum(np.abs(np.log(ratio_N)), _SMALL_ERROR)
+    result = np.zeros(terms_NT.shape[1])
     result[used] = weights_U * _level(shares_NU @ weights_U, len(ns_N))
     return result
 

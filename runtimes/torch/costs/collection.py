@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,12 +24,16 @@ from qsync_opt.runtimes.torch.costs.probes import probe_device
 from qsync_opt.runtimes.torch.costs.workloads import LIMITS, Candidate, Limits, captured, sweep
 from qsync_opt.runtimes.torch.execution import device_formats
 from qsync_opt.runtimes.torch.profiling import OperatorBench, time_cast, time_gradient_sum
-from qsync_opt.runtimes.torch.support import Stopwatch, make_stopwatch
+from qsync_opt.runtimes.torch.support import Stopwatch, make_stopwatch, partition
 
 REPEATS = 5
 """Runs per round of measuring."""
-AGAIN = 0.15
-"""Share of the time budget that is kept for measuring outliers again."""
+AGAIN = 0.2
+"""Share of the time budget that is kept for measuring again."""
+DISTURBED = 0.08
+"""How much longer than at best a fixed piece of work takes where a stretch of measurements is disturbed."""
+_CHECK_EVERY = 20
+"""Operators between two runs of the fixed piece of work."""
 _CASTS_EVERY = 12
 """After so many operators of the sweep, casts and sums of one size are measured."""
 
@@ -53,11 +58,13 @@ def collect(
     seed: int = 0,
     limits: Limits | None = None,
     scale: int | None = None,
+    multiprocessors: int | None = None,
     progress: Report | None = None,
 ) -> CostRecord:
     """Measure operators of captured models and of random shapes in every precision of a device.
 
-    Medians of repeated rounds are taken as in profiles. Times that stand out among operators of their kind are measured
+    Medians of repeated rounds are taken as in profiles. A fixed piece of work between them tells when something else
+    slowed the device down: what was measured then, and times that stand out among operators of their kind, are measured
     again, and the lower time is kept. The result depends on the machine, but the order of operators only on ``seed``.
 
     Args:
@@ -67,6 +74,7 @@ def collect(
         seed: Of the random shapes.
         limits: Largest operators of the sweep.
         scale: Of the captured models' sizes; 1 on a cpu, 8 on a card.
+        multiprocessors: Of a card, on how many to measure: a partition, which is a device of its own; None: all.
         progress: Called with (seconds spent, budget, what is measured).
 
     Raises:
@@ -75,16 +83,32 @@ def collect(
     """
     device = backend.known_device(device)
     check_number(budget_s, "time budget in seconds")
+    with partition(device, multiprocessors):
+        return _collect(device, budget_s, name, seed, limits, scale, multiprocessors, progress)
+
+
+def _collect(
+    device: torch.device,
+    budget_s: float,
+    name: str | None,
+    seed: int,
+    limits: Limits | None,
+    scale: int | None,
+    multiprocessors: int | None,
+    progress: Report | None,
+) -> CostRecord:
     start = time.monotonic()
-    vector = probe_device(device, name)
+    vector = probe_device(device, name, multiprocessors)
     stopwatch = make_stopwatch(device)
     options = replace(KernelOptions(), half_format=backend.half_format(device))
     limits = limits or LIMITS[device.type]
     chosen = backend.explain(device)
     jobs = _jobs(device, stopwatch, options, chosen, limits, scale or (8 if device.type == "cuda" else 1), seed)
+    check = _fixed_work(device, stopwatch)
     measured: list[tuple[_Job, Phase, float]] = []
+    levels: list[tuple[int, float]] = [(0, check())]
     failures = 0
-    for job in jobs:
+    for number, job in enumerate(jobs):
         spent = time.monotonic() - start
         if spent >= budget_s * (1 - AGAIN):
             break
@@ -94,34 +118,76 @@ def collect(
             measured += [(job, phase, ns) for phase, ns in job.measure().items() if ns > 0]
         except (RuntimeError, NotImplementedError, QSyncError):
             failures += 1  # an operator that this device's kernels refuse (a shape, a format); the note counts them
+        if (number + 1) % _CHECK_EVERY == 0:
+            levels.append((len(measured), check()))
+    levels.append((len(measured), check()))
     record = _record(vector, options.half_format, measured, failures)
-    return _measured_again(record, measured, start + budget_s, failures)
+    doubtful = [*disturbed(levels), *outliers(record)]
+    return _measured_again(record, measured, doubtful, start + budget_s, failures)
+
+
+def _fixed_work(device: torch.device, stopwatch: Stopwatch) -> Callable[[], float]:
+    """A function that times a small product and a copy, in nanoseconds."""
+    a, b = torch.ones(256, 256, device=device), torch.ones(2**18, device=device)
+
+    def check() -> float:
+        times = []
+        for _ in range(REPEATS):
+            stopwatch.settle(flush=False)
+            times.append(stopwatch.time(lambda: (a @ a, b + b))[1].device_ns)
+        return statistics.median(times)
+
+    return check
+
+
+def disturbed(levels: Sequence[tuple[int, float]]) -> list[int]:
+    """Places of measurements near a run of the fixed work that took too long, those of the longest first.
+
+    ``levels`` are the number of measurements before each run, and its time in nanoseconds.
+    """
+    least = min(ns for _, ns in levels)
+    stretches = [
+        (max(before_ns, after_ns), first, last)
+        for (first, before_ns), (last, after_ns) in itertools.pairwise(levels)
+        if max(before_ns, after_ns) > (1 + DISTURBED) * least
+    ]
+    return [i for _, first, last in sorted(stretches, reverse=True) for i in range(first, last)]
 
 
 def _measured_again(
-    record: CostRecord, measured: list[tuple[_Job, Phase, float]], deadline: float, failures: int
+    record: CostRecord,
+    measured: list[tuple[_Job, Phase, float]],
+    doubtful: Sequence[int],
+    deadline: float,
+    failures: int,
 ) -> CostRecord:
-    """The record with its outliers measured again, as long as there is time, the worst first."""
+    """The record with its doubtful samples measured again, in this order, as long as there is time."""
     values = [ns for _, _, ns in measured]
     spreads = [0.0] * len(values)
-    count = 0
-    for i in outliers(record):
+    places: dict[int, list[int]] = {}
+    for i, (job, _, _) in enumerate(measured):
+        places.setdefault(id(job), []).append(i)
+    done: set[int] = set()
+    for i in doubtful:
         if time.monotonic() >= deadline:
             break
-        job, phase, _ = measured[i]
+        job = measured[i][0]
+        if id(job) in done:
+            continue
+        done.add(id(job))
         try:
-            again = job.measure().get(phase, 0.0)
+            again = job.measure()
         except (RuntimeError, NotImplementedError, QSyncError):
             continue
-        count += 1
-        if again > 0:
-            low, high = sorted((values[i], again))
-            values[i], spreads[i] = low, high / low - 1
+        for k in places[id(job)]:
+            if (ns := again.get(measured[k][1], 0.0)) > 0:
+                low, high = sorted((values[k], ns))
+                values[k], spreads[k] = low, high / low - 1
     pairs = [(job, phase, ns) for (job, phase, _), ns in zip(measured, values, strict=True)]
     result = _record(record.devices[0], record.half_formats[0], pairs, failures)
     samples = tuple(replace(s, spread=round(x, 4)) for s, x in zip(result.samples, spreads, strict=True))
     vector = with_observed_rates(result.devices[0], ((p, s.ns) for p, _, s in result.programs()))
-    note = f"{result.note}; {count} outliers measured again"
+    note = f"{result.note}; {len(done)} of {len(places)} operators measured again, {len(doubtful)} times were doubtful"
     return replace(result, samples=samples, devices=(vector,), note=note)
 
 

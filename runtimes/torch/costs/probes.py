@@ -23,16 +23,19 @@ _LARGE_BYTES = {"cpu": 192 * 2**20, "cuda": 2**31}
 _DEFAULT_CACHE_BYTES = 8 * 2**20
 
 
-def probe_device(device: torch.device, name: str | None = None) -> DeviceVector:
-    """Measure the rates of a device; a card's data sheet counts where it has more.
+def probe_device(device: torch.device, name: str | None = None, multiprocessors: int | None = None) -> DeviceVector:
+    """Measure the rates of a device; a whole card's data sheet counts where it has more.
 
     Args:
         device: Which one.
         name: Instead of the hardware's, for a partition.
+        multiprocessors: Of the partition that this runs in, see `qsync_opt.runtimes.torch.support.partition`.
     """
     stopwatch = make_stopwatch(device)
+    cache_bytes, all_multiprocessors = _sizes(device)
+    if multiprocessors is not None and name is None:
+        name = f"{torch.cuda.get_device_properties(device).name}, {multiprocessors} multiprocessors"
     identity = device_identity(device, name)
-    cache_bytes, multiprocessors = _sizes(device)
     own = [p for p in backend.device_precisions(device) if not number_format(p).eight_bit_backward]
     product_ns = {p: _product_ns(p, device, stopwatch) for p in own}
     side = _SIDE[device.type]
@@ -52,7 +55,7 @@ def probe_device(device: torch.device, name: str | None = None) -> DeviceVector:
         bandwidth_bytes_per_s=memory,
         cache_bytes=float(cache_bytes),
         cache_bytes_per_s=max(memory, _copy_rate(cache_bytes // 4, device, stopwatch)),
-        multiprocessors=multiprocessors,
+        multiprocessors=multiprocessors or all_multiprocessors,
         launch_ns=_launch_ns(device, stopwatch),
         source=source,
     )

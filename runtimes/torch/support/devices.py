@@ -1,13 +1,16 @@
-"""Identity of a device: hardware and software versions that measurements depend on."""
+"""Identity of a device: hardware and software versions that measurements depend on; partitions of a card."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Iterator
 
 import torch
 
 import qsync_opt
 from qsync_opt.costs import DeviceIdentity
+from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.host import processor_name
 
 
@@ -24,3 +27,28 @@ def device_identity(device: torch.device, name: str | None = None) -> DeviceIden
     else:
         hardware = processor_name()
     return DeviceIdentity(name=name or hardware, kind=device.type, threads=torch.get_num_threads(), versions=versions)
+
+
+@contextlib.contextmanager
+def partition(device: torch.device, multiprocessors: int | None) -> Iterator[None]:
+    """Run everything inside on a number of a card's multiprocessors (a green context); None: on all of them.
+
+    Raises:
+        ProblemError: The device is no card, or has fewer.
+    """
+    if multiprocessors is None:
+        yield
+        return
+    if device.type != "cuda":
+        raise ProblemError(
+            f"{multiprocessors} multiprocessors of {str(device)!r}: only a card is divided; leave it out"
+        )
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    if not 1 <= multiprocessors <= most:
+        raise ProblemError(f"multiprocessors is {multiprocessors}, but the card has {most}; give 1 to {most}")
+    context = torch.cuda.GreenContext.create(num_sms=multiprocessors, device_id=device.index or 0)
+    stream = context.Stream()
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(stream):
+        yield
+        torch.cuda.synchronize(device)

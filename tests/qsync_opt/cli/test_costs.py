@@ -71,3 +71,18 @@ def test_an_unknown_command_of_the_group_names_none_of_ours(run) -> None:
     status, _, errors = run("costs", "guess")
     assert status == 2
     assert "guess" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--multiprocessors", "16,x"), "16,x"),
+        (("--multiprocessors", "16,16"), "different numbers"),
+        (("--multiprocessors", "0"), "above zero"),
+        (("--multiprocessors", "16", "--name", "half"), "names of their own"),
+    ],
+)
+def test_partitions_are_checked_before_anything_is_measured(run, tmp_path: Path, arguments, message: str) -> None:
+    status, _, errors = run("costs", "collect", tmp_path / "r.json.gz", *arguments)
+    assert status == 2
+    assert message in errors

@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from qsync_opt.kernels import ops
 from qsync_opt.model import Role
 from qsync_opt.runtimes.torch.capture import capture_model
 from qsync_opt.runtimes.torch.costs import FAMILIES, LIMITS, MODELS, Limits, captured, collect, sweep
+from qsync_opt.runtimes.torch.costs.collection import disturbed
 from qsync_opt.runtimes.torch.execution import device_formats
-from qsync_opt.runtimes.torch.profiling import profile
+from qsync_opt.runtimes.torch.profiling import OperatorBench, profile
+from qsync_opt.testing import make_device_vector
 
+COLLECTION = "qsync_opt.runtimes.torch.costs.collection"
 SMALL = Limits(flops=1e6, elements=2**14)
 
 
@@ -26,9 +31,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_a_record_has_every_precision_casts_and_sums(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr("qsync_opt.runtimes.torch.costs.collection.MODELS", {})
-    record = collect("cpu", budget_s=4.0, name="tested", limits=SMALL)
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time budget in operators instead of seconds: every look at the clock costs one. Little is repeated."""
+    clock = itertools.count()
+    monkeypatch.setattr(f"{COLLECTION}.MODELS", {})
+    monkeypatch.setattr("qsync_opt.runtimes.timing.MAX_ROUNDS", 2)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.costs.probes._SIDE", {"cpu": 64})
+    monkeypatch.setattr("qsync_opt.runtimes.torch.costs.probes._LARGE_BYTES", {"cpu": 2**22})
+    monkeypatch.setattr(f"{COLLECTION}.time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+
+def test_a_record_has_every_precision_casts_and_sums(counted: None, tmp_path) -> None:
+    record = collect("cpu", budget_s=20.0, name="tested", limits=SMALL)
     assert record.devices[0].name == "tested"
     phases = {sample.phase for sample in record.samples}
     assert phases == set(Phase)
@@ -78,6 +93,45 @@ def test_models_are_captured_with_unlike_operators() -> None:
     candidates = captured("perceptron", *MODELS["perceptron"](1))
     assert {c.workload.kind for c in candidates} >= {"linear", "layer_norm", "gelu", "cross_entropy_loss"}
     assert any(c.workload.role is Role.ADJUSTABLE for c in candidates)
+
+
+def test_stretches_with_slow_fixed_work_are_doubtful() -> None:
+    # The third run took twice as long: what was measured on either side of it is, and the slower stretch comes first.
+    assert disturbed([(0, 100.0), (3, 101.0), (5, 200.0), (6, 104.0), (9, 150.0)]) == [5, 3, 4, 6, 7, 8]
+    assert disturbed([(0, 100.0), (40, 107.0)]) == []
+
+
+def test_doubtful_times_are_measured_again_and_the_lower_one_is_kept(
+    counted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock shows three times as much during the first visit of every operator."""
+    factor = {"now": 3.0}
+    measure = OperatorBench.measure
+
+    def slowed(self, stopwatch, repeats):
+        cost = measure(self, stopwatch, repeats)
+        return replace(cost, forward_ns=round(factor["now"] * 10**6), backward_ns=0)
+
+    def all_of_them(levels):
+        factor["now"] = 1.0
+        return list(range(levels[-1][0]))
+
+    monkeypatch.setattr(OperatorBench, "measure", slowed)
+    vector = make_device_vector(peak_flops=dict.fromkeys(device_formats("cpu"), 1e9))
+    monkeypatch.setattr(f"{COLLECTION}.probe_device", lambda *_: vector)
+    monkeypatch.setattr(f"{COLLECTION}.disturbed", all_of_them)
+    monkeypatch.setattr(f"{COLLECTION}.AGAIN", 0.6)
+    record = collect("cpu", budget_s=10.0, name="tested", limits=SMALL)
+    operators = [s for s in record.samples if s.phase is Phase.FORWARD and s.spread > 0]
+    assert operators
+    assert {s.ns for s in operators} == {10**6}
+    assert {s.spread for s in operators} == {2.0}
+    assert "measured again" in record.note
+
+
+def test_only_cards_are_divided() -> None:
+    with pytest.raises(ProblemError, match="only a card is divided"):
+        collect("cpu", multiprocessors=16)
 
 
 def test_bad_arguments_are_named() -> None:
