@@ -83,11 +83,15 @@ def _learned_costs(data: Record) -> dict[str, str]:
     parts = {record["kind"]: record["rows"] for record in data["records"]}
     result = {"costs.repeat": percent(parts["repeats"]["median"])}
     for row in parts["errors"]:
+        if row["peer"] == "boosted trees":
+            result[f"costs.{row['split']}.trees"] = percent(row["median"])
         if row["peer"] == "set transformer":
             result[f"costs.{row['split']}.network"] = percent(row["median"])
-        if row["peer"] == "trees":
+        if row["peer"] == "laws":
             result[f"costs.{row['split']}"] = percent(row["median"])
             result[f"costs.{row['split']}.coverage"] = percent(row["coverage"])
+    profiled = [row["median"] for row in parts["profiles"] if row["profiles"] == 30]
+    result["costs.profiled"] = percent(sum(profiled) / len(profiled))
     return result
 
 
