@@ -344,7 +344,8 @@ def _cast_fits(
     for pair in casts:
         source, _, target = pair.partition(">")
         programs = [cast_program(source, target, n) for n in _CAST_SIZES]
-        if {source, target} != {"FP32", "TF32"} and all(model.knows(program, vector) for program in programs):
+        measured_kind = all(program.family in model.card.families for program in programs)
+        if {source, target} != {"FP32", "TF32"} and measured_kind and all(model.knows(p, vector) for p in programs):
             casts[pair] = _learned_fit(model, vector, programs)
     if measured is not None:
         casts |= {pair: fit for pair, fit in measured.casts.items() if pair in casts}
@@ -355,7 +356,7 @@ def _sum_fits(base: DeviceProfile, vector: DeviceVector, model: LearnedModel) ->
     sums = dict(base.gradient_sums)
     for name in sums:
         programs = [sum_program(name, n) for n in _CAST_SIZES]
-        if all(model.knows(program, vector) for program in programs):
+        if all(p.family in model.card.families and model.knows(p, vector) for p in programs):
             sums[name] = _learned_fit(model, vector, programs)
     return sums
 

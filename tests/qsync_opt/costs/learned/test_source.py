@@ -113,7 +113,7 @@ def test_what_was_measured_corrects_the_other_operators_of_an_unseen_device(
     other = learned_profile(graph, vector, model, measured=measured)
     for precision, cost in other.cost("two").items():
         assert cost.source == "learned"
-        assert 2 < cost.forward_ns / plain.cost("two")[precision].forward_ns < 5
+        assert 2 < cost.backward_ns / plain.cost("two")[precision].backward_ns < 5
 
 
 def test_an_estimate_is_no_measurement(graph: OpGraph, model: LearnedModel, profile: DeviceProfile) -> None:
