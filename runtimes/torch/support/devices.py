@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def partition(device: torch.device, multiprocessors: int | None) -> Iterator[Non
     most = torch.cuda.get_device_properties(device).multi_processor_count
     if not 1 <= multiprocessors <= most:
         raise ProblemError(f"multiprocessors is {multiprocessors}, but the card has {most}; give 1 to {most}")
-    context = torch.cuda.GreenContext.create(num_sms=multiprocessors, device_id=device.index or 0)
+    context: Any = torch.cuda.GreenContext.create(num_sms=multiprocessors, device_id=device.index or 0)
     stream = context.Stream()
     torch.cuda.synchronize(device)
     with torch.cuda.stream(stream):
