@@ -220,6 +220,6 @@ def test_times_of_rounds_are_shifted_to_where_whole_messages_fit(monkeypatch):
     problem = make_problem(7, [rounds, rounds], (2, 4, 8), "limit", 0.4, False)
     shifted = qsync_opt.solve(problem)
     module = "qsync_opt.formulations.messages.threshold"
-    monkeypatch.setattr(f"{module}._aligned", lambda problem, tables, relaxed: relaxed.round_ns)
+    monkeypatch.setattr(f"{module}.aligned", lambda problem, found, round_ns, prices: round_ns)
     plain = qsync_opt.solve(problem)
     assert plain.bound == shifted.bound and shifted.gap < 0.8 * plain.gap
