@@ -9,8 +9,8 @@
        sum over pairs of min(variance + y x time) - sum over exchanges of pi x hidden - mu x limit,
 
    computed on all messages, not on the tables.
-4. The tables are refined around these prices until the bound settles. Then times of rounds are shifted a little to where
-   whole messages leave least unused, which raises the bound too (`whole`), and each pair fills its round's time.
+4. The tables are refined around these prices until the bound settles. Then times of rounds are shifted a little to
+   where whole messages leave least unused, which raises the bound too (`whole`), and each pair fills its round's time.
 
 What is left is less than one message's step per pair; small problems are then searched exactly (`exact`). Pairs that
 share ports are planned by `ports`.
