@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 WORDNET = Path(os.environ.get("QSYNC_WORDNET", "/usr/share/wordnet"))
@@ -76,11 +77,11 @@ def wordnet_graph(lines: Iterable[str]) -> Any:
 def _data(edges: Sequence[tuple[int, int]], labels: Sequence[str], texts: Sequence[str]) -> Any:
     from torch_geometric.data import Data
 
-    x = torch.zeros(len(texts), _DIM)
-    for row, text in enumerate(texts):
-        for word in _WORD.findall(text.lower()):
-            code = zlib.crc32(word.encode())
-            x[row, code % _DIM] += 1.0 if code >> 16 & 1 else -1.0
+    words = [[zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())] for text in texts]
+    rows = np.repeat(np.arange(len(texts)), [len(each) for each in words])
+    codes = np.fromiter((code for each in words for code in each), np.int64)
+    sums = np.bincount(rows * _DIM + codes % _DIM, np.where(codes >> 16 & 1, 1.0, -1.0), len(texts) * _DIM)
+    x = torch.from_numpy(sums.reshape(len(texts), _DIM).astype(np.float32))
     half = torch.tensor(edges, dtype=torch.int64).T
     half = half[:, half[0] != half[1]]
     classes = {label: number for number, label in enumerate(sorted(set(labels)))}

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.formulations.messages.frontier import Floats, Prices, frontiers
+from qsync_opt.formulations.messages.frontier import Floats, Planned, frontiers
 from qsync_opt.formulations.messages.threshold import infeasible, plan_by_thresholds
 from qsync_opt.messages import Pair, Plan, Problem, evaluate
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
@@ -52,11 +52,12 @@ class ExactFormulation:
             return Answer(
                 termination=TerminationStatus.INFEASIBLE, reason=reason, solve_seconds=time.monotonic() - started
             )
-        plan, bound, prices = plan_by_thresholds(problem, tables)
+        planned = plan_by_thresholds(problem, tables)
+        plan, bound = planned.plan, planned.bound
         objective = evaluate(problem, plan).objective
         if (relative_gap(objective, bound) or 0.0) > options.gap:
-            result = search(problem, plan, bound, prices, started + (options.time_limit_s or math.inf))
-            plan, objective, bound = result.plan, result.objective, result.bound
+            result = search(problem, planned, started + (options.time_limit_s or math.inf))
+            plan, objective, bound = result.plan, result.objective, max(bound, result.bound)
         bound = min(max(bound, 0.0), objective)
         gap = relative_gap(objective, bound) or 0.0
         ended = TerminationStatus.OPTIMAL if gap <= PROOF_GAP else TerminationStatus.TIME_LIMIT
@@ -141,11 +142,12 @@ def _nothing() -> _States:
     return _States(zero, zero, zero, first, first)
 
 
-def search(problem: Problem, plan: Plan, bound: float, prices: Prices, deadline: float) -> Searched:
-    """Improve ``plan`` to the optimum, or until the deadline (a time of `time.monotonic`).
+def search(problem: Problem, planned: Planned, deadline: float) -> Searched:
+    """Improve a plan to the optimum, or until the deadline (a time of `time.monotonic`).
 
-    ``bound`` is the value of ``prices`` (`dual_bound`): what a choice costs beyond it is its reduced cost.
+    What a choice costs beyond the value of the plan's prices (`dual_bound`) is its reduced cost.
     """
+    plan, prices, bound = planned.plan, planned.prices, planned.value
     objective = evaluate(problem, plan).objective
     unfinished = Searched(plan, objective, bound)
     finite = math.isfinite(prices.exposed)

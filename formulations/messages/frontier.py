@@ -7,18 +7,23 @@ message takes the steps whose gain, beta x (fall of the factor per bit), is at l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from qsync_opt.messages import Pair, Problem
+from qsync_opt.messages import Pair, Plan, Problem
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 _SPLITS = 33
 """Prices tried at once when a price is searched for."""
+_REACHES = (0, 0, 4, 4, 4, 2, 1, 1, 0)
+"""By number of steps, how many messages more or less in each step are tried when bits are left."""
+_UNUSED = 3
+"""Bits that such a change may leave unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,16 @@ class Hull:
         widths = np.array([width for width, _ in points], np.int64)
         factors = np.array([factor for _, factor in points])
         return cls(widths, factors, -np.diff(factors) / np.diff(widths))
+
+
+@functools.cache
+def _combinations(steps: tuple[int, ...], reach: int) -> tuple[Integers, Integers]:
+    """All numbers of messages from ``-reach`` to ``reach`` in every step, and their bits, by ascending bits."""
+    grids = np.meshgrid(*[np.arange(-reach, reach + 1)] * len(steps), indexing="ij")
+    changes = np.stack([grid.ravel() for grid in grids], axis=1)
+    bits = changes @ np.array(steps)
+    order = np.argsort(bits, kind="stable")
+    return changes[order], bits[order]
 
 
 class Frontier:
@@ -131,14 +146,47 @@ class Frontier:
         first: Integers = self.first(np.array([high]))[0]
         most = self.first(np.array([low]))[0]
         left = int(min(budget_bits, 2.0**62)) - int(self.bits(first))
-        for limit in (most, np.zeros_like(most)):  # steps of one price first, then whatever still fits
-            for step, width in enumerate(steps.tolist()):
-                floor = max(int(limit[step]), int(first[step - 1]) if step else 0)
-                count = min(int(first[step]) - floor, left // width)
-                if count > 0:
-                    first[step] -= count
-                    left -= count * width
+        left -= self._take(first, most, left)
+        left -= self._exchange(first, left)
+        self._take(first, np.zeros_like(most), left)
         return first
+
+    def _take(self, first: Integers, limit: Integers, left: int) -> int:
+        """Take steps down to the ranks ``limit`` while bits are left; the bits taken."""
+        taken = 0
+        for step, width in enumerate(np.diff(self.hull.width).tolist()):
+            floor = max(int(limit[step]), int(first[step - 1]) if step else 0)
+            count = min(int(first[step]) - floor, (left - taken) // width)
+            if count > 0:
+                first[step] -= count
+                taken += count * width
+        return taken
+
+    def _exchange(self, first: Integers, left: int) -> int:
+        """Give up some steps for others so that bits that are left fit; the bits that this takes.
+
+        All that a few messages more or less in each step can reach is tried: near the threshold a step gains about as
+        much per bit as another, so that what does not fit in whole is the only loss.
+        """
+        steps = np.diff(self.hull.width)
+        reach = _REACHES[min(steps.size, len(_REACHES) - 1)]
+        if left <= 0 or not reach:
+            return 0
+        changes, widths = _combinations(tuple(steps.tolist()), reach)
+        fitting = slice(*np.searchsorted(widths, [left - _UNUSED, left + 1]).tolist())
+        change = changes[fitting]
+        moved = first[None, :] - change
+        allowed = (np.diff(moved, axis=1) >= 0).all(axis=1) & (moved >= 0).all(axis=1)
+        allowed &= (moved <= self.sorted_beta.size).all(axis=1)
+        near = np.clip(first[None, :] - np.arange(-reach, reach + 1)[:, None], 0, self.sorted_beta.size)
+        # Sums of scores from the threshold, by number of messages.
+        gained = (self.tail[near] - self.tail[first][None, :]) * (self.hull.gain * steps)[None, :]
+        total = np.where(allowed, gained[change + reach, np.arange(steps.size)[None, :]].sum(axis=1), 0.0)
+        best = int(np.argmax(total)) if total.size else 0
+        if not total.size or total[best] <= 0:
+            return 0
+        first[:] = moved[best]
+        return int(widths[fitting][best])
 
     def widths(self, first: Integers) -> npt.NDArray[np.uint8]:
         """The width of each message, in the order of the pair."""
@@ -162,6 +210,16 @@ class Prices:
     exposed: float
     exchange: list[float]
     pair: list[float]
+
+
+@dataclass(slots=True)
+class Planned:
+    """A feasible plan, a lower bound of the objective, and prices with the value (a lesser bound) that they prove."""
+
+    plan: Plan
+    bound: float
+    prices: Prices
+    value: float
 
 
 def frontiers(problem: Problem) -> list[list[list[Frontier]]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from qsync_opt.formulations.messages.frontier import Floats, Frontier, Prices
+from qsync_opt.formulations.messages.frontier import Floats, Frontier, Planned, Prices
 from qsync_opt.messages import Plan, Problem, evaluate
 
 _GRID = 2048
@@ -141,13 +141,14 @@ class _Tables:
         return interpolated
 
 
-def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> tuple[Plan, float, Prices]:
-    """A feasible plan, a lower bound of the objective, and the prices that prove it; for feasible problems."""
+def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Planned:
+    """A plan with its bound, for a feasible problem."""
     pairs = [frontier for groups in tables for group in groups for frontier in group]
     nothing = Prices(exposed=0.0, exchange=[0.0] * len(tables), pair=[0.0] * len(pairs))
     if not pairs:
         plan = _plan(problem, tables, np.zeros(0))
-        return plan, evaluate(problem, plan).objective, nothing
+        objective = evaluate(problem, plan).objective
+        return Planned(plan, objective, nothing, objective)
     rows, table = _Rows.of(problem, pairs), _Tables(pairs)
     hidden = np.array([exchange.hidden_ns for exchange in problem.exchanges], np.float64)
     share_R = 1.0 / np.bincount(rows.round_R, minlength=rows.exchange_of_round.size)[rows.round_R]
@@ -198,7 +199,7 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> tuple
         extreme = [frontier.most_bits if is_variance else frontier.least_bits for frontier in pairs]
         plan = _plan(problem, tables, np.array(extreme, np.float64))
         best = evaluate(problem, plan).objective, plan
-    return best[1], max(bound, 0.0), proof
+    return Planned(best[1], max(bound, 0.0), proof, bound)
 
 
 class _Search:

@@ -9,8 +9,8 @@
        sum over pairs of min(variance + y x time) - sum over exchanges of pi x hidden - mu x limit,
 
    computed on all messages, not on the tables.
-4. The tables are refined around these prices until the bound settles. Times of rounds are shifted a little to where
-   whole messages leave least unused, and each pair fills its round's time.
+4. The tables are refined around these prices until the bound settles. Then times of rounds are shifted a little to
+   where whole messages leave least unused, which raises the bound too (`whole`), and each pair fills its round's time.
 
 What is left is less than one message's step per pair; small problems are then searched exactly (`exact`). Pairs that
 share ports are planned by `ports`.
@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qsync_opt.formulations.messages.frontier import Floats, Frontier, Integers, Prices, frontiers
+from qsync_opt.formulations.messages.frontier import Floats, Frontier, Integers, Planned, Prices, frontiers
 from qsync_opt.formulations.messages.ports import plan_by_ports
+from qsync_opt.formulations.messages.whole import aligned, rounds
 from qsync_opt.messages import Evaluation, Plan, Problem, evaluate
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
@@ -43,8 +44,6 @@ _SETTLED = 1e-8
 """Relative rise of the bound below which refinement ends."""
 _CLOSE = 1e-5
 """Relative gap up to which the times of rounds are not tried unshifted too."""
-_SHIFTS = 64
-"""Units of bits by which a round's time is shifted at most, either way."""
 _SHRINK = 1e-12
 """Relative room for rounding: under a limit, and below a price."""
 
@@ -73,7 +72,8 @@ class ThresholdFormulation:
                 termination=TerminationStatus.INFEASIBLE, reason=reason, solve_seconds=time.monotonic() - started
             )
         shares_ports = any(exchange.ports for exchange in problem.exchanges)
-        plan, bound, prices = (plan_by_ports if shares_ports else plan_by_thresholds)(problem, tables)
+        planned = (plan_by_ports if shares_ports else plan_by_thresholds)(problem, tables)
+        plan, bound = planned.plan, planned.bound
         objective = evaluate(problem, plan).objective
         gap = relative_gap(objective, bound)
         is_small = problem.num_messages <= SEARCHED and not shares_ports
@@ -81,8 +81,8 @@ class ThresholdFormulation:
             from qsync_opt.formulations.messages.exact import search
 
             seconds = min(SEARCH_S, options.time_limit_s or math.inf)
-            result = search(problem, plan, bound, prices, time.monotonic() + seconds)
-            plan, bound, objective = result.plan, result.bound, result.objective
+            result = search(problem, planned, time.monotonic() + seconds)
+            plan, objective, bound = result.plan, result.objective, max(bound, result.bound)
         bound = min(max(bound, 0.0), objective)
         proved = (relative_gap(objective, bound) or 0.0) <= PROOF_GAP
         return Answer(
@@ -119,12 +119,12 @@ def infeasible(problem: Problem, tables: list[list[list[Frontier]]]) -> str | No
     return None
 
 
-def plan_by_thresholds(problem: Problem, tables: list[list[list[Frontier]]]) -> tuple[Plan, float, Prices]:
-    """A feasible plan, the value of the best prices (`dual_bound`), and these prices; for feasible problems."""
+def plan_by_thresholds(problem: Problem, tables: list[list[list[Frontier]]]) -> Planned:
+    """A plan with its bound, for a feasible problem; the prices have the value of `dual_bound`."""
     pairs = [frontier for groups in tables for group in groups for frontier in group]
     grids = [_first_grid(frontier) for frontier in pairs]
     best: tuple[float, Plan] | None = None
-    bound, proof = -math.inf, Prices(exposed=0.0, exchange=[0.0] * len(tables), pair=[0.0] * len(pairs))
+    value, proved = -math.inf, Relaxed([], Prices(exposed=0.0, exchange=[], pair=[]))
     cap = problem.variance_limit
 
     def keep(round_ns: list[list[float]]) -> Evaluation:
@@ -137,15 +137,15 @@ def plan_by_thresholds(problem: Problem, tables: list[list[list[Frontier]]]) -> 
 
     for step in range(_PASSES):
         relaxed = _relax(problem, tables, [_points(*each) for each in zip(pairs, grids, strict=True)], cap)
-        value = dual_bound(problem, pairs, relaxed.prices)
-        settled = step > 0 and value - bound <= _SETTLED * abs(bound)
-        if value > bound or step == 0:
-            bound, proof = max(bound, value), relaxed.prices
+        latest = dual_bound(problem, pairs, relaxed.prices)
+        settled = step > 0 and latest - value <= _SETTLED * abs(value)
+        if latest > value or step == 0:
+            value, proved = latest, relaxed
         if cap is not None:  # rounding to whole messages may miss the limit, which is then aimed at lower
             evaluation = keep(relaxed.round_ns)
             if not evaluation.feasible:
                 cap = max(0.0, cap - 1.5 * (evaluation.variance - (problem.variance_limit or 0.0)))
-            gap = None if best is None else relative_gap(best[0], bound)
+            gap = None if best is None else relative_gap(best[0], value)
             settled = gap is not None and gap <= _TARGET
         if settled:
             break
@@ -154,82 +154,16 @@ def plan_by_thresholds(problem: Problem, tables: list[list[list[Frontier]]]) -> 
             _refined(frontier, grid, price, spread)
             for frontier, grid, price in zip(pairs, grids, relaxed.prices.pair, strict=True)
         ]
+    found = rounds(problem, tables, proved.round_ns, proved.prices)
+    bound = dual_bound(problem, pairs, proved.prices, math.fsum(each.gain for each in found))
     if cap is None:
-        aligned = _aligned(problem, tables, relaxed)
-        for round_ns in (aligned, relaxed.round_ns):
-            keep(round_ns)
-            if best is not None and (relative_gap(best[0], bound) or 0.0) <= _CLOSE:
-                break
+        keep(aligned(problem, found, proved.round_ns, proved.prices))
+        if best is None or (relative_gap(best[0], bound) or 0.0) > _CLOSE:
+            keep(proved.round_ns)
     if best is None:  # a variance limit that was missed each time
         keep([[math.inf] * len(groups) for groups in tables])
     assert best is not None, "with time for every message the most exact plan keeps a variance limit"
-    return best[1], bound, proof
-
-
-def _aligned(problem: Problem, tables: list[list[list[Frontier]]], relaxed: Relaxed) -> list[list[float]]:
-    """Times of rounds close to the relaxed ones at which the pairs' whole messages leave less time unused.
-
-    Near the optimum a shift of time from one round to another changes the variance in second order only, but a pair
-    loses its price for what its last message leaves unused. Rounds that share a limit are shifted one after another so
-    that their sum returns to what it was.
-    """
-    result = [list(times) for times in relaxed.round_ns]
-    prices, position = relaxed.prices, 0
-    shared: dict[int, list[tuple[int, int, Floats, Floats]]] = {}
-    for e, (groups, times) in enumerate(zip(tables, relaxed.round_ns, strict=True)):
-        exchange = problem.exchanges[e]
-        bound_by_hidden = exchange.hidden_ns > 0 and sum(times) <= exchange.hidden_ns * (1 + 1e-9)
-        for r, group in enumerate(groups):
-            own = prices.pair[position : position + len(group)]
-            position += len(group)
-            shifts, lost = _leftovers(group, own, times[r])
-            if shifts.size:
-                shared.setdefault(e if bound_by_hidden else -1, []).append((e, r, shifts, lost))
-    for key, members in shared.items():
-        is_free = key == -1 and problem.time_limit_ns is None
-        room = 0.0
-        for index, (e, r, shifts, lost) in enumerate(members):
-            if not is_free and index == len(members) - 1:  # gives back what the others took
-                lost = np.where(shifts <= room, lost + prices.exchange[e] * (room - shifts), math.inf)
-            elif not is_free:
-                reach = min(-float(members[index + 1][2].min()), float(members[index + 1][2].max()))
-                lost = np.where(np.abs(room - shifts) <= reach, lost, math.inf)
-            best = int(np.argmin(lost))
-            if math.isfinite(lost[best]):
-                result[e][r] += float(shifts[best])
-                room -= float(shifts[best])
-        if room < 0:  # the last round could not give it back
-            for e, r, _, _ in members:
-                result[e][r] = relaxed.round_ns[e][r]
-    return result
-
-
-def _leftovers(group: list[Frontier], prices: list[float], at: float) -> tuple[Floats, Floats]:
-    """Shifts of a round's time, with what the pairs lose by bits that they cannot use then, and by the shift itself."""
-    priced = [
-        (frontier, price)
-        for frontier, price in zip(group, prices, strict=True)
-        if 0 < price < math.inf and frontier.bit_ns > 0 and frontier.most_bits > frontier.least_bits
-    ]
-    if not priced:
-        return np.zeros(0), np.zeros(0)
-    unit = int(np.gcd.reduce(np.diff(priced[0][0].hull.width)))
-    steps = np.arange(-_SHIFTS, _SHIFTS + 1)
-    window = _SHIFTS * unit * min(frontier.bit_ns for frontier, _ in priced)
-    shifts = [np.zeros(1)]
-    for frontier, _ in priced:
-        whole = math.floor((at - frontier.pair.fixed_ns) / frontier.bit_ns / unit) * unit
-        near = frontier.pair.fixed_ns + frontier.bit_ns * (whole + unit * steps) * (1 + 1e-13) - at
-        shifts.append(near[np.abs(near) <= window])
-    shift = np.concatenate(shifts)
-    lost = np.zeros(shift.size)
-    for frontier, price in priced:
-        bits = (at + shift - frontier.pair.fixed_ns) / frontier.bit_ns * (1 + 1e-13) - frontier.least_bits
-        moved = shift / frontier.bit_ns
-        # Variance falls about fourfold with each bit of all messages, and so does the price.
-        curvature = math.log(4) / 2 / frontier.sorted_beta.size
-        lost += np.where(bits < 0, math.inf, price * frontier.bit_ns * (np.mod(bits, unit) + curvature * moved**2))
-    return shift, lost
+    return Planned(best[1], bound, proved.prices, value)
 
 
 def _first_grid(frontier: Frontier) -> Floats:
@@ -394,15 +328,16 @@ def _slope(times: Floats, variance: Floats, index: int) -> float:
     return max(0.0, float((variance[index] - variance[index + 1]) / (times[index + 1] - times[index])))
 
 
-def dual_bound(problem: Problem, pairs: list[Frontier], prices: Prices) -> float:
+def dual_bound(problem: Problem, pairs: list[Frontier], prices: Prices, gain: float = 0.0) -> float:
     """The lower bound of the objective that prices prove, evaluated on every message; negative where they are bad.
 
-    Reduced costs at the prices are measured from this value, so that it is not raised to 0 here.
+    Reduced costs at the prices are measured from this value, so that it is not raised to 0 here. ``gain`` is what
+    whole messages add to the variance and the price of time of all rounds (`whole`).
     """
     mu = prices.exposed
     if not math.isfinite(mu):
         return 0.0
-    terms = []
+    terms = [gain]
     for frontier, price in zip(pairs, prices.pair, strict=True):
         first = frontier.first(np.array([price * frontier.bit_ns]))[0]
         if price * frontier.bit_ns == 0:

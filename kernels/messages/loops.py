@@ -20,6 +20,7 @@ _NAN = np.uint32(0x7FC00000)
 _NONE = np.float32(0.0)
 _TOP16 = np.uint64(48)
 _EXPONENT = np.int32(0x7F800000)
+_ORDER = np.int32(0x7FFFFFFF)
 _NAN16 = np.int16(0x7FC0)
 _jit: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
@@ -34,22 +35,69 @@ def _word(key: Any, entry: Any) -> Any:
 
 
 @_jit
+def _join(codes: Any, bits: int, packed: Any) -> None:
+    """Codes into bytes; a loop of its own for each width, since only then do they run many bytes at a time."""
+    if bits == 8:
+        for k in range(len(packed)):
+            packed[k] = codes[k]
+    elif bits == 4:
+        for k in range(len(packed)):
+            packed[k] = codes[2 * k] | (codes[2 * k + 1] << np.uint8(4))
+    elif bits == 2:
+        for k in range(len(packed)):
+            low = codes[4 * k] | (codes[4 * k + 1] << np.uint8(2))
+            packed[k] = low | (codes[4 * k + 2] << np.uint8(4)) | (codes[4 * k + 3] << np.uint8(6))
+    else:
+        for k in range(len(packed)):
+            value = np.uint8(0)
+            for part in range(8):
+                value |= np.uint8(codes[8 * k + part] << np.uint8(part))
+            packed[k] = value
+
+
+@_jit
+def _split(packed: Any, bits: int, codes: Any) -> None:
+    """The reverse of `_join`."""
+    if bits == 4:
+        for k in range(len(packed)):
+            codes[2 * k] = packed[k] & np.uint8(15)
+            codes[2 * k + 1] = packed[k] >> np.uint8(4)
+    elif bits == 2:
+        for k in range(len(packed)):
+            codes[4 * k] = packed[k] & np.uint8(3)
+            codes[4 * k + 1] = (packed[k] >> np.uint8(2)) & np.uint8(3)
+            codes[4 * k + 2] = (packed[k] >> np.uint8(4)) & np.uint8(3)
+            codes[4 * k + 3] = packed[k] >> np.uint8(6)
+    else:
+        for k in range(len(packed)):
+            for part in range(8):
+                codes[8 * k + part] = (packed[k] >> np.uint8(part)) & np.uint8(1)
+
+
+@_jit
 def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
     dim = x.shape[1]
     levels = np.float32((1 << bits) - 1)
     per_byte = 8 // bits
     header = np.empty(2, np.float32)
     raw = header.view(np.uint32)
+    ends = np.empty(2, np.int32)
+    limits = ends.view(np.float32)
     codes = np.zeros((dim + per_byte - 1) // per_byte * per_byte, np.uint8)
+    noise = np.empty(dim, np.float32)
+    entries = x.view(np.int32)
+    # Several plain loops over a row: each of them runs many entries at a time, which one loop of all does not.
     for k in range(index.size):
         row, target = x[index[k]], out[k]
-        low, high, bad = row[0], row[0], False
+        least, most = _ORDER, -_ORDER
         for c in range(dim):
-            value = row[c]
-            if not np.isfinite(value):
-                bad = True
-            low, high = min(low, value), max(high, value)
-        header[0] = low
+            entry = entries[index[k], c]
+            ordered = entry ^ ((entry >> np.int32(31)) & _ORDER)  # rises with the entry; NaN lies beyond infinity
+            least, most = min(least, ordered), max(most, ordered)
+        bad = most >= _EXPONENT or least < -_EXPONENT
+        ends[0] = least ^ ((least >> np.int32(31)) & _ORDER)
+        ends[1] = most ^ ((most >> np.int32(31)) & _ORDER)
+        header[0], high = limits[0], limits[1]
         if raw[0] & _SIGN:
             raw[0] += _LOW
         raw[0] &= _HIGH
@@ -70,19 +118,11 @@ def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
         for c in range(dim):
             word = _word(key, np.uint64(k * dim + c))
             # The upper 24 bits: as int32 they become floating-point numbers many at a time.
-            noise = np.float32(np.float32(np.int32(word >> _TOP)) * _UNIT)
-            scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + noise)
+            noise[c] = np.float32(np.float32(np.int32(word >> _TOP)) * _UNIT)
+        for c in range(dim):
+            scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + noise[c])
             codes[c] = np.uint8(np.int32(min(np.floor(scaled), levels)))  # never below 0: zero is rounded down
-        packed = target[4:]
-        if bits == 8:
-            for c in range(dim):
-                packed[c] = codes[c]
-        else:
-            for byte in range(len(packed)):
-                value = np.uint8(0)
-                for part in range(per_byte):
-                    value |= np.uint8(codes[byte * per_byte + part] << np.uint8(part * bits))
-                packed[byte] = value
+        _join(codes, bits, target[4:])
 
 
 @_jit
@@ -99,7 +139,7 @@ def _pack_bf16(x: Any, index: Any, key: Any, out: Any) -> None:
 @_jit
 def _unpack(wire: Any, index: Any, bits: int, out: Any) -> None:
     dim = out.shape[1]
-    mask, per_byte = np.uint8((1 << bits) - 1), 8 // bits
+    per_byte = 8 // bits
     header = np.empty(2, np.float32)
     raw = header.view(np.uint32)
     codes = np.zeros((dim + per_byte - 1) // per_byte * per_byte, np.uint8)
@@ -113,9 +153,7 @@ def _unpack(wire: Any, index: Any, bits: int, out: Any) -> None:
             for c in range(dim):
                 row[c] = np.float32(np.float32(np.float32(packed[c]) * step) + zero)
             continue
-        for part in range(per_byte):
-            for byte in range(len(packed)):
-                codes[byte * per_byte + part] = (packed[byte] >> np.uint8(part * bits)) & mask
+        _split(packed, bits, codes)
         for c in range(dim):
             row[c] = np.float32(np.float32(np.float32(codes[c]) * step) + zero)
 

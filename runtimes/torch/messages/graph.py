@@ -327,8 +327,12 @@ class FullGraph:
         factor = {str(width): variance_factor(width) for width in self.options.menu}
         exchanges = []
         for direction in self.directions():
-            weight = self.sensitivities.get(direction.name, 1.0)
-            betas = [[weight * beta for beta in row] for row in self._gather_betas(direction)]
+            scores = self._gather_betas(direction)
+            total = sum(float(beta.sum()) for row in scores for beta in row)
+            # Rows and their gradients differ in size by orders of magnitude, and what a step does to the gradient is
+            # a matter of what it is relative to the rows.
+            weight = self.sensitivities.get(direction.name, 1 / total if total > 0 else 1.0)
+            betas = [[weight * beta for beta in row] for row in scores]
             hidden = torch.tensor([direction.usual_hidden_ns], dtype=torch.float64, device=self.part.x.device)
             dist.all_reduce(hidden, dist.ReduceOp.MIN, group=self.group)
             rounds = []

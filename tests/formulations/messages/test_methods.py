@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 import qsync_opt
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.formulations.messages.frontier import frontiers
+from qsync_opt.formulations.messages.threshold import plan_by_thresholds
 from qsync_opt.messages import Exchange, Pair, Problem, evaluate, uniform_plan, variance_factor
 from qsync_opt.solving import PROOF_GAP, TerminationStatus
 
@@ -99,6 +101,14 @@ def test_exact_search_agrees_with_the_program_and_thresholds_have_a_bound(proble
     assert exact.termination is TerminationStatus.OPTIMAL
     assert close(exact.objective, program.objective)
     assert qsync_opt.solve(problem).objective <= exact.objective * (1 + 1e-6) + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(7))
+def test_what_whole_messages_prove_is_below_the_optimum_and_not_below_what_prices_prove(problem):
+    exact = qsync_opt.solve(problem, "exact")
+    planned = plan_by_thresholds(problem, frontiers(problem))  # solving would hide a bound above its plan
+    assert planned.value <= planned.bound <= exact.objective * (1 + 1e-9) + 1e-9
 
 
 @pytest.mark.parametrize("goal", GOALS)
@@ -220,6 +230,6 @@ def test_times_of_rounds_are_shifted_to_where_whole_messages_fit(monkeypatch):
     problem = make_problem(7, [rounds, rounds], (2, 4, 8), "limit", 0.4, False)
     shifted = qsync_opt.solve(problem)
     module = "qsync_opt.formulations.messages.threshold"
-    monkeypatch.setattr(f"{module}._aligned", lambda problem, tables, relaxed: relaxed.round_ns)
+    monkeypatch.setattr(f"{module}.aligned", lambda problem, found, round_ns, prices: round_ns)
     plain = qsync_opt.solve(problem)
     assert plain.bound == shifted.bound and shifted.gap < 0.8 * plain.gap

@@ -57,6 +57,8 @@ def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(tmp
     result = results[0]
     assert result["kept"] and all(value > 0 for value in result["sensitivities"].values())
     assert result["ratios"] == pytest.approx(result["sensitivities"])
+    # Unmeasured, exchanges count alike relative to their own size: gradients are far smaller than rows.
+    assert max(result["sizes"]) > 100 * min(result["sizes"]) and result["alike"] == pytest.approx([1.0] * 4)
     assert set(result["rounds"]) == {1} and all(result["ports"])
 
 

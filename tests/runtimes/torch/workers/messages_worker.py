@@ -127,6 +127,8 @@ def weighed(rank, world):
     full.loss(full()).backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
     kept = [(way.send_bits.clone(), way.spread.clone()) for way in full.directions()]
+    alike = full.build_problem()
+    full.sensitivities = {exchange.name: 1.0 for exchange in alike.exchanges}
     plain = full.build_problem()
     sensitivities = full.measure_sensitivities()
     kept_all = all(torch.equal(p.grad, q) for p, q in zip(model.parameters(), before, strict=True)) and all(
@@ -139,7 +141,8 @@ def weighed(rank, world):
     full.use(solve(problem).plan)
     full.loss(full()).backward()
     return {
-        "kept": kept_all,
+        "kept": kept_all, "alike": [sum(float(pair.beta.sum()) for pair in e.pairs) for e in alike.exchanges],
+        "sizes": [sum(float(pair.beta.sum()) for pair in e.pairs) for e in plain.exchanges],
         "sensitivities": sensitivities, "ratios": ratios, "rounds": [len(e.rounds) for e in problem.exchanges],
         "ports": [e.ports for e in problem.exchanges],
     }  # fmt: skip
