@@ -20,7 +20,8 @@ from torch import Tensor, nn
 PRECISIONS = ("FP32", "TF32", "BF16", "FP16")
 FORMS = ("eager", "compiled", "captured", "compiled captured")
 BY_HAND = tuple(f"{precision} {form}" for form in FORMS for precision in PRECISIONS)
-PLANNED = "plan"
+PLANNED, BY_BLOCKS = "plan", "BF16 compiled by blocks"
+"""Ways that need this package: the default plan, and BF16 autocast with repeated blocks compiled once."""
 WARM_UP_S, BLOCK_S, BLOCKS, STEPS = 0.7, 0.2, 5, 3
 """Seconds of steps before any is timed, seconds of a timed block, blocks, and the fewest steps of each."""
 
@@ -130,6 +131,30 @@ def planned(subject: Any, device: torch.device, facts: dict[str, Any], **options
     return step
 
 
+def by_blocks(subject: Any, device: torch.device) -> Callable[[], None]:
+    """A training step in BF16 autocast whose model is compiled by blocks."""
+    from qsync_opt.model import Role
+    from qsync_opt.runtimes.torch.capture import capture_model
+    from qsync_opt.runtimes.torch.execution import ApplyOptions, apply
+
+    use_tf32(True)
+    model = subject.model.to(device)
+    batch = {key: value.to(device) for key, value in subject.batch.items()}
+    graph = capture_model(model, (), batch).graph
+    plan = {operator.name: "BF16" for operator in graph.by_role(Role.ADJUSTABLE)}
+    apply(model, plan, graph=graph, options=ApplyOptions(autocast="BF16", compiled=True, regional=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        output = model(**batch)
+        loss = subject.loss(output) if subject.loss is not None else output.loss
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
 def timed(step: Callable[[], None]) -> dict[str, Any]:
     """Median milliseconds of a step, those of every block, and the peak memory of steps."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else list
@@ -165,7 +190,12 @@ def run(model: str, way: str) -> dict[str, Any]:
     record: dict[str, Any] = {"model": model, "way": way}
     try:
         made = subject(model)
-        step = planned(made, device, record) if way == PLANNED else by_hand(way, made, device)
+        if way == PLANNED:
+            step = planned(made, device, record)
+        elif way == BY_BLOCKS:
+            step = by_blocks(made, device)
+        else:
+            step = by_hand(way, made, device)
         record.update(timed(step))
     except Exception as failure:  # the record says it
         text = str(failure)
