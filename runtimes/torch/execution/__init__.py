@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.execution.chunked_loss import loss_heads, loss_layers
     from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses, graphed
     from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
+    from qsync_opt.runtimes.torch.execution.memory_formats import image_weights
     from qsync_opt.runtimes.torch.execution.operators import device_formats, operator_precisions, run_fixed
     from qsync_opt.runtimes.torch.execution.plans import (
         AUTOCAST_TYPES,
+        PLANNED_OPTIONS,
         TORCH_MODES,
         AppliedPlan,
         ApplyOptions,
@@ -29,7 +31,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "AUTOCAST_TYPES", "TORCH_MODES", "AppliedPlan", "ApplyOptions", "ApplySettings", "CapturedPasses", "LossScaler",
-    "StepAudit", "applied_plan", "apply", "device_formats", "graphed", "is_sharded", "loss_heads", "loss_layers",
-    "operator_kind", "operator_precisions", "run_fixed", "under_plan", "undo",
+    "AUTOCAST_TYPES", "PLANNED_OPTIONS", "TORCH_MODES", "AppliedPlan", "ApplyOptions", "ApplySettings",
+    "CapturedPasses", "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed", "image_weights",
+    "is_sharded", "loss_heads", "loss_layers", "operator_kind", "operator_precisions", "run_fixed", "under_plan",
+    "undo",
 ]  # fmt: skip

@@ -39,11 +39,13 @@ from qsync_opt.runtimes.torch.execution.checks import (
     check_names,
     check_precisions,
     check_sharding,
+    is_sharded,
     model_device,
     some_names,
 )
 from qsync_opt.runtimes.torch.execution.chunked_loss import ChunkedLoss, loss_heads
 from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses
+from qsync_opt.runtimes.torch.execution.memory_formats import ChannelsLast
 from qsync_opt.runtimes.torch.execution.operators import (
     eight_bits,
     fixed,
@@ -66,6 +68,8 @@ from qsync_opt.runtimes.torch.support import HALF, bare_model, full_precision, t
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Argument of ``torch.autocast`` for a precision."""
+PLANNED_OPTIONS = ("autocast", "captured", "compiled", "regional", "channels_last")
+"""Of the attributes of `ApplyOptions`, those that a `JobPlan` sets."""
 TORCH_MODES = {"FP32": "ieee", "TF32": "tf32"}
 """What torch's settings of FP32 products say for a precision."""
 
@@ -74,8 +78,7 @@ TORCH_MODES = {"FP32": "ieee", "TF32": "tf32"}
 class ApplySettings:
     """How a plan with ``apply_settings()`` (a `JobPlan`) wants to be applied on this worker, beside its precisions.
 
-    ``worthwhile`` is False if the model is better left alone. ``autocast``, ``captured`` and ``compiled`` are as in
-    `ApplyOptions`.
+    ``worthwhile`` is False if the model is better left alone. `PLANNED_OPTIONS` are as in `ApplyOptions`.
     ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given, ``opaque_modules`` the
     modules that run as they are (`OpGraph.opaque_modules`). ``expected_ns`` is the predicted time of a step;
     ``expected_bytes`` its predicted peak memory, None if predicted for other conditions.
@@ -85,6 +88,8 @@ class ApplySettings:
     autocast: str | None
     captured: bool
     compiled: bool
+    regional: bool
+    channels_last: bool
     lifted_kinds: tuple[str, ...]
     opaque_modules: tuple[str, ...]
     expected_ns: int
@@ -111,7 +116,10 @@ class ApplyOptions:
         compiled: Compile the model in place (``model.compile()``), which the first passes do; with ``captured`` what is
             captured is compiled, and other passes run as they are. A `JobPlan` sets it.
         regional: With ``compiled``, compile blocks that repeat once for all of them (`CompiledByBlocks`): faster to
-            compile, but nothing is fused across blocks. Not for models that checkpoint their blocks' activations.
+            compile, but nothing is fused across blocks. A `JobPlan` sets it.
+        channels_last: Keep weights of two-dimensional convolutions channels last, with their gradients, until `undo`;
+            what they compute then is too. Values stay the same. Before ``DistributedDataParallel``, which lays its
+            buckets out as it finds the parameters. A `JobPlan` sets it, but not for a sharded model.
         chunked_loss: Compute the loss of `LinearCrossEntropy`, and of Hugging Face's models for causal language
             modelling, without the logits of all tokens at once: these models' training passes with labels then return
             no logits.
@@ -130,6 +138,7 @@ class ApplyOptions:
     captured: bool = False
     compiled: bool = False
     regional: bool = False
+    channels_last: bool = False
     chunked_loss: bool = True
     outputs: str = "FP32"
 
@@ -225,6 +234,7 @@ class AppliedPlan:
         self.interception.recurrent_inputs = self.interception.opaque_inputs = lifted
         self._modes_before: tuple[str, ...] | None = None
         self._compiled_before: Any = None
+        self._strides = ChannelsLast(model) if options.channels_last else None
         if options.autocast in AUTOCAST_TYPES:
             self.interception.at_rest = self._under_autocast
         elif options.autocast is not None:
@@ -435,6 +445,8 @@ class AppliedPlan:
         self._give_losses_back()
         if self._modes_before is not None:
             float_modes.set_fp32_modes(self._modes_before)
+        if self._strides is not None:
+            self._strides.restore()
         if self._compiled_before is not None:
             (self._model._compiled_call_impl,) = self._compiled_before
         if self.audit is not None:
@@ -551,7 +563,11 @@ def apply(
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
     if settings is not None:
-        options = replace(options, autocast=settings.autocast, captured=settings.captured, compiled=settings.compiled)
+        options = replace(options, **{name: getattr(settings, name) for name in PLANNED_OPTIONS})
+    if options.channels_last and is_sharded(bare):
+        if settings is None:
+            raise UnsupportedError("the model is sharded, but channels_last=True lays out whole weights: leave it out")
+        options = replace(options, channels_last=False)
     if options.captured:
         check_capturable(bare)
     if options.autocast is not None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
         interception_of,
         operator_name,
     )
-    from qsync_opt.runtimes.torch.interception.regions import CompiledByBlocks, repeated_blocks
+    from qsync_opt.runtimes.torch.interception.regions import CompiledByBlocks, repeated_blocks, share_to_compile
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "CompiledByBlocks", "Handler", "Interception", "OperatorCall", "Run", "check_not_scripted", "functions_named",
-    "intercept", "interception_of", "operator_name", "repeated_blocks",
+    "intercept", "interception_of", "operator_name", "repeated_blocks", "share_to_compile",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -105,6 +105,43 @@ def _as_region(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return forward.inner(*args, **kwargs)
 
 
+def _checkpoint(interception: Interception, checkpoint: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a checkpointed function in the mode, which is suspended where torch runs it."""
+    function, *rest = args
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with interception.traced_mode:
+            return function(*args, **kwargs)
+
+    outer = interception.checkpointing
+    interception.checkpointing = True
+    result = checkpoint(inside, *rest, **kwargs)
+    interception.checkpointing = outer
+    return result
+
+
+@torch.compiler.nested_compile_region
+def _checkpoint_as_region(
+    interception: Interception, checkpoint: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    return _checkpoint(interception, checkpoint, args, kwargs)
+
+
+def checkpointed(interception: Interception, checkpoint: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``checkpoint(*args, **kwargs)``, torch's operator that recomputes a function, while a pass is compiled.
+
+    A block that repeats is a region together with its recomputation, and there are none inside of what is recomputed:
+    torch would draw other random numbers again in a region. Which block it is must be known: it is what is passed to
+    ``checkpoint``, or was announced.
+    """
+    block, interception.announced = interception.announced, None
+    if block is None and isinstance(args[0], nn.Module):
+        block = args[0].__dict__.get("forward")
+    if not isinstance(block, Forward) or not block.repeats or interception.checkpointing:
+        return _checkpoint(interception, checkpoint, args, kwargs)
+    return block.region(_checkpoint_as_region, interception, checkpoint, args, kwargs)
+
+
 _modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 
 
@@ -128,7 +165,7 @@ class Forward:
         """Run the module, as a pass of its own or as a part of the running one."""
         interception = self.interception
         if interception.resting:
-            if self.repeats and torch.compiler.is_compiling():
+            if self._is_region():
                 return _as_region(self, args, kwargs)
             return self.inner(*args, **kwargs)
         if self.recurrent and interception.recurrent_inputs is not None:
@@ -161,17 +198,21 @@ class Forward:
         outer = interception.path
         interception.enter(self.path, args)
         try:
-            if self.repeats and torch.compiler.is_compiling():
-                return self._region(args, kwargs)
+            if self._is_region():
+                return self.region(_as_region, self, args, kwargs)
             return self.inner(*args, **kwargs)
         finally:
             interception.path = outer
 
-    def _region(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _is_region(self) -> bool:
+        return self.repeats and torch.compiler.is_compiling() and not self.interception.checkpointing
+
+    def region(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function that torch compiles as a region, and that runs this module."""
         interception = self.interception
         if interception.on_region_begin is not None:
             interception.on_region_begin(self.path)
-        result = _as_region(self, args, kwargs)
+        result = run(*arguments)
         if interception.on_region_end is not None:
             interception.on_region_end()
         return result

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.model import ROLE_TABLE, Role
+from qsync_opt.runtimes.torch.interception.forwards import checkpointed
 from qsync_opt.runtimes.torch.support import HALF, tensors_in
 
 if TYPE_CHECKING:
@@ -159,12 +160,19 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
+
+
 class TracedFunctionMode(FunctionMode):
-    """The same while a pass is compiled; see `_python_methods`."""
+    """The same while a pass is compiled, see `_python_methods`; of a resting pass only what is checkpointed."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _CHECKPOINT:
+            return checkpointed(self._interception, func, args, kwargs or {})
+        if self._interception.resting:
+            return func(*args, **(kwargs or {}))
         for method, op_type in self.methods:
             if func is method:
                 return self._interception.call(op_type, func, args, kwargs or {})

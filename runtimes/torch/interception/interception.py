@@ -115,6 +115,9 @@ class Interception:
         at_rest: If set, the context in which every pass, compiled ones included, runs as if nothing were intercepted;
             given the outermost module.
         resting: Whether the present pass runs in one of these ways.
+        checkpointing: Whether what is traced now is recomputed in the backward pass.
+        announced: The block that will be passed to ``checkpoint`` next, where its layer says so.
+        regional: Whether blocks are regions of compiled passes.
         prepare: If set, maps an operator's name and kind to how it runs; eager passes ask this once per operator
             instead of the handler in every call.
         prepares_evaluation: Whether ``prepare`` holds in evaluation mode too.
@@ -164,6 +167,9 @@ class Interception:
         self._evaluating = False
         self.traced = False
         self.resting = False
+        self.checkpointing = False
+        self.announced: Forward | None = None
+        self.regional = False
         self.may_rest: Callable[[], bool] | None = None
         self.at_rest: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None
         self.prepare: Callable[[str, str], Run] | None = None
@@ -225,8 +231,10 @@ class Interception:
 
     def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.resting = True
+        watched = self.regional and torch.compiler.is_compiling()
         try:
-            return forward.inner(*args, **kwargs)
+            with self.traced_mode if watched else contextlib.nullcontext():
+                return forward.inner(*args, **kwargs)
         finally:
             self.resting = False
 

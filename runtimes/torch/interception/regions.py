@@ -3,17 +3,22 @@
 Every call of a marked block is a nested region of the one graph of a pass (``torch.compiler.nested_compile_region``).
 Regions that trace to the same graph are differentiated, scheduled and generated once; what differs between blocks
 (parameters, the place in the random stream) is an input. Blocks under different precisions are different graphs.
+
+Where a model checkpoints its blocks' activations, a region is a block with its recomputation. Whatever a plan notes of
+a pass while it is traced is noted once, and not once more for the recomputation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.errors import QSyncError, first_line
@@ -33,6 +38,15 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     Source:
         Ours.
     """
+    return _divided(model)[0]
+
+
+def share_to_compile(model: nn.Module) -> float:
+    """Share of a model's modules that are left to compile where each kind of `repeated_blocks` is compiled once."""
+    return _divided(model)[1]
+
+
+def _divided(model: nn.Module) -> tuple[tuple[str, ...], float]:
     prints: dict[nn.Module, Any] = {}
     sizes: dict[nn.Module, int] = {}
 
@@ -65,7 +79,23 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
             return sizes[module] / count, [path]
         return work, regions
 
-    return tuple(dict.fromkeys(choose("", model)[1]))
+    left, regions = choose("", model)
+    return tuple(dict.fromkeys(regions)), left / sizes[model]
+
+
+class _Announcing:
+    """In place of a layer's own function that checkpoints: says which block it is about to pass, somehow wrapped."""
+
+    def __init__(self, block: Forward, checkpoint: Callable[..., Any]) -> None:
+        self.block, self.checkpoint = block, checkpoint
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.block.interception.announced = self.block
+        return self.checkpoint(function, *args, **kwargs)
+
+
+_CHECKPOINTS = "_gradient_checkpointing_func"
+"""With what a layer of transformers checkpoints itself, where that is enabled."""
 
 
 class CompiledByBlocks:
@@ -79,22 +109,46 @@ class CompiledByBlocks:
         """Mark the blocks at ``paths``, whose ``forward`` is shadowed; ``options`` are those of ``torch.compile``."""
         self._model, self._options = model, options
         self._blocks: list[Forward] = [model.get_submodule(path).__dict__["forward"] for path in paths]
-        for block in self._blocks:
-            block.repeats = True
+        self._announcing: dict[str, _Announcing] = {}
+        self._mark(bool(paths))
         self._whole = not paths
-        self._run: Callable[..., Any] = torch.compile(model._call_impl, fullgraph=not self._whole, **options)
+        self._run: Callable[..., Any] = self._compiled()
+
+    def _mark(self, repeats: bool) -> None:
+        for block in self._blocks:
+            block.repeats = block.interception.regional = repeats
+
+    def _compiled(self) -> Callable[..., Any]:
+        run = torch.compile(self._model._call_impl, fullgraph=not self._whole, **self._options)
+        watched: Callable[..., Any] = dynamo.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)(run)
+        return watched
+
+    @contextlib.contextmanager
+    def _announcements(self) -> Iterator[None]:
+        """Within the block, layers that checkpoint themselves announce it."""
+        found = [(block, own) for block in self._blocks if (own := block.module.__dict__.get(_CHECKPOINTS)) is not None]
+        for block, own in found:
+            known = self._announcing.get(block.path)
+            if known is None or known.checkpoint is not own:
+                known = self._announcing[block.path] = _Announcing(block, own)
+            block.module.__dict__[_CHECKPOINTS] = known
+        try:
+            yield
+        finally:
+            for block, own in found:
+                block.module.__dict__[_CHECKPOINTS] = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         if self._whole:
             return self._run(*args, **kwargs)
         try:
-            return self._run(*args, **kwargs)
+            with self._announcements():
+                return self._run(*args, **kwargs)
         except (TorchDynamoException, QSyncError) as failure:  # of the latter, what is no region's fault comes again
             reason = first_line(getattr(failure, "inner_exception", failure))
         _LOGGER.warning("the model is compiled as a whole, because its blocks cannot be compiled once each: %s", reason)
         self._whole = True
-        for block in self._blocks:
-            block.repeats = False
-        self._run = torch.compile(self._model._call_impl, **self._options)
+        self._mark(False)
+        self._run = self._compiled()
         return self._run(*args, **kwargs)

@@ -26,7 +26,7 @@ from qsync_opt.runtimes.torch.ddp import (
     together,
     world,
 )
-from qsync_opt.runtimes.torch.execution import AppliedPlan, ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.execution import PLANNED_OPTIONS, AppliedPlan, ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job.file import with_speed
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
@@ -345,22 +345,21 @@ def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return factors
 
 
-_Running = tuple[dict[str, str], str | None, bool, bool]
-"""Precisions that a model runs under, what torch itself carries out, and whether passes are captured and compiled."""
+_Running = tuple[dict[str, str], tuple[Any, ...]]
+"""Precisions that a model runs under, and the values of `PLANNED_OPTIONS`."""
 
 
 def _wanted(plan: JobPlan, applied: AppliedPlan | None) -> _Running | None:
     """What the model will run under; only the operators that the applied plan distinguishes."""
     if not plan.worthwhile:
         return None
-    own, name = plan.devices[plan.device_type], plan.device_type
+    own, settings = plan.devices[plan.device_type], plan.apply_settings()
     known = own if applied is None else applied.precisions
     precisions = {operator: own[operator] for operator in known}
-    return precisions, plan.autocast.get(name), name in plan.captured, name in plan.compiled
+    return precisions, tuple(getattr(settings, name) for name in PLANNED_OPTIONS)
 
 
 def _running(applied: AppliedPlan | None) -> _Running | None:
     if applied is None:
         return None
-    options = applied.options
-    return dict(applied.precisions), options.autocast, options.captured, options.compiled
+    return dict(applied.precisions), tuple(getattr(applied.options, name) for name in PLANNED_OPTIONS)

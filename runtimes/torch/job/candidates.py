@@ -54,6 +54,8 @@ class ExecutionMode:
             not run, capture or compile the mode, or left that out because other modes are faster.
         captured: Whether passes are replayed as CUDA graphs.
         compiled: Whether the model is compiled.
+        regional: Whether its repeated blocks are then compiled once for all of them.
+        channels_last: Whether weights of convolutions lie channels last.
     """
 
     name: str
@@ -64,6 +66,8 @@ class ExecutionMode:
     needed_bytes: int | None = 0
     captured: Annotated[bool, Json(omitted=True)] = False
     compiled: Annotated[bool, Json(omitted=True)] = False
+    regional: Annotated[bool, Json(omitted=True)] = False
+    channels_last: Annotated[bool, Json(omitted=True)] = False
 
     def __post_init__(self) -> None:
         freeze(self, "precisions")
@@ -75,7 +79,13 @@ class ExecutionMode:
 
     @property
     def label(self) -> str:
-        """Name, with how passes are executed."""
+        """Name, with how passes are executed, compiled and laid out."""
+        parts = (self.way, "by blocks" if self.regional else "", "channels last" if self.channels_last else "")
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def way(self) -> str:
+        """Name, with how passes are executed: the same on devices for which another build or layout is faster."""
         return self.name if self.form == LAUNCHED else f"{self.name}, {self.form}"
 
     @property
@@ -96,7 +106,8 @@ class ExecutionMode:
     @property
     def is_plain(self) -> bool:
         """Whether it is what the model does by itself."""
-        return self.autocast is None and self.form == LAUNCHED and set(self.precisions.values()) <= {FULL}
+        changed = self.autocast is not None or self.form != LAUNCHED or self.channels_last
+        return not changed and set(self.precisions.values()) <= {FULL}
 
     @property
     def needs_scaling(self) -> bool:
@@ -288,18 +299,18 @@ def fitting(modes: Modes, limits_bytes: Mapping[str, int], form: str) -> dict[st
 
 
 def uniform_candidates(modes: Modes) -> dict[str, dict[str, ExecutionMode]]:
-    """The candidates in which all device types run the same mode that no solver proposed, by its label."""
-    by_label = {name: {mode.label: mode for mode in own if not mode.is_solved} for name, own in modes.items()}
-    shared = dict.fromkeys(label for own in by_label.values() for label in own)
+    """The candidates in which all device types run the same way that no solver proposed, by name and form."""
+    by_way = {name: {mode.way: mode for mode in own if not mode.is_solved} for name, own in modes.items()}
+    shared = dict.fromkeys(way for own in by_way.values() for way in own)
     return {
-        label: {name: own[label] for name, own in by_label.items()}
-        for label in shared
-        if all(label in own for own in by_label.values())
+        way: {name: own[way] for name, own in by_way.items()}
+        for way in shared
+        if all(way in own for own in by_way.values())
     }
 
 
 def uniform_times(modes: Modes, limits_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Nanoseconds of a pass for each of the `uniform_candidates` that fits, in every form, by label."""
+    """Nanoseconds of a pass for each of the `uniform_candidates` that fits, in every form, by name and form."""
     kinds = (fitting(modes, limits_bytes, form) for form in FORMS)
     return {
         label: round(passes_ns(candidate)) for fits in kinds for label, candidate in uniform_candidates(fits).items()

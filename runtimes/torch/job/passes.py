@@ -23,7 +23,8 @@ from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
-from qsync_opt.runtimes.torch.execution import under_plan
+from qsync_opt.runtimes.torch.execution import PLANNED_OPTIONS, image_weights, under_plan
+from qsync_opt.runtimes.torch.interception import share_to_compile
 from qsync_opt.runtimes.torch.job.candidates import (
     CAPTURED,
     COMPILED,
@@ -71,6 +72,11 @@ _CAPTURING_PAYS = 0.015
 less for the host."""
 _OPERATOR_BY_OPERATOR = 3.0
 """How many times as long it takes to compile a mode that torch does not carry out by itself."""
+_MOSTLY_REPEATED = 0.25
+"""Share of a model that is left to compile once for its repeated blocks at most, for it to be compiled by blocks first:
+where the whole is compiled after all, no more than this share of its time was spent on trying."""
+_FORMAT_PAYS = 0.01
+"""Share of the time of launched passes that channels last must save, so that weights are laid out anew."""
 _STEPS_SHARE = 0.15
 """Share of ``planning_seconds`` that is left for whole steps."""
 _MODE_NS = 1.2e9
@@ -116,7 +122,7 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
             slack=job.options.slack if len(types.ranks) == 1 else None,
         )
     )
-    results = gather_json([[mode.pass_ns, mode.needed_bytes] for mode in timed])
+    results = gather_json([[mode.pass_ns, mode.needed_bytes, mode.regional, mode.channels_last] for mode in timed])
     if measured is None or rank:
         return measured
     known = dict(measured.modes)
@@ -179,10 +185,23 @@ def has_form(modes: Modes, form: str) -> bool:
 
 
 def _slowest(mode: ExecutionMode, results: Sequence[Sequence[int | None]]) -> ExecutionMode:
-    """A mode with the time of its slowest worker and the memory of the one that needs most, from ``(ns, bytes)``."""
-    needs = [needed for _, needed in results if needed is not None]
+    """A mode with the time of its slowest worker and the memory of the one that needs most.
+
+    Args:
+        mode: As it was before.
+        results: Of each worker: nanoseconds, bytes, and whether it was compiled by blocks and laid out channels last,
+            in which all follow the slowest.
+    """
+    needs = [needed for _, needed, *_ in results if needed is not None]
     needed_bytes = max(needs) if len(needs) == len(results) else None
-    return replace(mode, pass_ns=max(int(time_ns or 0) for time_ns, _ in results), needed_bytes=needed_bytes)
+    pass_ns, _, regional, channels_last = max(results, key=lambda result: result[0] or 0)
+    return replace(
+        mode,
+        pass_ns=int(pass_ns or 0),
+        needed_bytes=needed_bytes,
+        regional=bool(regional),
+        channels_last=bool(channels_last),
+    )
 
 
 def time_modes(
@@ -222,7 +241,7 @@ def time_modes(
     with model_unchanged(example.model):
         if compiled:
             return [timing.once_prepared(mode) for mode in modes]
-        results = timing.captured_modes(timing.in_turn(modes), slack)
+        results = timing.captured_modes(timing.in_best_format(timing.in_turn(modes)), slack)
         if any(mode.compiled for mode in modes):
             results = timing.compiled_modes(results, until, slack)
         return results
@@ -278,6 +297,28 @@ class _Timing:
             for mode, own, needed in zip(modes, times_ns, needs, strict=True)
         ]
 
+    def in_best_format(self, modes: Sequence[ExecutionMode]) -> list[ExecutionMode]:
+        """The modes, channels last where that makes launched passes faster; other forms of them then too.
+
+        The model as it is, in FP32 and launched, stays as it is.
+
+        Args:
+            modes: In all forms; launched ones are timed already.
+        """
+        before = {mode.name: mode for mode in modes if mode.form == LAUNCHED and mode.pass_ns and not mode.is_plain}
+        if not (before and image_weights(self.example.model)):
+            return [*modes]
+        after = self.in_turn([replace(mode, channels_last=True) for mode in before.values()])
+        faster = {m.name: m for m in after if 0 < m.pass_ns < (1 - _FORMAT_PAYS) * before[m.name].pass_ns}
+        return [
+            mode
+            if mode.name not in faster
+            else faster[mode.name]
+            if mode.form == LAUNCHED
+            else replace(mode, channels_last=True)
+            for mode in modes
+        ]
+
     def captured_modes(self, modes: Sequence[ExecutionMode], slack: float | None) -> list[ExecutionMode]:
         """The modes with times of captured passes of those that could be chosen; launched ones are timed already.
 
@@ -328,17 +369,30 @@ class _Timing:
         near = [name for name, ns in fastest_ns.items() if ns <= near_ns]
         # What torch carries out by itself first: it compiles faster.
         chosen = sorted(near, key=lambda name: (not carried[name], fastest_ns[name]))[:_MOST_COMPILED]
-        results, compiling_s = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}, 0.0
+        results = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}
+        to_compile = share_to_compile(self.example.model)
+        builds = [True, False] if to_compile <= _MOSTLY_REPEATED else [False]
+        """Compiled by blocks or as a whole: from the first mode that was timed in both on, only the faster one."""
+        took_s = {True: 0.0, False: 0.0}
+        """Longest so far, by blocks and as a whole, for a mode that torch carries out by itself."""
 
         def compile_and_time(mode: ExecutionMode) -> None:
-            nonlocal compiling_s
-            factor = 1.0 if carried[mode.name] else _OPERATOR_BY_OPERATOR
-            if time.perf_counter() + factor * compiling_s > until:
-                _LOGGER.info("%s is not timed: planning_seconds would not suffice", mode.label)
-                return
-            began = time.perf_counter()
-            results[mode.label] = self.once_prepared(mode)
-            compiling_s = max(compiling_s, (time.perf_counter() - began) / factor)
+            factor, timed_in = 1.0 if carried[mode.name] else _OPERATOR_BY_OPERATOR, 0
+            for regional in (*builds,):
+                own = replace(mode, regional=regional)
+                # At most: what does not depend on a model's size is in the time of its blocks too.
+                expected_s = factor * (took_s[regional] or took_s[True] / to_compile)
+                if time.perf_counter() + expected_s > until:
+                    _LOGGER.info("%s is not timed: planning_seconds would not suffice", own.label)
+                    continue
+                began = time.perf_counter()
+                timed, before = self.once_prepared(own), results[mode.label]
+                took_s[regional] = max(took_s[regional], (time.perf_counter() - began) / factor)
+                timed_in += timed.pass_ns > 0
+                if timed.pass_ns and not 0 < before.pass_ns <= timed.pass_ns:
+                    results[mode.label] = timed
+            if timed_in == 2:
+                builds[:] = [results[mode.label].regional]
 
         def capturing_pays(name: str) -> bool:
             launched, captured = of_form[LAUNCHED].get(name), of_form[CAPTURED].get(name)
@@ -457,8 +511,8 @@ def carried_out(
     """A block in which the model runs in a mode."""
     if mode.is_plain:
         return _ieee()
-    form = {"captured": mode.captured, "compiled": mode.compiled}
-    return under_plan(model, mode.precisions, graph, kernels, autocast=mode.carrier, **form)
+    how = {name: getattr(mode, name) for name in PLANNED_OPTIONS if name != "autocast"}
+    return under_plan(model, mode.precisions, graph, kernels, autocast=mode.carrier, **how)
 
 
 @contextlib.contextmanager

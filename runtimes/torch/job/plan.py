@@ -188,8 +188,9 @@ class JobPlan:
     expected: of a measured pass in the chosen mode, with the optimizer's state and the all-reduce buckets, else the
     bound.
     ``taken`` names the execution mode of every device type where such times decided, ``autocast`` has the format of
-    those that torch itself carries out, ``captured`` names those whose passes are replayed as CUDA graphs and
-    ``compiled`` those whose model is compiled;
+    those that torch itself carries out, ``captured`` names those whose passes are replayed as CUDA graphs,
+    ``compiled`` those whose model is compiled, ``regional`` those whose repeated blocks are then compiled once, and
+    ``channels_last`` those whose convolutions have their weights channels last;
     ``shares`` the share of the global batch for one worker of each type. ``measured`` says per device type how its
     costs were measured, and what of them was not; ``sensitivity_unit`` is the unit of sensitivities. ``problem``,
     ``solution`` and ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` and ``opaque_modules`` are the
@@ -212,6 +213,8 @@ class JobPlan:
     autocast: Mapping[str, str] = field(default_factory=dict)
     captured: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
+    regional: Annotated[tuple[str, ...], Json(omitted=True)] = ()
+    channels_last: Annotated[tuple[str, ...], Json(omitted=True)] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     problem: Annotated[Problem | None, _LOCAL] = None
@@ -269,6 +272,8 @@ class JobPlan:
             autocast=self.autocast.get(self.device_type),
             captured=captured,
             compiled=self.device_type in self.compiled,
+            regional=self.device_type in self.regional,
+            channels_last=self.device_type in self.channels_last,
             lifted_kinds=self.lifted_kinds,
             opaque_modules=self.opaque_modules,
             expected_ns=self.expected_ns or self.iteration_ns,

@@ -392,14 +392,20 @@ def shared_plan(
     local = together(work)
     sent = broadcast_json(None if local is None else encode(local))
     received = decode(JobPlan, sent, "the plan of rank 0", device_type=device_type)
-    if _digest(received.plan, received.autocast, received.captured, received.compiled) != received.digest:
+    forms = {form: getattr(received, form) for form in _FORMS}
+    if _digest(received.plan, received.autocast, forms) != received.digest:
         raise SolverError("the plan that arrived is not the one that was sent: its digest differs")
     require_agreement("the plan", received.digest, "report this: it is a fault of this package")
     return received if local is None else local
 
 
-def _digest(plan: Plan, autocast: Mapping[str, str], captured: Sequence[str], compiled: Sequence[str]) -> str:
-    how = [part for part in (dict(autocast), list(captured), compiled and {"compiled": list(compiled)}) if part]
+_FORMS = ("captured", "compiled", "regional", "channels_last")
+"""Attributes of an execution mode; those of a `JobPlan` name the device types that it holds for."""
+
+
+def _digest(plan: Plan, autocast: Mapping[str, str], forms: Mapping[str, Sequence[str]]) -> str:
+    parts: list[Mapping[str, Any]] = [autocast, *({form: [*names]} for form, names in forms.items() if names)]
+    how = [dict(part) for part in parts if part]
     return digest([plan.to_json(), *how] if how else plan.to_json())
 
 
@@ -445,8 +451,7 @@ def _job_plan(
         plan = Plan(problem=plan.problem, devices={name: mode.precisions for name, mode in modes.items()})
     evaluation = evaluate(problem, plan)
     autocast = {name: mode.carrier for name, mode in modes.items() if mode.carrier is not None and not mode.is_plain}
-    compiled = tuple(name for name, mode in modes.items() if mode.compiled)
-    captured = tuple(name for name, mode in modes.items() if mode.captured)
+    forms = {form: tuple(name for name, mode in modes.items() if getattr(mode, form)) for form in _FORMS}
     return JobPlan(
         plan=plan,
         device_type=device_type,
@@ -457,13 +462,15 @@ def _job_plan(
         worthwhile=decision.worthwhile,
         reason=decision.reason,
         alternatives=others,
-        digest=_digest(plan, autocast, captured, compiled),
+        digest=_digest(plan, autocast, forms),
         expected_ns=decision.expected_ns,
         peak_bytes=_peaks_bytes(evaluation, modes),
         taken=labels(modes),
         autocast=autocast,
-        captured=captured,
-        compiled=compiled,
+        captured=forms["captured"],
+        compiled=forms["compiled"],
+        regional=forms["regional"],
+        channels_last=forms["channels_last"],
         shares=shares(measured, decision.candidate if options.sizes_batches else None),
         measured={name: how_measured(profile) for name, profile in measured.profiles.items()},
         sensitivity_unit=next(iter(measured.sensitivities.values())).unit,

@@ -1,10 +1,13 @@
 """Compiled plans of models whose blocks repeat: each kind of block is compiled once."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
@@ -54,8 +57,13 @@ def uses(monkeypatch):
     torch.compiler.reset()
     compilations = []
 
+    def nodes(graph):
+        yield from graph.graph.nodes
+        for _, own in graph.named_children():  # what is checkpointed
+            yield from nodes(own) if isinstance(own, torch.fx.GraphModule) else ()
+
     def backend(graph, example):
-        calls = [node.args[1] for node in graph.graph.nodes if "invoke_subgraph" in str(node.target)]
+        calls = [node.args[1] for node in nodes(graph) if "invoke_subgraph" in str(node.target)]
         compilations.append(sorted(calls.count(name) for name in set(calls)))
         return lookup_backend("aot_eager")(graph, example)
 
@@ -76,11 +84,10 @@ def passes(model, x, count=1):
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
-        (precisions("BF16"), {}),
         (precisions("BF16", head="BF16"), {"autocast": "BF16"}),
         (precisions("FP32"), {"autocast": "FP32"}),
     ],
-    ids=["BF16", "autocast", "FP32"],
+    ids=["autocast", "FP32"],
 )
 def test_equal_blocks_are_compiled_once_with_the_same_results(uses, plan, options):
     model, x = Model(), torch.randn(4, 8)
@@ -121,6 +128,61 @@ def test_blocks_in_8_bits_share_code_but_not_noise(uses, precision):
     assert uses == [[BLOCKS], [BLOCKS]]
 
 
+class Dropping(Block):
+    def forward(self, x):
+        return F.dropout(super().forward(x), training=self.training)
+
+
+def plainly(block, x):
+    return block(x)
+
+
+def checkpointed(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def from_one_seed(model, x):
+    torch.manual_seed(1)
+    return passes(model, x)
+
+
+@pytest.mark.parametrize("regional", [True, False], ids=["by blocks", "whole"])
+def test_checkpointed_blocks_are_compiled_once_with_the_same_gradients(uses, regional):
+    model, x = Model(Dropping, run=checkpointed), torch.randn(4, 8)
+    expected = from_one_seed(apply(model, precisions("BF16")), x)
+    apply(undo(model), precisions("BF16"), options=ApplyOptions(compiled=True, regional=regional))
+    torch.testing.assert_close(from_one_seed(model, x), expected)
+    assert uses == [[BLOCKS] if regional else []]
+
+
+def test_checkpointed_blocks_draw_the_same_noise_again(uses):
+    x, plan = torch.randn(4, 8), precisions("INT8-BWD8")
+    options = ApplyOptions(compiled=True, regional=True)
+    expected, found = (
+        from_one_seed(apply(Model(run=run), plan, options=options), x) for run in (plainly, checkpointed)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert uses == [[BLOCKS], [BLOCKS]]
+
+
+def test_layers_of_transformers_that_checkpoint_themselves_are_compiled_once(uses):
+    layers = pytest.importorskip("transformers.modeling_layers")
+
+    class Layer(layers.GradientCheckpointingLayer, Dropping):
+        def __init__(self):
+            super().__init__()
+            self.gradient_checkpointing = True
+            self._gradient_checkpointing_func = checkpoints
+
+    checkpoints = functools.partial(checkpoint, use_reentrant=False)
+    model, x, plan = Model(Layer), torch.randn(4, 8), precisions("BF16", head="BF16")
+    expected = from_one_seed(apply(model, plan, options=ApplyOptions(autocast="BF16")), x)
+    apply(undo(model), plan, options=ApplyOptions(compiled=True, regional=True, autocast="BF16"))
+    torch.testing.assert_close(from_one_seed(model, x), expected)
+    assert uses == [[BLOCKS]]
+    assert model.blocks[0].__dict__["_gradient_checkpointing_func"] is checkpoints
+
+
 def test_as_many_kinds_of_blocks_are_compiled_as_the_plan_makes(uses):
     model = apply(Model(), precisions("BF16", "FP32"), options=ApplyOptions(compiled=True, regional=True))
     model(torch.randn(4, 8))
@@ -142,6 +204,7 @@ def test_blocks_may_write_to_their_buffers(uses):
         states.append((passes(model, x), {name: buffer.clone() for name, buffer in model.named_buffers()}))
         undo(model)
     torch.testing.assert_close(*states)
+    assert uses == [[BLOCKS]]
     assert not torch.equal(states[0][1]["blocks.2.norm.running_mean"], before["blocks.2.norm.running_mean"])
 
 

@@ -31,6 +31,8 @@ def test_a_plan_that_is_not_worthwhile_touches_nothing():
         autocast=None,
         captured=False,
         compiled=False,
+        regional=False,
+        channels_last=False,
         lifted_kinds=(),
         opaque_modules=(),
         expected_ns=1,

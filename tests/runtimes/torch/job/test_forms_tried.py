@@ -1,8 +1,10 @@
 """Which forms of execution modes are timed at all, by what was timed before; times here are set, not measured."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from qsync_opt.runtimes.torch.job import FORMS, ExecutionMode
 from qsync_opt.runtimes.torch.job import passes as job_passes
@@ -36,14 +38,19 @@ def tried(monkeypatch):
     return log
 
 
-def choose(given, slack=0.0):
-    timing = job_passes._Timing(None, None, None, 0, False)
-    return timing.compiled_modes(timing.captured_modes(given, slack), float("inf"), slack)
+def timing(model=None):
+    example = SimpleNamespace(model=model or nn.Linear(1, 1))
+    return job_passes._Timing(example, None, None, 0, False)
+
+
+def choose(given, slack=0.0, model=None, until=float("inf")):
+    own = timing(model)
+    return own.compiled_modes(own.captured_modes(given, slack), until, slack)
 
 
 def test_capturing_a_mode_that_waits_for_no_host_saves_no_more_than_of_a_faster_one(tried):
     tried.times = {"a, captured": 990, "b, captured": 1190, "c_, captured": 1000}
-    results = job_passes._Timing(None, None, None, 0, False).captured_modes(modes(b=1200, a=1000, c_=1150), 0.0)
+    results = timing().captured_modes(modes(b=1200, a=1000, c_=1150), 0.0)
     assert tried == ["a, captured", "c_, captured"]  # b would need 1185; c_ is of the other kind
     assert [mode.pass_ns for mode in results if mode.form == CAPTURED] == [0, 990, 1000]
     assert next(mode for mode in results if mode.label == "b, captured").needed_bytes is None
@@ -51,14 +58,14 @@ def test_capturing_a_mode_that_waits_for_no_host_saves_no_more_than_of_a_faster_
 
 def test_modes_that_wait_for_their_host_are_all_captured(tried):
     tried.times = {"a, captured": 400, "b, captured": 500, "c, captured": 900}
-    job_passes._Timing(None, None, None, 0, False).captured_modes(modes(a=1000, b=1050, c=1800), 0.0)
+    timing().captured_modes(modes(a=1000, b=1050, c=1800), 0.0)
     assert tried == ["a, captured", "b, captured"]  # c would need 900, more than 8 % above 400
 
 
 @pytest.mark.parametrize("slack", [0.5, None])
 def test_what_may_be_slower_is_not_dropped(tried, slack):
     tried.times = {"a, captured": 990, "b, captured": 1190}
-    job_passes._Timing(None, None, None, 0, False).captured_modes(modes(a=1000, b=1200), slack)
+    timing().captured_modes(modes(a=1000, b=1200), slack)
     assert tried == ["a, captured", "b, captured"]
 
 
@@ -90,3 +97,71 @@ def test_a_mode_that_compiling_cannot_make_fast_enough_is_not_compiled(tried, sl
     results = choose(given)
     assert tried == compiled
     assert [mode.label for mode in results if mode.form == COMPILED and mode.pass_ns] == compiled
+
+
+def layers():
+    """A model of which a sixth is left to compile where its layers are compiled once."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(8)))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that have passed: 5 in every mode compiled by blocks, 20 in others."""
+    now = [0.0]
+    monkeypatch.setattr(job_passes.time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    ("whole_ns", "builds", "taken"),
+    [(700, ["by blocks", ""], ""), (900, ["by blocks", ""], "by blocks")],
+)
+def test_the_faster_build_of_the_first_mode_is_that_of_the_next(tried, whole_ns, builds, taken):
+    tried.times = {
+        "a, compiled": whole_ns, "a, compiled, by blocks": 800, "b, compiled": 750, "b, compiled, by blocks": 750
+    }  # fmt: skip
+    given = [mode for mode in modes(a=1000, b=1000) if not mode.captured]
+    results = choose(given, model=layers())
+    labels = [", ".join(filter(None, ("a, compiled", build))) for build in builds]
+    assert tried == [*labels, ", ".join(filter(None, ("b, compiled", taken)))]
+    assert [mode.regional for mode in results if mode.compiled] == [bool(taken)] * 2
+
+
+def test_blocks_are_compiled_where_the_whole_would_take_longer_than_is_left(tried, clock, caplog):
+    def prepare(mode):
+        clock[0] += 5 if mode.regional else 20
+        return Tried.prepare(tried, mode)
+
+    Tried = type(tried)
+    tried.prepare = prepare
+    tried.times = {f"{name}, compiled, by blocks": 800 for name in "ab"}
+    given = [mode for mode in modes(a=1000, b=1000) if not mode.captured]
+    with caplog.at_level("INFO"):
+        results = choose(given, model=layers(), until=12)
+    assert tried == ["a, compiled, by blocks", "b, compiled, by blocks"]
+    assert [mode.label for mode in results if mode.compiled and mode.pass_ns] == tried
+    assert "a, compiled is not timed: planning_seconds would not suffice" in caplog.text
+
+
+def test_a_model_that_hardly_repeats_is_compiled_as_a_whole(tried):
+    tried.times = {"a, compiled": 800}
+    given = [mode for mode in modes(a=1000) if not mode.captured]
+    choose(given, model=nn.Sequential(*layers()[:3]))
+    assert tried == ["a, compiled"]
+
+
+def test_weights_lie_channels_last_where_that_is_faster(monkeypatch):
+    after = {"a": 900, "b": 999}
+    monkeypatch.setattr(
+        job_passes._Timing,
+        "in_turn",
+        lambda self, given: [replace(mode, pass_ns=after[mode.name]) for mode in given if mode.channels_last],
+    )
+    given = [*modes(a=1000, b=1000), ExecutionMode(name="FP32", precisions={"a/linear": "FP32"}, pass_ns=1000)]
+    results = timing(nn.Conv2d(2, 2, 3)).in_best_format(given)
+    assert {mode.name for mode in results if mode.channels_last} == {"a"}
+    assert [mode.pass_ns for mode in results if mode.form == LAUNCHED] == [900, 1000, 1000]
+    assert [mode.label for mode in results if mode.name == "a"] == [
+        f"{mode.label}, channels last" for mode in given if mode.name == "a"
+    ]
+    assert timing(nn.Conv1d(2, 2, 3)).in_best_format(given) == given

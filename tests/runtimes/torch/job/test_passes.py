@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, QSyncError, UnsupportedError
-from qsync_opt.io import encode
+from qsync_opt.io import decode, encode
 from qsync_opt.runtimes.torch.checkpoints import RankState, decide, resume_plan
 from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import (
     FORMS,
     ExecutionMode,
+    JobPlan,
     PlanAdapter,
     PlanningOptions,
     auto_plan,
@@ -99,6 +100,23 @@ def had_it_measured(plan, times):
     modes.append(ExecutionMode(name="plan", precisions={n: planned[n] for n in full.precisions}))
     timed = [replace(mode, pass_ns=times.get(mode.name.split()[0], 1000) * 10**6, needed_bytes=1) for mode in modes]
     return replace(made, modes={name: tuple(timed)}, steps=())
+
+
+def test_build_and_layout_of_what_is_taken_are_applied(planned):
+    model, _, plan, options = planned
+    name, how = plan.device_type, {"compiled": True, "regional": True, "channels_last": True}
+    made = had_it_measured(plan, {"BF16": 10, "FP32": 20})
+    modes = [replace(mode, **how) if mode.name == "BF16 autocast" else mode for mode in made.modes[name]]
+    fastest = plan_job(replace(made, modes={name: tuple(modes)}), name, options)
+    assert dict(fastest.taken) == {name: "BF16 autocast, compiled, by blocks, channels last"}
+    assert fastest.taken[name] in fastest.describe()
+    assert fastest.digest != plan_job(made, name, options).digest
+    sent = decode(JobPlan, encode(fastest), "the plan", device_type=name)
+    try:
+        applied = applied_plan(apply(model, sent)).options
+    finally:
+        undo(model)
+    assert all(getattr(applied, option) for option in how)
 
 
 def test_a_file_with_modes_of_other_operators_is_refused(planned, tmp_path):
