@@ -24,7 +24,7 @@ from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution import PLANNED_OPTIONS, image_weights, under_plan
-from qsync_opt.runtimes.torch.interception import share_to_compile
+from qsync_opt.runtimes.torch.interception import interception_of, share_to_compile
 from qsync_opt.runtimes.torch.job.candidates import (
     CAPTURED,
     COMPILED,
@@ -387,6 +387,10 @@ class _Timing:
                     continue
                 began = time.perf_counter()
                 timed, before = self.once_prepared(own), results[mode.label]
+                if regional and not timed.regional and timed.pass_ns:  # torch refused its blocks, as it does for others
+                    builds[:], results[mode.label] = [False], timed
+                    took_s[False] = max(took_s[False], (time.perf_counter() - began) / factor)
+                    return
                 took_s[regional] = max(took_s[regional], (time.perf_counter() - began) / factor)
                 timed_in += timed.pass_ns > 0
                 if timed.pass_ns and not 0 < before.pass_ns <= timed.pass_ns:
@@ -425,9 +429,12 @@ class _Timing:
         return [results[mode.label] for mode in modes]
 
     def once_prepared(self, mode: ExecutionMode) -> ExecutionMode:
-        """A mode timed with compiled passes, or captured ones: prepared once, which takes far longer than a pass."""
+        """A mode timed with compiled passes, or captured ones: prepared once, which takes far longer than a pass.
+
+        It is not ``regional`` any more if its model was compiled as a whole, because torch refused its blocks.
+        """
         model, device, needed = self.example.model, self.example.device, mode.needed_bytes
-        on_card = device.type == "cuda"
+        on_card, regional = device.type == "cuda", mode.regional
         times_ns: list[float] = []
         if not (self.compiled or on_card):
             return replace(mode, pass_ns=0, needed_bytes=None)
@@ -441,6 +448,8 @@ class _Timing:
                 # The compiler advises TF32, which is a mode of its own here.
                 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
                 self._pass()  # compiles; or captures, and replays for the first time
+                watching = interception_of(model)
+                regional = mode.regional and watching is not None and watching.regional
                 if not mode.captured:
                     self._pass()  # with cached guards
                 if on_card and not mode.captured:
@@ -461,7 +470,7 @@ class _Timing:
             times_ns, needed = [0.0], None
         if on_card:
             _reserved_bytes(device)
-        return replace(mode, pass_ns=round(statistics.median(times_ns)), needed_bytes=needed)
+        return replace(mode, pass_ns=round(statistics.median(times_ns)), needed_bytes=needed, regional=regional)
 
     def _pass(self, *, scaled: bool = False) -> None:
         self.example.run()

@@ -143,6 +143,14 @@ def test_blocks_are_compiled_where_the_whole_would_take_longer_than_is_left(trie
     assert "a, compiled is not timed: planning_seconds would not suffice" in caplog.text
 
 
+def test_a_model_whose_blocks_torch_refuses_is_compiled_once_and_not_by_blocks(tried):
+    tried.times = {"a, compiled": 800, "b, compiled": 790}
+    tried.prepare = lambda mode: type(tried).prepare(tried, replace(mode, regional=False))
+    results = choose([mode for mode in modes(a=1000, b=1000) if not mode.captured], model=layers())
+    assert tried == ["a, compiled", "b, compiled"]
+    assert [mode.pass_ns for mode in results if mode.compiled] == [800, 790]
+
+
 def test_a_model_that_hardly_repeats_is_compiled_as_a_whole(tried):
     tried.times = {"a, compiled": 800}
     given = [mode for mode in modes(a=1000) if not mode.captured]
