@@ -190,7 +190,7 @@ def test_scaling_scores_scales_the_variance():
     assert first.gap <= PROOF_GAP
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 10**6), st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=2),
     st.sampled_from(((2, 4, 8), (2, 32))), st.sampled_from(GOALS), st.floats(0.0, 1.0), st.booleans(),
@@ -198,8 +198,9 @@ def test_scaling_scores_scales_the_variance():
 def test_shared_ports_have_a_valid_bound_and_the_program_finds_the_optimum(seed, counts, menu, goal, share, hidden):
     problem = make_problem(seed, [[group[:2]] if k else [group] for k, group in enumerate(counts)], menu, goal, share,
                            hidden, ports=True)  # fmt: skip
-    oracle = qsync_opt.solve(problem, "exhaustive" if problem.num_messages <= 7 else "ilp")
-    assert close(qsync_opt.solve(problem, "ilp").objective, oracle.objective)
+    oracle = qsync_opt.solve(problem, "ilp")
+    if problem.num_messages <= 7:
+        assert close(qsync_opt.solve(problem, "exhaustive").objective, oracle.objective)
     solution = qsync_opt.solve(problem)  # checked: feasible, and its bound is not above it
     assert solution.bound <= oracle.objective * (1 + 1e-6) + 1e-9
     assert solution.objective >= oracle.objective * (1 - 1e-6) - 1e-9
