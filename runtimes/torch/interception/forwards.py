@@ -130,8 +130,8 @@ def _checkpoint_as_region(
 def checkpointed(interception: Interception, checkpoint: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``checkpoint(*args, **kwargs)``, torch's operator that recomputes a function, while a pass is compiled.
 
-    A block that repeats is a region together with its recomputation, and there are none inside of what is recomputed:
-    torch would draw other random numbers again in a region. Which block it is must be known: it is what is passed to
+    A block that repeats is a region together with its recomputation; there are none inside of what is recomputed, where
+    torch would not see which random numbers they draw. Which block it is must be known: it is what is passed to
     ``checkpoint``, or was announced.
     """
     block, interception.announced = interception.announced, None

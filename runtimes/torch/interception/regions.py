@@ -19,9 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from qsync_opt.errors import QSyncError, first_line
+from qsync_opt.errors import QSyncError, UnsupportedError, first_line
 from qsync_opt.runtimes.torch.interception.forwards import Forward
 
 _LOGGER = logging.getLogger(__name__)
@@ -98,6 +102,64 @@ _CHECKPOINTS = "_gradient_checkpointing_func"
 """With what a layer of transformers checkpoints itself, where that is enabled."""
 
 
+class _Randomness(TorchDispatchMode):
+    """Notes whether an operator that runs inside draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        return func(*args, **(kwargs or {}))
+
+
+def _size(value: Any) -> int:
+    """A traced number, or the one that it was for the pass that was traced."""
+    return int(value.node.hint) if isinstance(value, torch.SymInt) else int(value)
+
+
+def _like(value: Any) -> Any:
+    """An input of a traced graph anew, for the mode of fake tensors that is active."""
+    if not isinstance(value, torch.Tensor):
+        return _size(value)
+    shape, strides = [*map(_size, value.shape)], [*map(_size, value.stride())]
+    made = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _draws_again(region: Any) -> bool:
+    """Whether a traced region recomputes what draws random numbers."""
+    for node in region.graph.nodes:
+        if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+            continue
+        recomputed = region.get_submodule(node.args[0].target)
+        traced = [own.meta["example_value"] for own in recomputed.graph.nodes if own.op == "placeholder"]
+        with detect_fake_mode() or FakeTensorMode():
+            inputs = [_like(value) for value in traced]
+            with _Randomness() as seen:
+                recomputed(*inputs)
+        if seen.drawn:
+            return True
+    return False
+
+
+def _generate(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """Generate the code of a graph with regions, where their recomputation is the same.
+
+    Inductor gives a region other random numbers when it is computed again, so that gradients would be wrong.
+
+    Raises:
+        UnsupportedError: A region recomputes what draws random numbers.
+    """
+    calls = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+    for name in dict.fromkeys(node.args[0].target for node in calls):
+        if _draws_again(graph.get_submodule(name)):
+            raise UnsupportedError("they draw random numbers, as dropout does, and their activations are checkpointed")
+    run: Callable[..., Any] = lookup_backend("inductor")(graph, inputs)
+    return run
+
+
 class CompiledByBlocks:
     """Calls a model compiled with its repeated blocks as regions; set as ``_compiled_call_impl`` of the model.
 
@@ -119,7 +181,8 @@ class CompiledByBlocks:
             block.repeats = block.interception.regional = repeats
 
     def _compiled(self) -> Callable[..., Any]:
-        run = torch.compile(self._model._call_impl, fullgraph=not self._whole, **self._options)
+        options = self._options if self._whole else {**self._options, "fullgraph": True, "backend": _generate}
+        run = torch.compile(self._model._call_impl, **options)
         watched: Callable[..., Any] = dynamo.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)(run)
         return watched
 

@@ -10,7 +10,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
+from qsync_opt.runtimes.torch.interception import CompiledByBlocks, regions, repeated_blocks
 
 pytestmark = [
     # torch's own, about a cache of constants.
@@ -68,7 +68,10 @@ def uses(monkeypatch):
         return lookup_backend("aot_eager")(graph, example)
 
     compile_plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_plain(*args, backend=backend, **options))
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: backend)
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: compile_plain(*args, **{"backend": backend, **options})
+    )
     yield compilations
     torch.compiler.reset()
 
@@ -149,14 +152,23 @@ def from_one_seed(model, x):
 
 @pytest.mark.parametrize("regional", [True, False], ids=["by blocks", "whole"])
 def test_checkpointed_blocks_are_compiled_once_with_the_same_gradients(uses, regional):
-    model, x = Model(Dropping, run=checkpointed), torch.randn(4, 8)
+    model, x = Model(run=checkpointed), torch.randn(4, 8)
     expected = from_one_seed(apply(model, precisions("BF16")), x)
     apply(undo(model), precisions("BF16"), options=ApplyOptions(compiled=True, regional=regional))
     torch.testing.assert_close(from_one_seed(model, x), expected)
     assert uses == [[BLOCKS] if regional else []]
 
 
-def test_checkpointed_blocks_draw_the_same_noise_again(uses):
+def test_checkpointed_blocks_that_draw_random_numbers_are_compiled_as_a_whole(uses, caplog):
+    model, x = Model(Dropping, run=checkpointed), torch.randn(4, 8)
+    expected = from_one_seed(apply(model, precisions("BF16")), x)
+    apply(undo(model), precisions("BF16"), options=ApplyOptions(compiled=True, regional=True))
+    torch.testing.assert_close(from_one_seed(model, x), expected)
+    assert uses == [[]]
+    assert "they draw random numbers, as dropout does, and their activations are checkpointed" in caplog.text
+
+
+def test_checkpointed_blocks_round_the_same_way_again(uses):
     x, plan = torch.randn(4, 8), precisions("INT8-BWD8")
     options = ApplyOptions(compiled=True, regional=True)
     expected, found = (
@@ -169,7 +181,7 @@ def test_checkpointed_blocks_draw_the_same_noise_again(uses):
 def test_layers_of_transformers_that_checkpoint_themselves_are_compiled_once(uses):
     layers = pytest.importorskip("transformers.modeling_layers")
 
-    class Layer(layers.GradientCheckpointingLayer, Dropping):
+    class Layer(layers.GradientCheckpointingLayer, Block):
         def __init__(self):
             super().__init__()
             self.gradient_checkpointing = True
