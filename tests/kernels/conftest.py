@@ -32,7 +32,7 @@ def tools(tmp_path, monkeypatch):
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     sources = tmp_path / "csrc"
     (sources / "cuda").mkdir(parents=True)
-    for name in ("quantize.cu", "quantize_sm80.cu", "quantize_sm90_tiles.cu", "other.cu", "quantize_device.cuh"):
+    for name in ("quantize.cu", "quantize_sm80.cu", "quantize_sm90_tiles.cu", "other.cu", "rounding.cuh"):
         (sources / "cuda" / name).write_text(f"// {name}\n")
     monkeypatch.setattr(build, "CSRC", sources)
     toolchain.find_toolchain.cache_clear()

@@ -1,7 +1,7 @@
 // GELU and its gradient in FP32, and their rounding to 16 bits.
 #pragma once
 
-#include "cuda/quantize_device.cuh"
+#include "cuda/rounding.cuh"
 
 namespace qsync {
 

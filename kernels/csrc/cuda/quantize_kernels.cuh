@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/quantize_device.cuh"
+#include "cuda/rounding.cuh"
 
 namespace qsync {
 

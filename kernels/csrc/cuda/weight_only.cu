@@ -9,7 +9,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/quantize_device.cuh"
+#include "cuda/rounding.cuh"
 #include "stable.cuh"
 
 namespace qsync {

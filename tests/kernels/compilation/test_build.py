@@ -35,7 +35,7 @@ def test_the_cache_is_used_until_something_changes(tools, monkeypatch):
     done = len(tools.read_text().splitlines())
     assert build.build(UNIT, ("sm_80",)) == first
     assert len(tools.read_text().splitlines()) == done
-    (build.CSRC / "cuda" / "quantize_device.cuh").write_text("// changed\n")
+    (build.CSRC / "cuda" / "rounding.cuh").write_text("// changed\n")
     second = build.build(UNIT, ("sm_80",))
     assert second != first
     assert build.library_path(UNIT, ("sm_75",)) != second

@@ -10,7 +10,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.interception import CompiledByBlocks, regions, repeated_blocks
+from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
 
 pytestmark = [
     # torch's own, about a cache of constants.
@@ -68,7 +68,7 @@ def uses(monkeypatch):
         return lookup_backend("aot_eager")(graph, example)
 
     compile_plain = torch.compile
-    monkeypatch.setattr(regions, "lookup_backend", lambda name: backend)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.interception.regions.lookup_backend", lambda name: backend)
     monkeypatch.setattr(
         torch, "compile", lambda *args, **options: compile_plain(*args, **{"backend": backend, **options})
     )
