@@ -264,6 +264,7 @@ def record_tables(records: Sequence[Record]) -> str:
     for record in map(_flat, records):
         groups.setdefault(tuple(record), []).append(record)
     parts = []
+    groups.pop((), None)  # records of lists alone have nothing to show
     for columns, rows in sorted(groups.items(), key=lambda group: len(group[1])):
         parts.append(table(columns[:MOST_COLUMNS], (list(row.values())[:MOST_COLUMNS] for row in rows[:MOST_ROWS])))
         if len(rows) > MOST_ROWS:
