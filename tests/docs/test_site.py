@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIBLINGS = ("formulations", "runtimes", "kernels")
 FOLDERS = {"qsync_opt": "qsync_opt", **{name: f"qsync_opt.{name}" for name in SIBLINGS}}
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def public_names():

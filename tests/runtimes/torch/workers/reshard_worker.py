@@ -155,6 +155,9 @@ class BytesRead:
 def load(folder, size):
     checked, read = 0, BytesRead()
     for way, path in itertools.product(ways(size), sorted(folder.glob("*.json"))):
+        unchanged = path.stem.startswith(f"{way}-{size}-")
+        if path.stem.endswith("background") and not unchanged:
+            continue  # the same files as of a save that is waited for
         wanted = json.loads(path.read_text())
         job = Job(way, folder / path.stem, 1)
         resumed = job.checkpoints.load()
@@ -166,8 +169,8 @@ def load(folder, size):
         state = job.state()
         different = [name for name in wanted["before"] if state.get(name) != wanted["before"][name]]
         assert not different, f"{path.stem} into {way}-{size}: {different}"
-        losses = job.train(3, 5)
-        if path.stem.startswith(f"{way}-{size}-"):
+        if unchanged:
+            losses = job.train(3, 5)
             assert losses == wanted["losses"], f"{path.stem}: {losses}"
             assert job.state() == wanted["after"], f"{path.stem}: goes on otherwise"
         checked += 1
