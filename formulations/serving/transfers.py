@@ -141,13 +141,13 @@ class Transfers:
 
     def value(self, draft: Draft) -> Value:
         """What a draft of this order is worth."""
-        sums = self._sums(np.asarray(draft.ends), np.asarray(draft.schemes))
+        sums = stage_sums(self._tables, np.asarray(draft.ends), np.asarray(draft.schemes))
         return self._value(sums)
 
     def improve(self, draft: Draft, *, pairs: bool = True) -> tuple[Draft, Value]:
         """A draft that no move makes better, and its value; with ``pairs`` no two moves either."""
         ends, schemes = np.asarray(draft.ends), np.asarray(draft.schemes)
-        value = self._value(self._sums(ends, schemes))
+        value = self._value(stage_sums(self._tables, ends, schemes))
         for _ in range(_MOST_ROUNDS):
             result = self._step(ends, schemes, value, pairs)
             if result is None:
@@ -157,10 +157,7 @@ class Transfers:
 
     def sums(self, draft: Draft) -> StageSums:
         """Times, memory and harm of a draft of this order."""
-        return self._sums(np.asarray(draft.ends), np.asarray(draft.schemes))
-
-    def _sums(self, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> StageSums:
-        return stage_sums(self._tables, ends, schemes)
+        return stage_sums(self._tables, np.asarray(draft.ends), np.asarray(draft.schemes))
 
     def _value(self, sums: StageSums) -> Value:
         excess = self._excess(sums.memory_J[None], np.asarray([sums.harm]))[0]
@@ -176,7 +173,7 @@ class Transfers:
     def _step(
         self, ends: NDArray[np.intp], schemes: NDArray[np.intp], value: Value, pairs: bool
     ) -> tuple[NDArray[np.intp], NDArray[np.intp], Value] | None:
-        sums = self._sums(ends, schemes)
+        sums = stage_sums(self._tables, ends, schemes)
         changes, moves = self._moves(ends, schemes)
         if not moves:
             return None
@@ -307,7 +304,7 @@ class Transfers:
             ends[move.border] += move.shift
         if (np.diff(np.concatenate([[0], ends])) <= 0).any():
             return None
-        return ends, schemes, self._value(self._sums(ends, schemes))
+        return ends, schemes, self._value(stage_sums(self._tables, ends, schemes))
 
 
 def _running(values: Any) -> Array:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
+    from qsync_opt.kernels.weight_only.host import UNIT
     from qsync_opt.kernels.weight_only.layout import (
         PackedWeight,
         codes_of,
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
         pack_codes,
         rotated_inputs,
     )
-    from qsync_opt.kernels.weight_only.operators import UNIT, explain, linear, unpack
+    from qsync_opt.kernels.weight_only.operators import explain, linear, unpack
     from qsync_opt.kernels.weight_only.rotation import rotate
     from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE
 else:

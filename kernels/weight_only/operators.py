@@ -17,11 +17,11 @@ from torch import Tensor
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.weight_only import host
+from qsync_opt.kernels.weight_only.host import UNIT
 from qsync_opt.kernels.weight_only.layout import TILE, PackedWeight, ordered_codes, rotated_inputs
 from qsync_opt.kernels.weight_only.rotation import rotate
 from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE, round_rows
 
-UNIT = "weight_only"
 BACKENDS = ("auto", "compiled", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CARD_DTYPES = (torch.bfloat16, torch.float16)

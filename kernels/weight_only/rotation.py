@@ -19,9 +19,8 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.quantize import quantize_matrix
 from qsync_opt.kernels.weight_only import host
+from qsync_opt.kernels.weight_only.host import UNIT
 from qsync_opt.kernels.weight_only.layout import ROTATIONS, rotated_inputs
-
-UNIT = "weight_only"
 
 
 def _plain_rotate(x: Tensor, block: int) -> Tensor:

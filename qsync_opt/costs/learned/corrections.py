@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from qsync_opt.costs.learned.intervals import conformal_ends
 from qsync_opt.costs.learned.laws import class_name, kernel_of
 from qsync_opt.costs.learned.programs import Program
 
@@ -44,9 +43,7 @@ def fit_correction(programs: Sequence[Program], logs: Sequence[float], earlier: 
         for i, (program, log) in enumerate(zip(programs, logs, strict=True)):
             without = _shifts([*programs[:i], *programs[i + 1 :]], [*logs[:i], *logs[i + 1 :]])
             left.append(log - Correction(shifts=without).shift(program))
-        rank = min(1.0, math.ceil(0.95 * (len(left) + 1)) / len(left))
-        low, high = (float(np.quantile(sign * np.array(left), rank, method="higher")) for sign in (-1, 1))
-        ends = min(0.0, -low), max(0.0, high)
+        ends = conformal_ends(left)
     if earlier is not None:
         shifts = {key: shifts.get(key, 0.0) + earlier.shifts.get(key, 0.0) for key in {*shifts, *earlier.shifts}}
     return Correction(shifts=shifts, ends=ends)

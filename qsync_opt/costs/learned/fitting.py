@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qsync_opt.costs.learned.devices import DeviceVector
+from qsync_opt.costs.learned.intervals import conformal_ends
 from qsync_opt.costs.learned.laws import fit_law
-from qsync_opt.costs.learned.model import COVERAGE, LearnedModel, Level, ModelCard, TimeEstimate, law_name
+from qsync_opt.costs.learned.model import LearnedModel, Level, ModelCard, TimeEstimate, law_name
 from qsync_opt.costs.learned.programs import Program
 from qsync_opt.costs.learned.records import CostRecord, check_times
 from qsync_opt.costs.learned.terms import FEATURE_VERSION, TERMS, Matrix, terms_of
@@ -187,23 +188,14 @@ def _intervals(names: Sequence[str], scores: dict[str, NDArray[np.float64]]) -> 
     of_level: dict[str, list[NDArray[np.float64]]] = {}
     for name, logs in scores.items():
         of_level.setdefault(Level.of(name), []).append(logs)
-    pooled = {level: _conformal_ends(np.concatenate(logs)) for level, logs in of_level.items()}
-    beyond = [_conformal_ends(np.concatenate(of_level[level])) for level in of_level if level != Level.DEVICE_KERNEL]
+    pooled = {level: conformal_ends(np.concatenate(logs)) for level, logs in of_level.items()}
+    beyond = [conformal_ends(np.concatenate(of_level[level])) for level in of_level if level != Level.DEVICE_KERNEL]
     widest = (min((a for a, _ in beyond), default=-math.log(10.0)), max((b for _, b in beyond), default=math.log(10.0)))
     ends = []
     for name in names:
         own = scores.get(name, np.zeros(0))
-        ends.append(_conformal_ends(own) if len(own) >= MIN_SCORES else pooled.get(Level.of(name), widest))
+        ends.append(conformal_ends(own) if len(own) >= MIN_SCORES else pooled.get(Level.of(name), widest))
     return np.array(ends).reshape(len(names), 2)
-
-
-def _conformal_ends(scores: NDArray[np.float64]) -> tuple[float, float]:
-    """Both ends, each missed by half of what the interval may miss; zero is always inside."""
-    tail = (1 - COVERAGE) / 2
-    rank = min(1.0, math.ceil((len(scores) + 1) * (1 - tail)) / len(scores))
-    low = -float(np.quantile(-scores, rank, method="higher"))
-    high = float(np.quantile(scores, rank, method="higher"))
-    return min(0.0, low), max(0.0, high)
 
 
 def predict_samples(model: LearnedModel, record: CostRecord) -> tuple[TimeEstimate, ...]:

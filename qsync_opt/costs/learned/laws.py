@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
+from qsync_opt.costs.learned.programs import Phase, Program
 from qsync_opt.costs.learned.terms import Matrix
 from qsync_opt.errors import NotInstalledError
 from qsync_opt.numerics import number_format
@@ -21,12 +21,11 @@ _ROUNDS = 8
 _RIDGE = 1e-9
 _SMALL_ERROR = 0.05
 """Relative error below which it counts squared."""
-_PRODUCTS = (LeafKind.ATTENTION, LeafKind.PRODUCT)
 
 
 def class_of(program: Program) -> str:
     """What the main work of a program is: ``product`` or ``stream``."""
-    return "product" if any(leaf.kind in _PRODUCTS for leaf in program.leaves) else "stream"
+    return "product" if any(leaf.kind.is_product for leaf in program.leaves) else "stream"
 
 
 def kernel_of(program: Program) -> str:
@@ -40,7 +39,7 @@ def kernel_of(program: Program) -> str:
 
 def class_name(program: Program) -> str:
     """The class of a kernel: what its main work is, in which format, and the pass (forward, of casts and sums)."""
-    formats = [leaf.number_format for leaf in program.leaves if leaf.kind in _PRODUCTS]
+    formats = [leaf.number_format for leaf in program.leaves if leaf.kind.is_product]
     name = formats[0] if formats else program.leaves[0].number_format
     # Products in 8 bits of a backward pass are of the same class as those of forward passes.
     backward = program.phase is Phase.BACKWARD and not (formats and number_format(name).bits == 8)

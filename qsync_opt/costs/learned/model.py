@@ -14,7 +14,7 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from importlib import resources
 from statistics import NormalDist
 from typing import Any
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from qsync_opt.costs.learned.corrections import Correction, fit_correction
 from qsync_opt.costs.learned.devices import CHANGED, DeviceVector
+from qsync_opt.costs.learned.intervals import COVERAGE
 from qsync_opt.costs.learned.laws import class_name, class_of, kernel_of
 from qsync_opt.costs.learned.programs import Program
 from qsync_opt.costs.learned.terms import FEATURE_VERSION, TERMS, Matrix, terms_of
@@ -32,8 +33,6 @@ from qsync_opt.io import Name, check_fields, check_number, decode, encode, freez
 
 MODEL_FORMAT = "qsync-learned-costs/2"
 LARGEST_MODEL_BYTES = 64 * 2**20
-COVERAGE = 0.9
-"""Share of times inside their intervals."""
 SHIPPED = "laws.npz"
 _OUTSIDE = 1.5
 """How far a term may exceed the largest in the training data, as a factor."""
@@ -147,6 +146,7 @@ class LearnedModel:
         ends_L2: Logarithms of the ends of the intervals over the prediction.
         most_LT: Largest value of each term in the training data, as a multiple of the device's launch time.
         corrections: What a device was found to differ by, see `corrected`; not written into the file.
+        places: Of the laws, by name.
     """
 
     card: ModelCard
@@ -155,6 +155,10 @@ class LearnedModel:
     ends_L2: Matrix
     most_LT: Matrix
     corrections: Mapping[str, Correction] = field(default_factory=dict)
+    places: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", {name: i for i, name in enumerate(self.names)})
 
     def predict(self, programs: Sequence[Program], device: DeviceVector) -> tuple[TimeEstimate, ...]:
         """Times of programs on one device.
@@ -190,8 +194,7 @@ class LearnedModel:
 
     def knows(self, program: Program, device: DeviceVector) -> bool:
         """Whether there is a law for a program: its kernel or class occurs on devices of this kind (cpu or card)."""
-        index = _index(self.names)
-        return not program.leaves or any(law_name(level, program, device) in index for level in Level)
+        return not program.leaves or any(law_name(level, program, device) in self.places for level in Level)
 
     def corrected(
         self, device: DeviceVector, programs: Sequence[Program], measured_ns: Sequence[float]
@@ -222,7 +225,6 @@ class LearnedModel:
         return f"device {device.name}"
 
     def _places(self, programs: Sequence[Program], device: DeviceVector, *, known: bool) -> NDArray[np.int64]:
-        index = _index(self.names)
         levels = [level for level in Level if known or not level.of_device]
         found: dict[tuple[str, str], int] = {}
         places = []
@@ -230,7 +232,7 @@ class LearnedModel:
             key = kernel_of(program), class_of(program)
             if key not in found:
                 names = [law_name(level, program, device) for level in levels]
-                place = next((index[name] for name in names if name in index), None)
+                place = next((self.places[name] for name in names if name in self.places), None)
                 if place is None:
                     raise ProblemError(
                         f"no law for {names[0]!r}: neither this kernel nor one of its class was measured on a "
@@ -278,11 +280,6 @@ class LearnedModel:
 
 _NOTHING = TimeEstimate(ns=0.0, low_ns=0.0, high_ns=0.0, in_domain=True)
 _ARRAYS = ("weights_LT", "ends_L2", "most_LT")
-
-
-@lru_cache(maxsize=8)
-def _index(names: tuple[str, ...]) -> dict[str, int]:
-    return {name: i for i, name in enumerate(names)}
 
 
 def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:

@@ -50,6 +50,11 @@ class LeafKind(enum.StrEnum):
     QUANTIZE = "quantize"
     VIEW = "view"
 
+    @property
+    def is_product(self) -> bool:
+        """Whether it multiplies matrices."""
+        return self in (LeafKind.PRODUCT, LeafKind.ATTENTION)
+
 
 STORAGE_BYTES = 4
 """Bytes per element of parameters and their gradients (FP32)."""

@@ -32,7 +32,6 @@ _LARGE, _SMALL = (32, 64, 64), (8, 16, 32)
 _TILE = 64
 _WORD = 4.0
 _ROW = 16
-_PRODUCTS = (LeafKind.PRODUCT, LeafKind.ATTENTION)
 _BYTES = {
     LeafKind.PRODUCT: 10, LeafKind.ATTENTION: 10, LeafKind.CAST: 11, LeafKind.QUANTIZE: 12, LeafKind.LOOKUP: 13,
     LeafKind.STREAM: 13, LeafKind.VIEW: 13,
@@ -57,7 +56,7 @@ def _row(program: Program, device: DeviceVector) -> list[float]:
         row[1] = launch
         column = _BYTES[leaf.kind] if program.phase is not Phase.CAST else _BYTES[LeafKind.STREAM]
         row[column] = leaf.num_bytes * byte_ns
-        if leaf.kind in _PRODUCTS:
+        if leaf.kind.is_product:
             peak_ns = 1e9 / device.peak(leaf.number_format)
             sizes = leaf.rows, leaf.columns, leaf.depth
             tiles = leaf.batch * -(-leaf.rows // _TILE) * -(-leaf.columns // _TILE)

@@ -84,46 +84,33 @@ def collect(
     device = backend.known_device(device)
     check_number(budget_s, "time budget in seconds")
     with partition(device, multiprocessors):
-        return _collect(device, budget_s, name, seed, limits, scale, multiprocessors, progress)
-
-
-def _collect(
-    device: torch.device,
-    budget_s: float,
-    name: str | None,
-    seed: int,
-    limits: Limits | None,
-    scale: int | None,
-    multiprocessors: int | None,
-    progress: Report | None,
-) -> CostRecord:
-    start = time.monotonic()
-    vector = probe_device(device, name, multiprocessors)
-    stopwatch = make_stopwatch(device)
-    options = replace(KernelOptions(), half_format=backend.half_format(device))
-    limits = limits or LIMITS[device.type]
-    chosen = backend.explain(device)
-    jobs = _jobs(device, stopwatch, options, chosen, limits, scale or (8 if device.type == "cuda" else 1), seed)
-    check = _fixed_work(device, stopwatch)
-    measured: list[tuple[_Job, Phase, float]] = []
-    levels: list[tuple[int, float]] = [(0, check())]
-    failures = 0
-    for number, job in enumerate(jobs):
-        spent = time.monotonic() - start
-        if spent >= budget_s * (1 - AGAIN):
-            break
-        if progress is not None:
-            progress(int(spent), int(budget_s), f"{job.workload.kind} {job.precision}")
-        try:
-            measured += [(job, phase, ns) for phase, ns in job.measure().items() if ns > 0]
-        except (RuntimeError, NotImplementedError, QSyncError):
-            failures += 1  # an operator that this device's kernels refuse (a shape, a format); the note counts them
-        if (number + 1) % _CHECK_EVERY == 0:
-            levels.append((len(measured), check()))
-    levels.append((len(measured), check()))
-    record = _record(vector, options.half_format, measured, failures)
-    doubtful = [*disturbed(levels), *outliers(record)]
-    return _measured_again(record, measured, doubtful, start + budget_s, failures)
+        start = time.monotonic()
+        vector = probe_device(device, name, multiprocessors)
+        stopwatch = make_stopwatch(device)
+        options = replace(KernelOptions(), half_format=backend.half_format(device))
+        limits = limits or LIMITS[device.type]
+        chosen = backend.explain(device)
+        jobs = _jobs(device, stopwatch, options, chosen, limits, scale or (8 if device.type == "cuda" else 1), seed)
+        check = _fixed_work(device, stopwatch)
+        measured: list[tuple[_Job, Phase, float]] = []
+        levels: list[tuple[int, float]] = [(0, check())]
+        failures = 0
+        for number, job in enumerate(jobs):
+            spent = time.monotonic() - start
+            if spent >= budget_s * (1 - AGAIN):
+                break
+            if progress is not None:
+                progress(int(spent), int(budget_s), f"{job.workload.kind} {job.precision}")
+            try:
+                measured += [(job, phase, ns) for phase, ns in job.measure().items() if ns > 0]
+            except (RuntimeError, NotImplementedError, QSyncError):
+                failures += 1  # an operator that this device's kernels refuse (a shape, a format); the note counts them
+            if (number + 1) % _CHECK_EVERY == 0:
+                levels.append((len(measured), check()))
+        levels.append((len(measured), check()))
+        record = _record(vector, options.half_format, measured, failures)
+        doubtful = [*disturbed(levels), *outliers(record)]
+        return _measured_again(record, measured, doubtful, start + budget_s, failures)
 
 
 def _fixed_work(device: torch.device, stopwatch: Stopwatch) -> Callable[[], float]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.execution.operators import device_formats, operator_precisions, run_fixed
     from qsync_opt.runtimes.torch.execution.plans import (
         AUTOCAST_TYPES,
+        FORM_OPTIONS,
         PLANNED_OPTIONS,
         TORCH_MODES,
         AppliedPlan,
@@ -31,7 +32,7 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "AUTOCAST_TYPES", "PLANNED_OPTIONS", "TORCH_MODES", "AppliedPlan", "ApplyOptions", "ApplySettings",
+    "AUTOCAST_TYPES", "FORM_OPTIONS", "PLANNED_OPTIONS", "TORCH_MODES", "AppliedPlan", "ApplyOptions", "ApplySettings",
     "CapturedPasses", "LossScaler", "StepAudit", "applied_plan", "apply", "device_formats", "graphed", "image_weights",
     "is_sharded", "loss_heads", "loss_layers", "operator_kind", "operator_precisions", "run_fixed", "under_plan",
     "undo",

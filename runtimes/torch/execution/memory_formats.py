@@ -7,16 +7,12 @@ from torch import Tensor, nn
 
 
 def image_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters with four dimensions, as two-dimensional convolutions have them, for which layouts differ."""
+    """Parameters with four dimensions, as two-dimensional convolutions have them, that do not lie channels last."""
     return [
         parameter
         for parameter in model.parameters()
-        if parameter.dim() == 4 and not (_is_last(parameter) and parameter.is_contiguous())
+        if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=torch.channels_last)
     ]
-
-
-def _is_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 class ChannelsLast:
@@ -28,7 +24,7 @@ class ChannelsLast:
 
     def __init__(self, model: nn.Module) -> None:
         """Lay out the weights, and gradients that there are."""
-        self._before = [(weight, weight.stride()) for weight in image_weights(model) if not _is_last(weight)]
+        self._before = [(weight, weight.stride()) for weight in image_weights(model)]
         with torch.no_grad():
             for weight, _ in self._before:
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)

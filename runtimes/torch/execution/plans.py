@@ -68,7 +68,9 @@ from qsync_opt.runtimes.torch.support import HALF, bare_model, full_precision, t
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Argument of ``torch.autocast`` for a precision."""
-PLANNED_OPTIONS = ("autocast", "captured", "compiled", "regional", "channels_last")
+FORM_OPTIONS = ("captured", "compiled", "regional", "channels_last")
+"""Attributes of `ApplyOptions` that say in which form a model runs, whatever its precisions."""
+PLANNED_OPTIONS = ("autocast", *FORM_OPTIONS)
 """Of the attributes of `ApplyOptions`, those that a `JobPlan` sets."""
 TORCH_MODES = {"FP32": "ieee", "TF32": "tf32"}
 """What torch's settings of FP32 products say for a precision."""

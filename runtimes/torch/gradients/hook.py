@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,43 +18,41 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
-from qsync_opt.gradients import BucketStatistics, GradientScheme, Plan, RecordedReductions, scheme
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.gradients import GradientScheme, Plan, scheme
 from qsync_opt.kernels.gradients import Codec
 from qsync_opt.runtimes.torch.ddp import naming_lost_ranks, require_agreement, together
-from qsync_opt.runtimes.torch.gradients.records import StepRecords
+from qsync_opt.runtimes.torch.gradients.planned import ADVICE, PlannedReductions
 from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
 
-_ADVICE = "give all ranks the same plan, seed and implementation"
 
-
-class GradientCompression:
+class GradientCompression(PlannedReductions):
     """State of the hook; `compress_gradients` makes one.
 
     ``step`` counts reduced steps and is part of the random key, so that a job that resumes with the saved state draws
-    what it would have drawn. ``elements`` are the sizes of the buckets, in their order, once a step has shown them.
+    what it would have drawn. DDP settles its buckets after its first step.
     """
 
+    what = "gradients"
+    layout = "DDP (bucket_cap_mb and the parameters that need gradients decide them)"
+
     def __init__(self, plan: Plan | GradientScheme | str, *, seed: int, group: Any, backend: str) -> None:
-        self.group = group
-        self.workers = dist.get_world_size(group)
+        super().__init__(workers=dist.get_world_size(group), seed=seed, group=group)
         self.step = 0
-        self.elements: tuple[int, ...] | None = None
         self._seen: list[int] = []
-        self._records = StepRecords()
-        self._schemes: tuple[GradientScheme, ...] | GradientScheme = scheme("FP32")
-        self._plan: Plan | None = None
         self._codec = Codec(backend)
-        self._seed = seed
         self.use(plan)
         self._direct = "nccl" in dist.get_backend(group)
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._among_some = False
         own = group
         if not self._direct and self.workers > 1:
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-            own = dist.new_group(ranks, use_local_synchronization=True, backend=dist.get_backend(group))
+            # Ranks outside of the group do not come here.
+            self._among_some = len(ranks) < dist.get_world_size()
+            own = dist.new_group(ranks, use_local_synchronization=self._among_some, backend=dist.get_backend(group))
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "qsync-gradients")
         self._reducer = Reducer(group=own, seed=seed, codec=self._codec)
 
@@ -63,30 +61,15 @@ class GradientCompression:
         """Seed of the random streams, the same on all ranks."""
         return self._seed
 
-    def use(self, plan: Plan | GradientScheme | str) -> None:
-        """Reduce by another plan from the next step on; every rank must call it.
-
-        Raises:
-            ProblemError: The plan was made for another number of workers.
-            UnsupportedError: An unknown scheme, or one whose sums would overflow with so many workers.
-            ModelError: The ranks' plans differ.
-            NotReadyError: On the ranks whose plan is right, if that of another is not.
-        """
-        chosen = together(lambda: schemes_of(plan, self.workers), self.group)
-        agreed = {
-            "schemes": [each.name for each in chosen] if isinstance(chosen, tuple) else chosen.name,
-            "elements": list(plan.elements) if isinstance(plan, Plan) and plan.elements is not None else None,
-            "seed": self._seed,
-        }
-        require_agreement("the compression of gradients", agreed, _ADVICE, self.group)
-        self._schemes, self._plan = chosen, plan if isinstance(plan, Plan) else None
-
     def close(self) -> None:
-        """End the thread that reduces and its process group, on all ranks; a job that ends need not call it."""
+        """End the thread that reduces, and its process group if all ranks are in it; all call it, or none."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
-            dist.destroy_process_group(self._reducer.group)
+            # Torch names a group of some ranks after how many groups there are. If this one went, the next would have
+            # its name, and might wait for the addresses at which this one listened.
+            if not self._among_some:
+                dist.destroy_process_group(self._reducer.group)
 
     def state_dict(self) -> dict[str, int]:
         """What decides the random keys of the next steps."""
@@ -108,33 +91,9 @@ class GradientCompression:
             return state["seed"], state["step"]
 
         seed, step = together(checked, self.group)
-        require_agreement("the state of gradient compression", [seed, step], _ADVICE, self.group)
+        require_agreement("the state of gradient compression", [seed, step], ADVICE, self.group)
         self._seed = self._reducer.seed = seed
         self.step = step
-
-    def sampling(self) -> contextlib.AbstractContextManager[None]:
-        """Collect statistics of all steps in the block, which are reduced plainly; `statistics` returns them."""
-        return self._records.sample()
-
-    def statistics(self) -> tuple[BucketStatistics, ...]:
-        """Statistics of each bucket, the mean of the sampled steps.
-
-        Raises:
-            NotReadyError: No step was sampled after DDP had settled its buckets.
-        """
-        return self._records.statistics()
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Note when each bucket is ready, begins and ends in all steps of the block; `recorded` returns it."""
-        return self._records.record()
-
-    def recorded(self) -> RecordedReductions:
-        """What `recording` noted on this rank; its first step only says when the second one begins.
-
-        Raises:
-            NotReadyError: Fewer than two steps were recorded after DDP had settled its buckets, or there is one worker.
-        """
-        return self._records.recorded(self.workers, self.elements)
 
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce one bucket; ``DistributedDataParallel`` calls it."""
@@ -142,7 +101,7 @@ class GradientCompression:
         # DDP regroups its buckets after the first step, when it knows the order of gradients.
         settled = self.elements is not None
         sample = settled and self._records.sampling
-        chosen = self._scheme_of(index, gradient) if settled and not sample else scheme("FP32")
+        chosen = self._scheme_of(index, gradient.numel()) if settled and not sample else scheme("FP32")
         step = self.step
         record = self._records.step_at(index, gradient.device) if settled and self._records.recording else None
         ready_ns = time.perf_counter_ns()
@@ -165,12 +124,6 @@ class GradientCompression:
         if self._executor is not None:
             return self._in_thread(gradient, reduce)
         return self._on_stream(gradient, reduce)
-
-    def _scheme_of(self, index: int, gradient: Tensor) -> GradientScheme:
-        if not isinstance(self._schemes, tuple):
-            return self._schemes
-        advice = "(bucket_cap_mb and the parameters that need gradients decide them)"
-        return planned_scheme(self._schemes, self._plan, index, gradient.numel(), f"DDP {advice}")
 
     def _count(self, index: int, elements: int, last: bool) -> None:
         self._seen = [*self._seen, elements] if index else [elements]
@@ -223,47 +176,6 @@ class GradientCompression:
             self._stream.wait_event(ready)
             gradient.record_stream(self._stream)
             yield
-
-
-def planned_scheme(
-    schemes: Sequence[GradientScheme], plan: Plan | None, index: int, elements: int, layout: str
-) -> GradientScheme:
-    """The scheme of a bucket, which must be one of those that the plan was made for.
-
-    Raises:
-        ModelError: There are more buckets, or this one has another size.
-    """
-    advice = f"make a plan for the buckets of {layout}"
-    if index >= len(schemes):
-        raise ModelError(f"a bucket number {index} is reduced, but the plan has {len(schemes)}; {advice}")
-    sizes = None if plan is None else plan.elements
-    if sizes is not None and sizes[index] != elements:
-        raise ModelError(f"bucket {index} has {elements} elements, but the plan was made for {sizes[index]}; {advice}")
-    return schemes[index]
-
-
-def schemes_of(plan: Plan | GradientScheme | str, workers: int) -> tuple[GradientScheme, ...] | GradientScheme:
-    """The schemes of a plan, or the one of all buckets."""
-    if not isinstance(plan, Plan):
-        chosen = scheme(plan)
-        _check_workers(chosen, workers)
-        return chosen
-    if plan.workers is not None and plan.workers != workers:
-        raise ProblemError(
-            f"the plan was made for {plan.workers} workers, but {workers} reduce here: scales and variances depend on "
-            "the number; make a plan for this job"
-        )
-    schemes = tuple(scheme(name) for name in plan.schemes.values())
-    for each in schemes:
-        _check_workers(each, workers)
-    return schemes
-
-
-def _check_workers(each: GradientScheme, workers: int) -> None:
-    if not each.supports(workers):
-        raise UnsupportedError(
-            f"scheme {each.name!r} would overflow with {workers} workers; take one of more bits, or a two-shot scheme"
-        )
 
 
 def _run_hook(state: GradientCompression, bucket: Any) -> torch.futures.Future[Tensor]:

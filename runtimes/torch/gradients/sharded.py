@@ -6,7 +6,6 @@ and no number of workers overflows.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,17 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.gradients import BucketStatistics, GradientScheme, Plan, RecordedReductions, Scheme, Transport, scheme
+from qsync_opt.gradients import GradientScheme, Plan, Scheme, Transport, scheme
 from qsync_opt.kernels.gradients import Codec, Encoded
 from qsync_opt.kernels.quantize import stream_key
-from qsync_opt.runtimes.torch.ddp import naming_lost_ranks, require_agreement, together
-from qsync_opt.runtimes.torch.gradients.hook import planned_scheme, schemes_of
-from qsync_opt.runtimes.torch.gradients.records import StepRecords
+from qsync_opt.runtimes.torch.ddp import naming_lost_ranks
+from qsync_opt.runtimes.torch.gradients.planned import PlannedReductions
 from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import FORMS
 
 
-class ShardedCompression:
+class ShardedCompression(PlannedReductions):
     """Reduce-scatters that send codes; `compress_sharded_gradients` puts them into a model.
 
     ``calls`` counts reductions and is part of the random key; it is kept in `state_dict`. The k-th reduction of a
@@ -34,70 +32,27 @@ class ShardedCompression:
     together, padded. ``elements`` are these sizes, once a second backward pass has begun.
     """
 
+    what = "sharded gradients"
+    layout = "this model (fully_shard decides them)"
+
     def __init__(
         self, plan: Plan | GradientScheme | str, *, workers: int, seed: int = 0, backend: str = "auto"
     ) -> None:
-        self.workers = workers
+        super().__init__(workers=workers, seed=seed)
         self.calls = 0
-        self.elements: tuple[int, ...] | None = None
-        self._seed, self._codec = seed, Codec(backend)
-        self._records = StepRecords()
+        self._codec = Codec(backend)
         self._units: list[int] = []
         self._sizes: list[int] = []
-        self._schemes: tuple[GradientScheme, ...] | GradientScheme = scheme("FP32")
-        self._plan: Plan | None = None
         self.use(plan)
 
-    def use(self, plan: Plan | GradientScheme | str) -> None:
-        """Reduce by another plan from the next step on; every rank must call it.
-
-        Raises:
-            ProblemError: The plan was made for another number of workers.
-            UnsupportedError: An unknown scheme, or one that cannot be scattered.
-            ModelError: The ranks' plans differ.
-            NotReadyError: On the ranks whose plan is right, if that of another is not.
-        """
-
-        def checked() -> tuple[GradientScheme, ...] | GradientScheme:
-            chosen = schemes_of(plan, self.workers)
-            for each in chosen if isinstance(chosen, tuple) else (chosen,):
-                _check_scattered(each)
-            return chosen
-
-        chosen = together(checked)
-        agreed = {
-            "schemes": [each.name for each in chosen] if isinstance(chosen, tuple) else chosen.name,
-            "elements": list(plan.elements) if isinstance(plan, Plan) and plan.elements is not None else None,
-            "seed": self._seed,
-        }
-        require_agreement(
-            "the compression of sharded gradients", agreed, "give all ranks the same plan, seed and implementation"
-        )
-        self._schemes, self._plan = chosen, plan if isinstance(plan, Plan) else None
-
-    def sampling(self) -> contextlib.AbstractContextManager[None]:
-        """Collect statistics of all steps in the block, which are reduced plainly; `statistics` returns them."""
-        return self._records.sample()
-
-    def statistics(self) -> tuple[BucketStatistics, ...]:
-        """Statistics of each bucket, the mean of the sampled steps.
-
-        Raises:
-            NotReadyError: No step was sampled.
-        """
-        return self._records.statistics()
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Note when each bucket is ready, begins and ends in all steps of the block; `recorded` returns it."""
-        return self._records.record()
-
-    def recorded(self) -> RecordedReductions:
-        """What `recording` noted on this rank; its first step only says when the second one begins.
-
-        Raises:
-            NotReadyError: Fewer than two steps were recorded, or no backward pass had begun after the first one.
-        """
-        return self._records.recorded(self.workers, self.elements)
+    def _check_scheme(self, each: GradientScheme) -> None:
+        super()._check_scheme(each)
+        plain = each.transport is Transport.PLAIN
+        if not plain and not (isinstance(each, Scheme) and each.transport is Transport.TWO_SHOT and each.code in FORMS):
+            raise UnsupportedError(
+                f"scheme {each.name!r} cannot be scattered: shards are sent by all-to-all; allowed are the "
+                "two-shot schemes, such as two8, two-fp8 and BF16, and FP32"
+            )
 
     def state_dict(self) -> dict[str, int]:
         """What decides the random keys of the next reductions."""
@@ -150,11 +105,6 @@ class ShardedCompression:
         self._sizes.append(elements)
         return len(self._units) - 1
 
-    def _scheme_of(self, index: int, elements: int) -> GradientScheme:
-        if not isinstance(self._schemes, tuple):
-            return self._schemes
-        return planned_scheme(self._schemes, self._plan, index, elements, "this model (fully_shard decides them)")
-
     def _scatter(self, chosen: Scheme, output: Tensor, sent_by_all: Tensor, group: Any, *, mean: bool) -> None:
         workers, rank, shard = dist.get_world_size(group), dist.get_rank(group), output.numel()
         if not shard:
@@ -192,15 +142,6 @@ class _ReduceScatter:
         """Reduce as `ShardedCompression.reduce`; nothing is left to wait for."""
         self._state.reduce(self._unit, output_tensor, input_tensor, group, op)
         return None
-
-
-def _check_scattered(each: GradientScheme) -> None:
-    plain = each.transport is Transport.PLAIN
-    if not plain and not (isinstance(each, Scheme) and each.transport is Transport.TWO_SHOT and each.code in FORMS):
-        raise UnsupportedError(
-            f"scheme {each.name!r} cannot be scattered: shards are sent by all-to-all; allowed are the "
-            "two-shot schemes, such as two8, two-fp8 and BF16, and FP32"
-        )
 
 
 def _exchanged(values: Tensor, workers: int, group: Any) -> Tensor:

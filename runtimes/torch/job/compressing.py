@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -91,7 +91,7 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
             note += f"; {_both(*measured, sent['tail_ns'])} were measured"
     costs = None
     if plan.model is not None:
-        by_bucket = fit_reductions(records).times_ns if records else {}
+        by_bucket = {name: tuple(ns) for name, ns in sent["bucket_times_ns"].items()}
         costs = GradientCosts(statistics=tuple(statistics), times=times, bucket_times_ns=by_bucket)
     return replace(plan, compression=chosen, compression_note=broadcast_json(note), gradient_costs=costs)
 
@@ -177,12 +177,14 @@ def _solved(
     times: SchemeTimes,
     records: Sequence[RecordedReductions],
 ) -> dict[str, object] | None:
-    """The plan, what is said of it, and how long the optimizer takes, on rank 0."""
+    """The plan, what is said of it, the optimizer's time, and recorded times of buckets by scheme, on rank 0."""
     if plan.model is None or plan.problem is None:
         return None
     tail_ns, error = plan.problem.optimizer_ns, ""
+    bucket_times_ns: Mapping[str, Sequence[int]] = {}
     if records:
         model = fit_reductions(records)
+        bucket_times_ns = model.times_ns
         chosen = plan_reductions(model, statistics, noise_share=job.options.noise_share)
         ns = [model.predict(each)[-1].end_ns for each in (chosen, model.single("FP32"))]
         error = f" (such predictions err by {model.error:.0%})"
@@ -194,7 +196,12 @@ def _solved(
         f"{', '.join(f'{name} in {count}' for name, count in counts.items())} of {len(statistics)} buckets: iterations "
         f"of {_both(ns[0], ns[1], tail_ns)} are predicted{error}"
     )
-    return {"plan": chosen.to_json(), "note": note, "tail_ns": tail_ns}
+    return {
+        "plan": chosen.to_json(),
+        "note": note,
+        "tail_ns": tail_ns,
+        "bucket_times_ns": {name: [*ns] for name, ns in bucket_times_ns.items()},
+    }
 
 
 def _solved_apart(

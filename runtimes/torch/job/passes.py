@@ -23,7 +23,7 @@ from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
-from qsync_opt.runtimes.torch.execution import PLANNED_OPTIONS, image_weights, under_plan
+from qsync_opt.runtimes.torch.execution import FORM_OPTIONS, image_weights, under_plan
 from qsync_opt.runtimes.torch.interception import interception_of, share_to_compile
 from qsync_opt.runtimes.torch.job.candidates import (
     CAPTURED,
@@ -310,14 +310,13 @@ class _Timing:
             return [*modes]
         after = self.in_turn([replace(mode, channels_last=True) for mode in before.values()])
         faster = {m.name: m for m in after if 0 < m.pass_ns < (1 - _FORMAT_PAYS) * before[m.name].pass_ns}
-        return [
-            mode
-            if mode.name not in faster
-            else faster[mode.name]
-            if mode.form == LAUNCHED
-            else replace(mode, channels_last=True)
-            for mode in modes
-        ]
+
+        def best(mode: ExecutionMode) -> ExecutionMode:
+            if mode.name not in faster:
+                return mode
+            return faster[mode.name] if mode.form == LAUNCHED else replace(mode, channels_last=True)
+
+        return [best(mode) for mode in modes]
 
     def captured_modes(self, modes: Sequence[ExecutionMode], slack: float | None) -> list[ExecutionMode]:
         """The modes with times of captured passes of those that could be chosen; launched ones are timed already.
@@ -371,10 +370,10 @@ class _Timing:
         chosen = sorted(near, key=lambda name: (not carried[name], fastest_ns[name]))[:_MOST_COMPILED]
         results = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}
         to_compile = share_to_compile(self.example.model)
+        # By blocks or as a whole: from the first mode that was timed in both on, only the faster one.
         builds = [True, False] if to_compile <= _MOSTLY_REPEATED else [False]
-        """Compiled by blocks or as a whole: from the first mode that was timed in both on, only the faster one."""
+        # Longest so far, by blocks and as a whole, for a mode that torch carries out by itself.
         took_s = {True: 0.0, False: 0.0}
-        """Longest so far, by blocks and as a whole, for a mode that torch carries out by itself."""
 
         def compile_and_time(mode: ExecutionMode) -> None:
             factor, timed_in = 1.0 if carried[mode.name] else _OPERATOR_BY_OPERATOR, 0
@@ -520,7 +519,7 @@ def carried_out(
     """A block in which the model runs in a mode."""
     if mode.is_plain:
         return _ieee()
-    how = {name: getattr(mode, name) for name in PLANNED_OPTIONS if name != "autocast"}
+    how = {name: getattr(mode, name) for name in FORM_OPTIONS}
     return under_plan(model, mode.precisions, graph, kernels, autocast=mode.carrier, **how)
 
 

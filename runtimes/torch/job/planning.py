@@ -24,7 +24,7 @@ from qsync_opt.io import decode, encode
 from qsync_opt.kernels.compilation import library
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
-from qsync_opt.runtimes.torch.execution import loss_layers
+from qsync_opt.runtimes.torch.execution import FORM_OPTIONS, loss_layers
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
 from qsync_opt.runtimes.torch.job.candidates import FORMS, PLANNED, Candidate, labels
 from qsync_opt.runtimes.torch.job.choosing import decide, shares
@@ -392,15 +392,11 @@ def shared_plan(
     local = together(work)
     sent = broadcast_json(None if local is None else encode(local))
     received = decode(JobPlan, sent, "the plan of rank 0", device_type=device_type)
-    forms = {form: getattr(received, form) for form in _FORMS}
+    forms = {form: getattr(received, form) for form in FORM_OPTIONS}
     if _digest(received.plan, received.autocast, forms) != received.digest:
         raise SolverError("the plan that arrived is not the one that was sent: its digest differs")
     require_agreement("the plan", received.digest, "report this: it is a fault of this package")
     return received if local is None else local
-
-
-_FORMS = ("captured", "compiled", "regional", "channels_last")
-"""Attributes of an execution mode; those of a `JobPlan` name the device types that it holds for."""
 
 
 def _digest(plan: Plan, autocast: Mapping[str, str], forms: Mapping[str, Sequence[str]]) -> str:
@@ -451,7 +447,7 @@ def _job_plan(
         plan = Plan(problem=plan.problem, devices={name: mode.precisions for name, mode in modes.items()})
     evaluation = evaluate(problem, plan)
     autocast = {name: mode.carrier for name, mode in modes.items() if mode.carrier is not None and not mode.is_plain}
-    forms = {form: tuple(name for name, mode in modes.items() if getattr(mode, form)) for form in _FORMS}
+    forms = {form: tuple(name for name, mode in modes.items() if getattr(mode, form)) for form in FORM_OPTIONS}
     return JobPlan(
         plan=plan,
         device_type=device_type,

@@ -133,6 +133,10 @@ def test_reductions_are_recorded_step_by_step(everything):
         assert len(one["slowdowns"]) == 2 and all(0 <= share <= 1 for share in one["slowdowns"])
 
 
+def test_compression_is_closed_and_begun_anew(everything):
+    assert all(outcome["closed"] for outcome in everything)
+
+
 def test_a_job_plans_its_compression(everything):
     same(everything, "by_the_job", "bits")
     for outcome in everything:

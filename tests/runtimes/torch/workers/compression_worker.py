@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -324,6 +325,20 @@ def subgroup(rank):
     return result
 
 
+def closed_and_begun(rank):
+    """Reductions that are closed and begun anew, by ranks that do not keep step."""
+    seen = []
+    for k in range(12):
+        if k % 2 == rank:
+            time.sleep(0.03)
+        model = wrapped()
+        state = qsync_opt.compress_gradients(model, "sum8")
+        step_of(model, rank, 0)
+        state.close()
+        seen.append(bits(gradients(model)))
+    return len(set(seen)) == 1
+
+
 def lost(rank, result):
     """The last worker ends without a word in the middle of a step; nobody can go on after that."""
     model = wrapped()
@@ -352,7 +367,7 @@ def main():
                 "trained": trained(rank), "plain": plain_equals_ddp(rank), "accumulated": accumulated(rank),
                 "not_finite": not_finite(rank), "half": half(rank), "refused": refused(rank, size),
                 "planned": planned(rank), "pieces": in_pieces(rank, size), "by_the_job": planned_by_the_job(rank),
-                "recorded": recorded(rank),
+                "recorded": recorded(rank), "closed": closed_and_begun(rank),
             }  # fmt: skip
         if what == "unbiased":
             result["unbiased"] = unbiased(rank, size)

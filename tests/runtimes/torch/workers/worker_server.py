@@ -1,14 +1,17 @@
 """Runs scripts in processes of their own that find torch loaded: each is forked from this process, at once.
 
-Reads one line of JSON per script: its path, its arguments, the environment, flags of Python's, and the files that
-take what it prints. Answers with the exit status when it has ended. This process runs no operator, so that a script
-inherits no thread; it is started once per rank, so that ranks differ in the order of their sets as they do elsewhere.
+Reads one line of JSON per script: its path, its arguments, the environment, flags of Python's, the files that take
+what it prints, and until when it may run: shortly before that it shows where it is. Answers with the exit status when
+it has ended. This process runs no operator, so that a script inherits no thread; it is started once per rank, so that
+ranks differ in the order of their sets as they do elsewhere.
 """
 
+import faulthandler
 import json
 import os
 import runpy
 import sys
+import time
 import warnings
 
 from qsync_opt.runtimes.torch.job import auto_plan  # noqa: F401  (loaded for the scripts)
@@ -40,6 +43,7 @@ def main():
     redirect(os.devnull, 0)
     redirect(request["output"], 1)
     redirect(request["errors"], 2)
+    faulthandler.dump_traceback_later(max(1.0, request["deadline"] - 10 - time.monotonic()), file=sys.stderr)
     os.environ.clear()
     os.environ.update(request["environment"])
     for flag, action in zip(request["flags"][::2], request["flags"][1::2], strict=True):
