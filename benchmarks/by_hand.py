@@ -1,13 +1,16 @@
 """Plans beside what people run by hand: models of unlike kinds, each way of training in a process of its own, in turn.
 
 python benchmarks/by_hand.py [--models "u-net full,decoder small"] [--ways "BF16 compiled,plan"] [--rounds N]
-                             [--cards 2] [--seconds 3000] [--each 120] [--resume FILE] [--output FILE]
+                             [--cards 2] [--side-by-side 4] [--seconds 3000] [--each 120] [--resume FILE]
+                             [--output FILE]
 
-With several cards each has models of its own. What ``--seconds`` do not suffice for is left out and said so; a later
-call with ``--resume`` keeps what the file has and measures what is missing, so that the whole can be measured in parts.
-Writes ``benchmarks/results/by-hand.json``. By hand are FP32, TF32, BF16 and FP16 autocast, each eager, compiled,
-captured, and compiled and captured; ``plan`` is `auto_plan` with default options, and ``BF16 compiled by blocks``
-compiles repeated blocks once. A time is the median over rounds.
+With several cards each has models of its own. ``--side-by-side`` compiles that many ways at the same time on a card and
+times them in turn while the others wait; the default plan, which measures by itself, is always made alone. What
+``--seconds`` do not suffice for is left out and said so; a later call with ``--resume`` keeps what the file has and
+measures what is missing, so that the whole can be measured in parts. Writes ``benchmarks/results/by-hand.json``. By
+hand are FP32, TF32, BF16 and FP16 autocast, each eager, compiled, captured, and compiled and captured; ``plan`` is
+`auto_plan` with default options, and ``BF16 compiled by blocks`` compiles repeated blocks once. A time is the median
+over rounds.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import json
 import math
 import os
 import platform
+import select
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +43,94 @@ ASKED = 1.02
 """Most that a planned step may take, in steps of the best way by hand."""
 
 
-LEAST_S = 15.0
+LEAST_S, DAY_S = 15.0, 86400.0
 """Nothing begins with less time left."""
 LATE = ("not begun for lack of time", "not finished for lack of time")
 
 
-def measure(model: str, way: str, card: int | None, left_s: float) -> dict[str, Any]:
-    """The record of one model and way, from a fresh process that is given up after some seconds."""
-    command = [sys.executable, "by_hand_worker.py", model, way]
-    own = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
-    if left_s < LEAST_S:
-        return {"model": model, "way": way, "failure": LATE[0]}
-    try:
-        done = subprocess.run(
-            command,
+class Worker:
+    """One model and way in a process of its own, which waits to be timed once it is warm."""
+
+    def __init__(self, model: str, way: str, card: int | None, each_s: float) -> None:
+        self.what = {"model": model, "way": way}
+        self._each_s, self._end = each_s, time.monotonic() + each_s
+        own = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
+        self._process = subprocess.Popen(
+            [sys.executable, "by_hand_worker.py", model, way, "--held"],
             cwd=HERE,
             env={**os.environ, **own},
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
-            timeout=left_s if math.isfinite(left_s) else None,
         )
-    except subprocess.TimeoutExpired:
-        return {"model": model, "way": way, "failure": LATE[1]}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"model": model, "way": way, "failure": f"exit status {done.returncode}: {reason}"[:300]}
-    record: dict[str, Any] = json.loads(lines[-1])
-    return record
+        self._first = ""
+
+    def wait(self) -> None:
+        """Until it is warm, has failed, or its time is over."""
+        assert self._process.stdout is not None
+        left_s = max(0.0, self._end - time.monotonic())
+        if select.select([self._process.stdout], [], [], left_s)[0]:
+            self._first = self._process.stdout.readline()
+
+    def record(self) -> dict[str, Any]:
+        """Time it; a process that is late is ended."""
+        try:
+            output, errors = self._process.communicate("go\n", timeout=max(1.0, self._end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.end()
+            return {**self.what, "failure": f"given up after {self._each_s:.0f} s"}
+        lines = (self._first + output).strip().splitlines()
+        if self._process.returncode or not lines:
+            reason = (errors.strip().splitlines() or ["no output"])[-1]
+            return {**self.what, "failure": f"exit status {self._process.returncode}: {reason}"[:300]}
+        record: dict[str, Any] = json.loads(lines[-1])
+        return record
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def measure(
+    model: str, ways: tuple[str, ...], card: int | None, each_s: float, left_s: float
+) -> Iterator[dict[str, Any]]:
+    """The record of each way, from fresh processes that compile side by side and are timed in turn."""
+    if left_s < LEAST_S:
+        yield from ({"model": model, "way": way, "failure": LATE[0]} for way in ways)
+        return
+    end = time.monotonic() + left_s
+    workers = [Worker(model, way, card, min(each_s, left_s)) for way in ways]
+    try:
+        for worker in workers:
+            worker.wait()
+        for worker in workers:
+            record = worker.record()
+            failure = record.get("failure", "")
+            if failure.startswith("given up") and each_s >= left_s:
+                record["failure"] = LATE[1]
+            elif failure.startswith("OutOfMemoryError") and len(ways) > 1:
+                for other in workers:
+                    other.end()
+                for way in ways[workers.index(worker) :]:
+                    yield from measure(model, (way,), card, each_s, end - time.monotonic())
+                return
+            yield record
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def together(ways: tuple[str, ...], most: int) -> list[tuple[str, ...]]:
+    """Ways that are compiled side by side, in their order; the default plan is alone."""
+    groups: list[tuple[str, ...]] = []
+    for way in ways:
+        if groups and len(groups[-1]) < most and PLANNED not in (way, groups[-1][0]):
+            groups[-1] += (way,)
+        else:
+            groups.append((way,))
+    return groups
 
 
 def medians(records: list[dict[str, Any]], model: str) -> dict[str, float]:
@@ -126,8 +190,9 @@ def main() -> None:
     parser.add_argument("--ways", type=_names(ways), default=ways)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--cards", type=int, default=1, help="that are used at the same time")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which what runs is given up")
-    parser.add_argument("--each", type=float, default=math.inf, help="seconds after which one way is given up")
+    parser.add_argument("--side-by-side", type=int, default=1, help="ways that are compiled at the same time")
+    parser.add_argument("--seconds", type=float, default=DAY_S, help="after which what runs is given up")
+    parser.add_argument("--each", type=float, default=DAY_S, help="seconds after which one way is given up")
     parser.add_argument("--resume", type=Path, help="file of an earlier call on the same hardware")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "by-hand.json")
     arguments = parser.parse_args()
@@ -145,18 +210,14 @@ def main() -> None:
     def lane(card: int | None, models: tuple[str, ...]) -> None:
         for turn in range(arguments.rounds):
             for model in models:
-                for way in arguments.ways:
-                    if (turn, model, way) in done:
-                        continue
-                    left_s = end - time.monotonic()
-                    record = {"round": turn, **measure(model, way, card, min(arguments.each, left_s))}
-                    if record.get("failure") == LATE[1] and arguments.each < left_s:
-                        record["failure"] = f"given up after {arguments.each:g} s"
-                    with lock:
-                        records.append(record)
-                        write()
-                        names = ("model", "way", "step_ms", "peak_mib", "planning_s", "taken", "failure")
-                        print(json.dumps({name: record[name] for name in names if name in record}), flush=True)
+                missing = tuple(way for way in arguments.ways if (turn, model, way) not in done)
+                for ways in together(missing, arguments.side_by_side):
+                    for record in measure(model, ways, card, arguments.each, end - time.monotonic()):
+                        with lock:
+                            records.append({"round": turn, **record})
+                            write()
+                            names = ("model", "way", "step_ms", "peak_mib", "planning_s", "taken", "failure")
+                            print(json.dumps({name: record[name] for name in names if name in record}), flush=True)
 
     threads = [
         threading.Thread(target=lane, args=(card, arguments.models[place :: len(cards)]))

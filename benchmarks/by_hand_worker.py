@@ -1,6 +1,9 @@
 """One way of training one model, timed in a process of its own: by hand (eager, compiled, captured) or planned.
 
 python benchmarks/by_hand_worker.py "u-net full" "BF16 compiled"    prints one line of JSON
+python benchmarks/by_hand_worker.py "u-net full" "BF16 compiled" --held
+
+With ``--held`` an empty line says that it is warm, and steps are timed once a line was read.
 """
 
 from __future__ import annotations
@@ -155,8 +158,8 @@ def by_blocks(subject: Any, device: torch.device) -> Callable[[], None]:
     return step
 
 
-def timed(step: Callable[[], None]) -> dict[str, Any]:
-    """Median milliseconds of a step, those of every block, and the peak memory of steps."""
+def warmed(step: Callable[[], None]) -> tuple[dict[str, Any], int]:
+    """Seconds of the first step, and how many steps make a timed block, after steps that are not timed."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else list
     began = time.perf_counter()
     step()
@@ -167,9 +170,15 @@ def timed(step: Callable[[], None]) -> dict[str, Any]:
         step()
         synchronize()
         count += 1
+    return {"first_s": first}, max(STEPS, round(BLOCK_S / ((time.perf_counter() - began) / count)))
+
+
+def timed(step: Callable[[], None], steps: int) -> dict[str, Any]:
+    """Median milliseconds of a step, those of every block of some steps, and the peak memory of steps."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else list
+    step()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    steps = max(STEPS, round(BLOCK_S / ((time.perf_counter() - began) / count)))
     blocks = []
     for _ in range(BLOCKS):
         synchronize()
@@ -179,11 +188,11 @@ def timed(step: Callable[[], None]) -> dict[str, Any]:
         synchronize()
         blocks.append((time.perf_counter() - began) / steps * 1e3)
     peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
-    return {"step_ms": statistics.median(blocks), "blocks_ms": blocks, "first_s": first, "peak_mib": peak}
+    return {"step_ms": statistics.median(blocks), "blocks_ms": blocks, "peak_mib": peak}
 
 
-def run(model: str, way: str) -> dict[str, Any]:
-    """The record of one subject and one way."""
+def run(model: str, way: str, *, held: bool) -> dict[str, Any]:
+    """The record of one subject and one way; ``held`` as in the module's description."""
     from unlike_models import subject
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -196,7 +205,13 @@ def run(model: str, way: str) -> dict[str, Any]:
             step = by_blocks(made, device)
         else:
             step = by_hand(way, made, device)
-        record.update(timed(step))
+        first, steps = warmed(step)
+        if held:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # others wait on the same card
+            print(flush=True)
+            sys.stdin.readline()
+        record.update(first, **timed(step, steps))
     except Exception as failure:  # the record says it
         text = str(failure)
         record["failure"] = f"{type(failure).__name__}: {text.strip().splitlines()[0] if text.strip() else ''}"[:300]
@@ -204,4 +219,4 @@ def run(model: str, way: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(*sys.argv[1:3])))
+    print(json.dumps(run(*sys.argv[1:3], held="--held" in sys.argv[3:])))
