@@ -1,6 +1,7 @@
 """Planned models whose training passes are replayed as CUDA graphs."""
 
 import copy
+import gc
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from qsync_opt.errors import NotReadyError
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, graphed, undo
 from qsync_opt.runtimes.torch.job import host_share
-from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.runtimes.torch.support import TrainingExample, capture_stream, capturing
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -214,6 +215,36 @@ def test_capturing_again_and_again_takes_no_more_memory():
         model.zero_grad(set_to_none=True)
         held.append(torch.cuda.memory_allocated())
     assert held[-1] == held[1]
+
+
+def test_no_graph_is_freed_while_another_is_captured():
+    """A graph in a reference cycle, as those of a dropped model are, would be freed in the middle of a capture."""
+    stream, x = capture_stream(), torch.ones(4, device=CUDA)
+
+    def captured():
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with capturing(graph, stream):
+            y = x + 1
+            cycles = [[] for _ in range(50)]
+            for cycle in cycles:
+                cycle.append(cycle)
+            y = y + 1
+        return graph, y
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(20, 1, 1)
+    try:
+        cycle = [captured()]
+        cycle.append(cycle)
+        del cycle
+        graph, y = captured()
+    finally:
+        gc.set_threshold(*thresholds)
+    graph.replay()
+    assert y.tolist() == [3.0] * 4
+    assert gc.isenabled()
 
 
 def test_a_loss_of_before_may_be_kept():

@@ -214,8 +214,8 @@ def expected_step_ns(
     """The measured time of a candidate's step, else that of its passes and what other steps took beside theirs.
 
     Args:
-        candidate: Steps of the same form are asked for what they took beside passes; of launched ones, where there are
-            none.
+        candidate: Steps of the same form are asked for what they took beside passes; where there are none, those of
+            captured ones, whose all-reduces come after the passes too, and of launched ones.
         timed: Candidates with measured steps.
         rest_ns: Predicted time beside the passes, where no step of the kind was timed.
         workers: As in `passes_ns`.
@@ -223,7 +223,8 @@ def expected_step_ns(
     for other, time in timed:
         if _is_same(candidate, other):
             return time
-    for form in (form_of(candidate), LAUNCHED):
+    own = form_of(candidate)
+    for form in (own,) if own == LAUNCHED else (own, CAPTURED, LAUNCHED):
         beside = [t - passes_ns(other, workers) for other, t in timed if form_of(other) == form]
         if beside:
             break

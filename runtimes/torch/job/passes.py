@@ -20,6 +20,7 @@ from qsync_opt.errors import ProblemError, SolverError, UnsupportedError, first_
 from qsync_opt.io import decode, encode, format_time
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.kernels.autograd import float_modes
+from qsync_opt.kernels.quantize import clear_weights
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
@@ -476,6 +477,7 @@ class _Timing:
         if scaled:
             unscale_gradients(self.example.model)
         self.example.model.zero_grad()
+        clear_weights()  # a step would change the weights
 
     def _peak_bytes(self) -> int:
         _, allocation = allocation_of(self._pass, self.example.device)

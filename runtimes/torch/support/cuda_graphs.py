@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import warnings
 from collections.abc import Iterator
 
@@ -34,10 +35,13 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture into a graph, in memory of its own; restore torch after a failure.
 
+    No garbage is collected meanwhile: freeing another graph, or memory outside of the pool, would break the capture.
     After a failed capture, torch leaves the memory pool open and the random generator in capture mode, so that memory
     would not be released and later passes with dropout would fail.
     """
     pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_OTHER_THREADS):
             yield
@@ -48,6 +52,9 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
         raise
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager
