@@ -569,9 +569,10 @@ def host_share(
 def with_host_shares(job: Job, plan: JobPlan, graph: OpGraph | None, types: DeviceTypes) -> JobPlan:
     """The plan with the largest `host_share` of each device type's workers; every rank must call it.
 
-    A plan that is not worth applying, and one that was not tried, stays as it is.
+    A plan that is not worth applying, and one that was not tried, stays as it is; so does one whose passes are captured
+    or compiled, for which the host launches far less: it would be prepared once more.
     """
-    if not (job.options.trial and plan.worthwhile):
+    if not (job.options.trial and plan.worthwhile) or plan.captured or plan.compiled:
         return plan
     by_rank = gather_json(together(lambda: host_share(job.example, plan, graph, job.options.kernels)))
     shares = {

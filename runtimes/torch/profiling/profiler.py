@@ -280,8 +280,8 @@ def measure_uniform(
 ) -> tuple[dict[str, MeasuredPasses], dict[str, float]]:
     """Forward and backward time of whole iterations in each precision of a profile, FP32 first.
 
-    A precision for which the time until ``deadline`` does not suffice is left out. Beside the times, those that did not
-    settle: precision to the distance between rounds.
+    A precision for which memory, or the time until ``deadline``, does not suffice is left out. Beside the times, those
+    that did not settle: precision to the distance between rounds.
 
     Each precision is applied as a plan, so that the times include the interception; on a device with FP32 alone no plan
     is applied, as in training. No optimizer runs, and the model is left unchanged.
@@ -300,7 +300,11 @@ def measure_uniform(
             plan = {operator.name: choices[operator.name] for operator in graph.by_role(Role.ADJUSTABLE)}
             applied = under_plan(example.model, plan, graph, options, chunked_loss=False)
             with applied if len(profile.formats) > 1 else contextlib.nullcontext():
-                measured[precision] = MeasuredPasses(**time_passes(example, repeats, rounds))
+                passes = _passes_that_fit(example, repeats, rounds)
+            if passes is None:
+                _LOGGER.warning("memory does not suffice for whole iterations in %s, which are left out", precision)
+                continue
+            measured[precision] = MeasuredPasses(**passes)
             slowest_s = max(slowest_s, rounds.run_s)
             if rounds.disagreement:
                 disagreements[f"whole iterations in {precision}"] = rounds.disagreement
@@ -429,7 +433,7 @@ def profile(
         )
     if not (run.left_out or run.cut or (example is not None and len(measured) < len(formats))):
         return result
-    note = _limited(run, tasks, seconds or 0.0, None if example is None else tuple(measured), len(formats))
+    note = _limited(run, tasks, seconds, None if example is None else tuple(measured), len(formats))
     _LOGGER.info("%s", note)
     return replace(result, options={**result.options, MEASURED_OPTION: note})
 
@@ -438,18 +442,31 @@ def _passes_s(example: TrainingExample, precisions: int, repeats: int, seconds: 
     """Seconds to reserve for whole iterations, from one of them."""
     began = time.monotonic()
     with model_unchanged(example.model):
-        time_passes(example, 1, Rounds(deadline=began))
+        if _passes_that_fit(example, 1, Rounds(deadline=began)) is None:
+            return _PASSES_SHARE * seconds
     pass_s = (time.monotonic() - began) / _LEAST_ITERATIONS
     return min(_PASSES_SHARE * seconds, 3 * repeats * precisions * pass_s)
 
 
+def _passes_that_fit(example: TrainingExample, repeats: int, rounds: Rounds) -> dict[str, int] | None:
+    """What `time_passes` returns; None where memory ran out."""
+    with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        return time_passes(example, repeats, rounds)
+    # Outside of the handler, whose frames would keep the tensors of the pass.
+    example.model.zero_grad()
+    if example.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
 def _limited(
-    run: ProfileRun, tasks: Sequence[Task], seconds: float, passes: tuple[str, ...] | None, precisions: int
+    run: ProfileRun, tasks: Sequence[Task], seconds: float | None, passes: tuple[str, ...] | None, precisions: int
 ) -> str:
-    """What a time limit left out, in words."""
+    """What a limit of time or memory left out, in words."""
     shares = {task.key: task.share for task in tasks}
     part = 1.0 - sum(shares[key] for key in run.left_out) / max(1e-9, sum(shares.values()))
-    text = f"operator by operator, in {seconds:g} s: {len(tasks) - len(run.left_out)} of {len(tasks)} measurements"
+    within = "" if seconds is None else f", in {seconds:g} s"
+    text = f"operator by operator{within}: {len(tasks) - len(run.left_out)} of {len(tasks)} measurements"
     if run.left_out:
         text += f", about {part:.0%} of the time"
         if any(key.startswith("operator ") for key in run.left_out):

@@ -12,6 +12,7 @@ from qsync_opt.runtimes.torch.job import (
     ExecutionMode,
     choose_by_passes,
     choose_by_steps,
+    expected_step_ns,
     least_sensitive,
     paired_times,
     undecided,
@@ -102,6 +103,16 @@ def test_by_steps_the_less_sensitive_of_equals_is_taken_and_a_faster_one_otherwi
     assert choose_by_steps([(COARSE, 95.0), (FINE, 100.0)], slack=0.05) == FINE
     assert choose_by_steps([(COARSE, 99.0), (FINE, 100.0)], sized=True) == COARSE  # there the fastest is wanted
     assert choose_by_steps([(COARSE, 99.8), (FINE, 100.0)], sized=True) == FINE
+
+
+def test_what_a_compiled_step_takes_beside_its_passes_is_what_a_captured_one_does():
+    launched, captured = {"a": mode("INT8", 50, 9.0)}, {"a": mode("INT8", 45, 9.0, captured=True)}
+    compiled = {"a": replace(mode("BF16 autocast", 40, 1.0), compiled=True)}
+    assert expected_step_ns(compiled, [(launched, 65.0), (captured, 49.0)], 7.0) == 44.0
+    assert expected_step_ns(compiled, [(launched, 65.0)], 7.0) == 55.0
+    assert expected_step_ns(compiled, [], 7.0) == 47.0
+    assert expected_step_ns(launched, [(captured, 49.0)], 7.0) == 57.0
+    assert expected_step_ns(captured, [(captured, 49.0)], 7.0) == 49.0
 
 
 def test_by_steps_captured_passes_must_gain_something():

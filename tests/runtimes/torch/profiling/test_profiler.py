@@ -218,6 +218,26 @@ def test_without_time_costs_are_scaled_from_the_largest_operator(gpt: Any, tmp_p
     assert not any(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.parametrize("seconds", [None, 5.0])
+def test_iterations_for_which_memory_does_not_suffice_are_left_out(seconds: float | None) -> None:
+    class Limited(nn.Module):
+        full = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.full:
+                raise torch.cuda.OutOfMemoryError("out of memory")
+            return x
+
+    model = nn.Sequential(nn.Linear(8, 16), Limited(), nn.Linear(16, 4))
+    captured = capture_model(model, (torch.randn(4, 8),))
+    example = TrainingExample(model=model, args=(torch.randn(4, 8),), loss=lambda y: y.square().mean())
+    Limited.full = True
+    result = profile(captured, "cpu", example=example, progress=False, repeats=2, seconds=seconds)
+    assert "no whole iterations" in str(result.options["measured"])
+    assert ("in 5 s" in str(result.options["measured"])) == (seconds is not None)
+    assert not any(cost.scaled_from for table in result.measurements.values() for cost in table.values())
+
+
 def test_with_enough_time_nothing_is_scaled(cnn: CapturedModel) -> None:
     order: list[str] = []
     result = profile(
