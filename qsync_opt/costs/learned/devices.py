@@ -75,13 +75,16 @@ class DeviceVector:
         cached = min(num_bytes, self.cache_bytes)
         return 1e9 * (cached / rate + (num_bytes - cached) / self.bandwidth_bytes_per_s)
 
+    def computed_ns(self, program: Program) -> float:
+        """Least time for the operations of a program."""
+        return math.fsum(1e9 * leaf.flops / self.peak(leaf.number_format) for leaf in program.leaves if leaf.flops)
+
     def floor_ns(self, program: Program) -> float:
         """The roofline of a program in nanoseconds, at the full rates: no prediction is below it.
 
         Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009), with a cache.
         """
-        computed = math.fsum(1e9 * leaf.flops / self.peak(leaf.number_format) for leaf in program.leaves if leaf.flops)
-        return max(computed, self.moved_ns(math.fsum(leaf.num_bytes for leaf in program.leaves)))
+        return max(self.computed_ns(program), self.moved_ns(math.fsum(leaf.num_bytes for leaf in program.leaves)))
 
     def distance(self, other: DeviceVector) -> float:
         """Largest relative difference between the figures of two vectors, but for the rate within the cache.
@@ -162,26 +165,31 @@ def check_same_devices(vectors: Iterable[DeviceVector]) -> None:
 
 
 def with_observed_rates(vector: DeviceVector, times: Iterable[tuple[Program, float]]) -> DeviceVector:
-    """The vector with every rate raised to the highest that some measurement reached, so that the roofline is a floor.
+    """The vector with rates raised until no program took less time than its roofline.
 
-    ``times`` are programs with their nanoseconds on the device.
+    All rates that a program uses are raised by the same factor: how much of what it moved came from the cache, say, is
+    not known.
+
+    Args:
+        vector: With probed rates.
+        times: Programs with their nanoseconds on the device.
 
     Source: ours.
     """
-    peaks = dict(vector.peak_flops)
-    memory, cache = vector.bandwidth_bytes_per_s, vector.cache_bytes_per_s
     for program, ns in times:
-        busiest = max(program.leaves, key=lambda leaf: leaf.flops, default=None)
-        if busiest is not None and busiest.flops:
-            peaks[busiest.number_format] = max(peaks[busiest.number_format], 1e9 * busiest.flops / ns)
+        factor = vector.computed_ns(program) / ns
+        if factor > 1:
+            raised = {
+                leaf.number_format: factor * vector.peak(leaf.number_format) for leaf in program.leaves if leaf.flops
+            }
+            vector = replace(vector, peak_flops={**vector.peak_flops, **raised})
         moved = math.fsum(leaf.num_bytes for leaf in program.leaves)
-        if moved <= vector.cache_bytes:
-            cache = max(cache, 1e9 * moved / ns)
-        elif (left_ns := ns - 1e9 * vector.cache_bytes / cache) > 0:
-            memory = max(memory, 1e9 * (moved - vector.cache_bytes) / left_ns)
-        else:
-            cache = max(cache, 1e9 * moved / ns)
-    return replace(vector, peak_flops=peaks, bandwidth_bytes_per_s=memory, cache_bytes_per_s=cache)
+        factor = vector.moved_ns(moved) / ns
+        if factor > 1:
+            memory = vector.bandwidth_bytes_per_s * (factor if moved > vector.cache_bytes else 1.0)
+            cache = factor * max(vector.cache_bytes_per_s, vector.bandwidth_bytes_per_s)
+            vector = replace(vector, bandwidth_bytes_per_s=memory, cache_bytes_per_s=cache)
+    return vector
 
 
 def merged_vector(first: DeviceVector, second: DeviceVector) -> DeviceVector:

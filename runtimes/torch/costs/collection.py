@@ -32,6 +32,8 @@ AGAIN = 0.2
 """Share of the time budget that is kept for measuring again."""
 DISTURBED = 0.08
 """How much longer than at best a fixed piece of work takes where a stretch of measurements is disturbed."""
+NOTHING = 0.25
+"""Share of the time of a call without work below which nothing ran at all: a gradient that is handed on, say."""
 _CHECK_EVERY = 20
 """Operators between two runs of the fixed piece of work."""
 _CASTS_EVERY = 12
@@ -93,6 +95,7 @@ def collect(
         jobs = _jobs(device, stopwatch, options, chosen, limits, scale or (8 if device.type == "cuda" else 1), seed)
         check = _fixed_work(device, stopwatch)
         measured: list[tuple[_Job, Phase, float]] = []
+        nothing_ns = NOTHING * vector.launch_ns
         levels: list[tuple[int, float]] = [(0, check())]
         failures = 0
         for number, job in enumerate(jobs):
@@ -102,7 +105,7 @@ def collect(
             if progress is not None:
                 progress(int(spent), int(budget_s), f"{job.workload.kind} {job.precision}")
             try:
-                measured += [(job, phase, ns) for phase, ns in job.measure().items() if ns > 0]
+                measured += [(job, phase, ns) for phase, ns in job.measure().items() if ns > nothing_ns]
             except (RuntimeError, NotImplementedError, QSyncError):
                 failures += 1  # an operator that this device's kernels refuse (a shape, a format); the note counts them
             if (number + 1) % _CHECK_EVERY == 0:
@@ -167,7 +170,7 @@ def _measured_again(
         except (RuntimeError, NotImplementedError, QSyncError):
             continue
         for k in places[id(job)]:
-            if (ns := again.get(measured[k][1], 0.0)) > 0:
+            if (ns := again.get(measured[k][1], 0.0)) > NOTHING * record.devices[0].launch_ns:
                 low, high = sorted((values[k], ns))
                 values[k], spreads[k] = low, high / low - 1
     pairs = [(job, phase, ns) for (job, phase, _), ns in zip(measured, values, strict=True)]
@@ -194,7 +197,6 @@ def _record(
             kernel=job.kernel,
         )
         for job, phase, ns in measured
-        if round(ns) > 0
     )
     note = f"{vector.name}: medians of {REPEATS} runs in rounds that agree, torch {torch.__version__}"
     if failures:

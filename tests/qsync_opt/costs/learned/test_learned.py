@@ -40,6 +40,7 @@ from qsync_opt.costs.learned import (
     reference_ns,
     sheet_vector,
     summary,
+    with_observed_rates,
 )
 from qsync_opt.errors import ProblemError
 from qsync_opt.model import TensorSpec
@@ -447,6 +448,22 @@ def test_the_roofline_grows_with_every_size() -> None:
     floor = device.floor_ns(programs_of(base, "FP32", FORMATS["FP32"])[0])
     for work in (linear_workload(128, 64, 64), linear_workload(64, 128, 64), linear_workload(64, 64, 128)):
         assert device.floor_ns(programs_of(work, "FP32", FORMATS["FP32"])[0]) > floor
+
+
+@given(st.lists(st.tuples(st.integers(8, 2048), st.floats(1e2, 1e7)), min_size=1, max_size=8))
+def test_observed_rates_make_the_roofline_a_floor(seen: list[tuple[int, float]]) -> None:
+    """And no rate is raised by more than the largest factor by which a program beat it."""
+    device = make_device_vector()
+    times = [(programs_of(linear_workload(n, n, n), "FP32", FORMATS["FP32"])[0], ns) for n, ns in seen]
+    raised = with_observed_rates(device, times)
+    worst = max(1.0, *(device.floor_ns(program) / ns for program, ns in times))
+    assert all(raised.floor_ns(program) <= ns * (1 + 1e-9) for program, ns in times)
+    for before, after in (
+        (device.bandwidth_bytes_per_s, raised.bandwidth_bytes_per_s),
+        (device.cache_bytes_per_s, raised.cache_bytes_per_s),
+        (device.peak("FP32"), raised.peak("FP32")),
+    ):
+        assert before <= after <= before * worst * (1 + 1e-9)
 
 
 def test_leaves_refuse_what_has_no_meaning() -> None:
