@@ -229,7 +229,7 @@ def time_modes(
         kernels: Rounding and granularity.
         kept_bytes: What training keeps beside parameters, gradients and activations.
         compiled: Compile the model under every mode, one after the other.
-        until: Time of ``time.perf_counter`` after which no mode should still be compiled.
+        until: Time of ``time.perf_counter`` after which no mode is captured, and none should still be compiled.
         slack: How much longer than the fastest a pass may take that could still be chosen (0.1: 10 %). Forms of modes
             that cannot be as fast, as those timed before say, are not tried. None: all forms are.
 
@@ -242,7 +242,7 @@ def time_modes(
     with model_unchanged(example.model):
         if compiled:
             return [timing.once_prepared(mode) for mode in modes]
-        results = timing.captured_modes(timing.in_best_format(timing.in_turn(modes)), slack)
+        results = timing.captured_modes(timing.in_best_format(timing.in_turn(modes)), slack, until)
         if any(mode.compiled for mode in modes):
             results = timing.compiled_modes(results, until, slack)
         return results
@@ -319,7 +319,9 @@ class _Timing:
 
         return [best(mode) for mode in modes]
 
-    def captured_modes(self, modes: Sequence[ExecutionMode], slack: float | None) -> list[ExecutionMode]:
+    def captured_modes(
+        self, modes: Sequence[ExecutionMode], slack: float | None, until: float = math.inf
+    ) -> list[ExecutionMode]:
         """The modes with times of captured passes of those that could be chosen; launched ones are timed already.
 
         Capturing saves what a device waits for its host. Of modes that torch carries out by itself, and of those that
@@ -339,6 +341,9 @@ class _Timing:
                 bound_ns = own_ns - _MORE_SAVED * saved_ns[carried]
             if launched_ns and (own_ns is None or own_ns >= _FAR_SLOWER * min(launched_ns.values())):
                 results[mode.label] = _not_timed(mode)  # the host is not what it waits for
+            elif time.perf_counter() > until:
+                _LOGGER.info("%s is not timed: planning_seconds are over", mode.label)
+                results[mode.label] = _not_timed(mode)
             elif slack is not None and bound_ns > _could_be_chosen_ns(fastest_ns, slack):
                 results[mode.label] = _not_timed(mode)
             else:

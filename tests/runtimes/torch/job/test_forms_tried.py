@@ -62,6 +62,13 @@ def test_modes_that_wait_for_their_host_are_all_captured(tried):
     assert tried == ["a, captured", "b, captured"]  # c would need 900, more than 8 % above 400
 
 
+def test_nothing_is_captured_when_the_time_is_over(tried):
+    results = timing().captured_modes(modes(a=1000, b=1050), 0.0, until=0.0)
+    assert not tried
+    assert all(mode.pass_ns == 0 and mode.needed_bytes is None for mode in results if mode.form == CAPTURED)
+    assert [mode.pass_ns for mode in results if mode.form == LAUNCHED] == [1000, 1050]
+
+
 @pytest.mark.parametrize("slack", [0.5, None])
 def test_what_may_be_slower_is_not_dropped(tried, slack):
     tried.times = {"a, captured": 990, "b, captured": 1190}
