@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
-import socket
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -200,6 +199,11 @@ class _Links:
         return _Arriving(dist.irecv(x.view(torch.uint8), self.rank - 1), x)
 
 
+def _meeting_point(port: int | None = None) -> Any:
+    """Where stages find each other: the store that listens at a port, or a new one with its ``port``."""
+    return dist.TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
 def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
     """The life of a stage: load, say so, then run passes until the caller goes."""
     torch.set_num_threads(setup.threads)
@@ -225,7 +229,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
         if links.stages > 1:
             dist.init_process_group(
                 "gloo",
-                init_method=f"tcp://127.0.0.1:{setup.port}",
+                store=_meeting_point(setup.port),
                 rank=setup.rank,
                 world_size=links.stages,
                 timeout=datetime.timedelta(seconds=options.timeout_s),
@@ -293,11 +297,16 @@ class StageProcesses:
         self.draft_refusals: Mapping[str, str] = {}
         refusals: list[dict[str, str]] = [{} for _ in range(count)]
         self._broken: str | None = None
+        self._store: Any = None
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
         self.weight_bytes: list[int] = [0] * count
         self.cache_bytes: list[int] = [0] * count
-        context, port = multiprocessing.get_context("spawn"), _free_port()
+        context = multiprocessing.get_context("spawn")
+        # Listens from now on: while stages load, another program could take a port that was only looked up.
+        if count > 1:
+            self._store = _meeting_point()
+        port = 0 if self._store is None else self._store.port
         try:
             for rank in range(count):
                 own, other = context.Pipe()
@@ -428,10 +437,3 @@ class StageProcesses:
                 process.join()
         for pipe in self._pipes:
             pipe.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
