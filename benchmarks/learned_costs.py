@@ -2,8 +2,9 @@
 
     python benchmarks/learned_costs.py [--records FILE...] [--output PATH] [--no-networks]
 
-Reads the records of times of processors under ``benchmarks/records``, or those given; nothing is measured here. Errors are in seconds. Plans
-are the fastest ones of captured models, made from predicted costs and evaluated with the measured ones.
+Reads the records of times of processors under ``benchmarks/records``, or those given; nothing is measured here. Errors
+are in seconds. Plans are the fastest ones of captured models, made from predicted costs and evaluated with the measured
+ones.
 """
 
 from __future__ import annotations
