@@ -41,10 +41,10 @@ HERE = Path(__file__).resolve().parent
 MODELS = tuple(f"{kind} {size}" for kind in KINDS for size in SIZES)
 ASKED = 1.02
 """Most that a planned step may take, in steps of the best way by hand."""
-
-
-LEAST_S, DAY_S = 15.0, 86400.0
+LEAST_S = 15.0
 """Nothing begins with less time left."""
+DAY_S = 86400.0
+"""Where no limit is given."""
 LATE = ("not begun for lack of time", "not finished for lack of time")
 
 

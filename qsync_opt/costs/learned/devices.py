@@ -84,7 +84,7 @@ class DeviceVector:
 
         Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009), with a cache.
         """
-        return max(self.computed_ns(program), self.moved_ns(math.fsum(leaf.num_bytes for leaf in program.leaves)))
+        return max(self.computed_ns(program), self.moved_ns(program.num_bytes))
 
     def distance(self, other: DeviceVector) -> float:
         """Largest relative difference between the figures of two vectors, but for the rate within the cache.
@@ -183,7 +183,7 @@ def with_observed_rates(vector: DeviceVector, times: Iterable[tuple[Program, flo
                 leaf.number_format: factor * vector.peak(leaf.number_format) for leaf in program.leaves if leaf.flops
             }
             vector = replace(vector, peak_flops={**vector.peak_flops, **raised})
-        moved = math.fsum(leaf.num_bytes for leaf in program.leaves)
+        moved = program.num_bytes
         factor = vector.moved_ns(moved) / ns
         if factor > 1:
             memory = vector.bandwidth_bytes_per_s * (factor if moved > vector.cache_bytes else 1.0)

@@ -150,6 +150,11 @@ class Program:
     def __post_init__(self) -> None:
         number_format(self.precision)
 
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that all leaves move."""
+        return math.fsum(leaf.num_bytes for leaf in self.leaves)
+
 
 def workload_of(graph: OpGraph, operator: Operator) -> Workload:
     """The workload of an operator of a graph."""

@@ -75,7 +75,7 @@ def _row(program: Program, device: DeviceVector) -> list[float]:
         rows.append(row)
     total = [math.fsum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * len(TERMS)
     total[0] = launch
-    moved = math.fsum(leaf.num_bytes for leaf in program.leaves)
+    moved = program.num_bytes
     total[17:] = [max(0.0, moved - share * device.cache_bytes) * byte_ns for share in _CACHES]
     return total
 

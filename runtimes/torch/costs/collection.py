@@ -106,7 +106,7 @@ def collect(
                 progress(int(spent), int(budget_s), f"{job.workload.kind} {job.precision}")
             try:
                 measured += [(job, phase, ns) for phase, ns in job.measure().items() if ns > nothing_ns]
-            except (RuntimeError, NotImplementedError, QSyncError):
+            except (RuntimeError, QSyncError):
                 failures += 1  # an operator that this device's kernels refuse (a shape, a format); the note counts them
             if (number + 1) % _CHECK_EVERY == 0:
                 levels.append((len(measured), check()))
@@ -167,7 +167,7 @@ def _measured_again(
         done.add(id(job))
         try:
             again = job.measure()
-        except (RuntimeError, NotImplementedError, QSyncError):
+        except (RuntimeError, QSyncError):
             continue
         for k in places[id(job)]:
             if (ns := again.get(measured[k][1], 0.0)) > NOTHING * record.devices[0].launch_ns:

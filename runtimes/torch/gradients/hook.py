@@ -46,13 +46,12 @@ class GradientCompression(PlannedReductions):
         self._direct = "nccl" in dist.get_backend(group)
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._among_some = False
         own = group
         if not self._direct and self.workers > 1:
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             # Ranks outside of the group do not come here.
-            self._among_some = len(ranks) < dist.get_world_size()
-            own = dist.new_group(ranks, use_local_synchronization=self._among_some, backend=dist.get_backend(group))
+            among_some = self.workers < dist.get_world_size()
+            own = dist.new_group(ranks, use_local_synchronization=among_some, backend=dist.get_backend(group))
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "qsync-gradients")
         self._reducer = Reducer(group=own, seed=seed, codec=self._codec)
 
@@ -68,7 +67,7 @@ class GradientCompression(PlannedReductions):
             self._executor = None
             # Torch names a group of some ranks after how many groups there are. If this one went, the next would have
             # its name, and might wait for the addresses at which this one listened.
-            if not self._among_some:
+            if self.workers == dist.get_world_size():
                 dist.destroy_process_group(self._reducer.group)
 
     def state_dict(self) -> dict[str, int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from qsync_opt.runtimes.torch.support import capture_stream, is_capturing
+from qsync_opt.runtimes.torch.support import capture_stream, is_capturing, no_collection
 
 Result = TypeVar("Result")
 
@@ -46,18 +44,6 @@ class _Graph(Generic[Result]):
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection: freeing tensors of other graphs would invalidate the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Replays:
@@ -104,7 +90,7 @@ class Replays:
             stream = capture_stream()
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), _no_collection():
+        with torch.cuda.stream(stream), no_collection():
             # Not torch.cuda.graph, which collects garbage and empties the cache. Other threads may use the card.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

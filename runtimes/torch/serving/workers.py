@@ -437,3 +437,4 @@ class StageProcesses:
                 process.join()
         for pipe in self._pipes:
             pipe.close()
+        self._store = None

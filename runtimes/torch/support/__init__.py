@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         capturing,
         hidden_capture,
         is_capturing,
+        no_collection,
         recorded_waits,
         without_cudnn_attention,
     )
@@ -69,8 +70,8 @@ __all__ = [
     "call_arguments", "capture_stream", "capturing", "check_batches", "check_samples", "check_steps",
     "compiled_in_place", "cpu_clock", "default_loss", "device_identity", "first_device", "full_precision",
     "hidden_capture", "intervals_ns", "is_capturing", "make_stopwatch", "measure_iteration", "memory_budget",
-    "model_loss", "model_unchanged", "optimizer_key", "optimizer_name", "partition", "plain_name", "rebuild_optimizer",
-    "recorded_waits", "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of", "synchronize",
-    "tensors_in", "time_mark", "time_passes", "wanted_bytes", "without_cudnn_attention", "without_recomputation",
-    "without_reentrance",
+    "model_loss", "model_unchanged", "no_collection", "optimizer_key", "optimizer_name", "partition", "plain_name",
+    "rebuild_optimizer", "recorded_waits", "resident_bytes", "silent_profiler", "single", "state_bytes", "storage_of",
+    "synchronize", "tensors_in", "time_mark", "time_passes", "wanted_bytes", "without_cudnn_attention",
+    "without_recomputation", "without_reentrance",
 ]  # fmt: skip

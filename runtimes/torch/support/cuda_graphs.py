@@ -32,18 +32,30 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection within the block: freeing other graphs, or their tensors, would invalidate a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture into a graph, in memory of its own; restore torch after a failure.
 
-    No garbage is collected meanwhile: freeing another graph, or memory outside of the pool, would break the capture.
     After a failed capture, torch leaves the memory pool open and the random generator in capture mode, so that memory
     would not be released and later passes with dropout would fail.
     """
     pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
-    collecting = gc.isenabled()
-    gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_OTHER_THREADS):
+        with (
+            no_collection(),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_OTHER_THREADS),
+        ):
             yield
     except RuntimeError:
         with contextlib.suppress(RuntimeError):  # it is closed already
@@ -52,9 +64,6 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
         raise
-    finally:
-        if collecting:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -255,7 +255,7 @@ def planned_by_the_job(rank):
     }  # fmt: skip
 
 
-def unbiased(rank, size, draws=40):
+def unbiased(rank, size, draws=60):
     """For groups of 1 to all workers, by scheme: how far projections of the mean error lie from 0, in their spreads."""
     result = {}
     for workers in range(1, size + 1):
