@@ -1,9 +1,9 @@
 """Cross-entropy of a linear layer's result, whose logits exist only for some rows at a time.
 
 The logits of N tokens and V classes, their FP32 copies and their gradient are the largest tensors of a language model's
-step. Here the forward pass goes through the rows in chunks: logits, log-softmax in FP32, the loss, and at once the
-gradient of the logits and its products with the weight and the input. What is kept for the backward pass are the
-gradients themselves, dx (N, K) and dW (V, K), which it multiplies by the gradient of the loss.
+step. Here the forward pass goes through the rows in chunks: logits, their softmax in FP32, the loss, and at once the
+gradient of the logits, in their place, and its products with the weight and the input. What is kept for the backward
+pass are the gradients themselves, dx (N, K) and dW (V, K), which it multiplies by the gradient of the loss.
 
 Operations and roundings are those of the layer followed by ``F.cross_entropy`` in FP32: logits and their gradient are
 rounded to the format of the products, sums are FP32. The gradient of the logits is rounded before it is divided by the
@@ -37,6 +37,7 @@ from qsync_opt.kernels.autograd.products import (
     weight_operand,
 )
 from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.cross_entropy import cross_entropy_rows
 from qsync_opt.kernels.matmul import half_matmul, product_dtype, scaled_mm_unchecked
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import PRECISIONS, QuantizedMatrix, dequantize_matrix, signed
@@ -159,8 +160,9 @@ def _run(
     """Loss, what its gradients are to be multiplied by, and the gradients of x, weight and bias (empty: not wanted)."""
     rows = rows or chunk_rows(x.shape[0], weight.shape[0])
     with _mode(precision, x.device):
-        begin = _head(x, weight, bias, precision, _options(*how))
-        sums, classes = _sums(x), weight.shape[0]
+        options = _options(*how)
+        begin = _head(x, weight, bias, precision, options)
+        sums = _sums(x)
         total = torch.zeros((), dtype=sums, device=x.device)
         valid = target != ignore_index
         factor = valid.sum().to(sums).reciprocal() if mean else torch.ones_like(total)
@@ -169,22 +171,19 @@ def _run(
         for number, first in enumerate(range(0, x.shape[0], rows)):
             part = slice(first, first + rows)
             logits, products = begin(number, x[part], wanted)
-            logarithms, dtype = F.log_softmax(logits, 1, dtype=sums), logits.dtype
-            del logits
-            keeps = valid[part].unsqueeze(1)
-            index = torch.where(valid[part], target[part], 0).unsqueeze(1)
-            losses = -(1 - label_smoothing) * logarithms.gather(1, index)
-            if label_smoothing:
-                losses = losses - label_smoothing / classes * logarithms.sum(1, keepdim=True)
-            total = total + torch.where(keeps, losses, 0).sum()
+            losses = cross_entropy_rows(
+                logits,
+                target[part],
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                gradient=any(wanted),
+                backend=options.backend,
+            )
+            total = total + losses.sum()
             if not any(wanted):
                 continue
-            gradient = logarithms.exp_()
-            del logarithms
-            if label_smoothing:
-                gradient.sub_(label_smoothing / classes)
-            gradient.scatter_add_(1, index, gradient.new_full((1, 1), label_smoothing - 1).expand(index.shape))
-            gradient = gradient.mul_(keeps).to(dtype)
+            gradient = logits  # overwritten by it
+            del logits
             dx, dw = products(gradient)
             if dx is not None:
                 pieces.append(dx)

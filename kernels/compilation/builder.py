@@ -35,7 +35,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "90": ("sm_90a",),
 }
 # Stems of the sources' names: kernels that are compiled and loaded together.
-UNITS = ("quantize", "matmul", "convolution", "gradients", "messages", "weight_only")
+UNITS = ("quantize", "matmul", "convolution", "gradients", "messages", "weight_only", "cross_entropy")
 
 
 def target_of(capability: tuple[int, int]) -> str:
