@@ -60,8 +60,8 @@ class Sizes:
 SUBJECTS = {
     "GPT 2048": Sizes(kind="GPT", width=2048, layers=6, batch=16),
     "Llama 2048": Sizes(kind="Llama", width=2048, layers=6, batch=16),
-    "GPT 4096": Sizes(kind="GPT", width=4096, layers=3, batch=8),
-    "Llama 4096": Sizes(kind="Llama", width=4096, layers=3, batch=8),
+    "GPT 4096": Sizes(kind="GPT", width=4096, layers=3, batch=16),
+    "Llama 4096": Sizes(kind="Llama", width=4096, layers=3, batch=16),
 }
 TINY = {
     f"{kind} tiny": Sizes(kind=kind, width=64, layers=1, batch=2, length=32, vocabulary=256, head=16)
@@ -185,9 +185,9 @@ def training_step(sizes: Sizes, candidate: str) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
     def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             loss = model(tokens)
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
 

@@ -1,11 +1,15 @@
 """Saves that are killed or refused at any point, and folders that are not as a job left them."""
 
+import contextlib
+import ctypes
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,24 @@ def test_a_rank_lost_at_any_call_leaves_the_old_checkpoint(tmp_path):
         assert attempt["ended"] == ended, attempt
         assert attempt["loaded"] == [2 if whole else 1, 3], attempt
     assert {a["call"] for a in attempts} >= {"open", "pwrite", "fsync"}
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EOPNOTSUPP, False)])
+def test_a_disk_that_is_too_full_is_known_before_anything_is_written(tmp_path, monkeypatch, number, refused):
+    def fallocate(descriptor, mode, begin, num_bytes):
+        assert num_bytes >= 64
+        ctypes.set_errno(number)
+        return -1
+
+    system = types.SimpleNamespace(fallocate=fallocate)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.checkpoints.storage.ctypes.CDLL", lambda *_, **__: system)
+    model = nn.Linear(4, 3)
+    with (
+        pytest.raises(ProblemError, match="free space or give another folder") if refused else contextlib.nullcontext()
+    ):
+        Checkpoints(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1)).save(1)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.glob("step-*")] == ([] if refused else ["step-00000001"])
 
 
 READ_ONLY = """
