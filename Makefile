@@ -1,5 +1,7 @@
 # PYTHONSAFEPATH keeps the repository root off sys.path: the folder kernels/ must not shadow an installed package.
 export PYTHONSAFEPATH := 1
+# Tests start hundreds of processes: each would compile every source it imports, torch's too, were the results not kept.
+unexport PYTHONDONTWRITEBYTECODE
 BASE_PYTHON ?= python3
 VENV := .venv
 PYTHON := $(VENV)/bin/python
