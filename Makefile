@@ -35,9 +35,11 @@ test-all: $(STAMP) docs-check ## the rest: slow tests, and those of the document
 # Without the processor's 16-bit, 8-bit and 512-bit instructions, as on most laptops and many cloud machines.
 test-plain-cpu: export ATEN_CPU_CAPABILITY := avx2
 test-plain-cpu: export ONEDNN_MAX_CPU_ISA := AVX2
+# Neither nvcc nor which blocks share code depends on them.
 test-plain-cpu: $(STAMP) ## kernels, execution, profiles and demo as on a processor with AVX2 alone
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" tests/kernels tests/runtimes/torch/execution \
-		tests/runtimes/torch/profiling tests/runtimes/torch/demo
+		tests/runtimes/torch/profiling tests/runtimes/torch/demo \
+		--ignore=tests/kernels/compilation --ignore=tests/runtimes/torch/execution/test_compiled_blocks.py
 
 explore: $(STAMP) ## property tests on examples that no run has tried, for about two minutes; prints the seeds
 	$(LOOPS)
