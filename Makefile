@@ -1,5 +1,7 @@
 # PYTHONSAFEPATH keeps the repository root off sys.path: the folder kernels/ must not shadow an installed package.
 export PYTHONSAFEPATH := 1
+# Tests start hundreds of processes: each would compile every source it imports, torch's too, were the results not kept.
+unexport PYTHONDONTWRITEBYTECODE
 BASE_PYTHON ?= python3
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -26,16 +28,19 @@ test: $(STAMP) ## the CPU tests that a developer runs
 	$(LOOPS)
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" --ignore=tests/docs
 
+# pytest would take half a minute to read the files that have no slow test.
 test-all: $(STAMP) docs-check ## the rest: slow tests, and those of the documentation
 	$(LOOPS)
-	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" --ignore=tests/docs
+	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" $$(grep -rl mark.slow tests --include='test_*.py' --exclude-dir=docs)
 
 # Without the processor's 16-bit, 8-bit and 512-bit instructions, as on most laptops and many cloud machines.
 test-plain-cpu: export ATEN_CPU_CAPABILITY := avx2
 test-plain-cpu: export ONEDNN_MAX_CPU_ISA := AVX2
+# Neither nvcc nor which blocks share code depends on them.
 test-plain-cpu: $(STAMP) ## kernels, execution, profiles and demo as on a processor with AVX2 alone
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" tests/kernels tests/runtimes/torch/execution \
-		tests/runtimes/torch/profiling tests/runtimes/torch/demo
+		tests/runtimes/torch/profiling tests/runtimes/torch/demo \
+		--ignore=tests/kernels/compilation --ignore=tests/runtimes/torch/execution/test_compiled_blocks.py
 
 explore: $(STAMP) ## property tests on examples that no run has tried, for about two minutes; prints the seeds
 	$(LOOPS)

@@ -51,7 +51,8 @@ class Rank:
     A process that has looked for CUDA devices cannot be forked.
     """
 
-    def __init__(self):
+    def __init__(self, modules):
+        self.modules = modules
         self.server = None
         self.process = None
 
@@ -63,7 +64,12 @@ class Rank:
                 self.process = subprocess.Popen(command, stdout=output, stderr=errors)
             return
         if self.server is None:
-            command = [sys.executable, "-P", str(Path(__file__).with_name("workers") / "worker_server.py")]
+            command = [
+                sys.executable,
+                "-P",
+                str(Path(__file__).with_name("workers") / "worker_server.py"),
+                *self.modules,
+            ]
             self.server = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
@@ -91,6 +97,10 @@ class Rank:
         line = self.server.stdout.readline() if ready else ""
         return int(line) if line else None
 
+    def result(self):
+        """What the script printed in its last line, as JSON."""
+        return json.loads(self.output.read_text().splitlines()[-1])
+
     def stop(self):
         """End whatever is running."""
         if self.process is not None:
@@ -105,32 +115,54 @@ class Rank:
             self.server = None
 
 
-@pytest.fixture(scope="session")
-def run_workers(tmp_path_factory):
-    """Run a script of ``workers`` as several workers; returns what each printed in its last line, as JSON.
+class Workers:
+    """Runs a script of ``workers`` as several workers, which find ``modules`` loaded beside torch.
 
     The script is given rank, number of workers, a port and the further arguments; ``flags`` may hold Python's ``-W``.
     """
-    ranks = []
 
-    def run(script, *arguments, world_size=2, flags=()):
-        ranks.extend(Rank() for _ in range(world_size - len(ranks)))
+    def __init__(self, folders, *modules):
+        self.folders, self.modules, self.ranks = folders, modules, []
+
+    def __call__(self, script, *arguments, world_size=2, flags=()):
+        """What each printed in its last line, as JSON; all of them must end well."""
+        chosen, statuses = self.ended(script, *arguments, world_size=world_size, flags=flags)
+        said = "\n".join(f"rank {k}: {rank.errors.read_text()}" for k, rank in enumerate(chosen))
+        assert not any(statuses), f"statuses {statuses}\n{said}"
+        return [rank.result() for rank in chosen]
+
+    def ended(self, script, *arguments, world_size=2, flags=()):
+        """The ranks and their exit statuses, after all have ended."""
+        self.ranks.extend(Rank(self.modules) for _ in range(world_size - len(self.ranks)))
         path = str(Path(__file__).with_name("workers") / script)
         shared = [str(world_size), str(free_port()), *map(str, arguments)]
         deadline, statuses = time.monotonic() + 240, []
-        chosen = ranks[:world_size]
+        chosen = self.ranks[:world_size]
         try:
             for number, rank in enumerate(chosen):
-                rank.start(tmp_path_factory.mktemp("worker"), path, [str(number), *shared], flags, deadline)
+                rank.start(self.folders.mktemp("worker"), path, [str(number), *shared], flags, deadline)
             statuses = [rank.wait(deadline) for rank in chosen]
         finally:
             if None in statuses or len(statuses) < world_size:
-                for rank in chosen:
-                    rank.stop()
-        said = "\n".join(f"rank {k}: {rank.errors.read_text()}" for k, rank in enumerate(chosen))
-        assert not any(statuses), f"statuses {statuses}\n{said}"
-        return [json.loads(rank.output.read_text().splitlines()[-1]) for rank in chosen]
+                self.stop()
+        return chosen, statuses
 
-    yield run
-    for rank in ranks:
-        rank.stop()
+    def stop(self):
+        for rank in self.ranks:
+            rank.stop()
+
+
+@pytest.fixture(scope="session")
+def run_workers(tmp_path_factory):
+    """Runs a script of ``workers`` as several workers; returns what each printed in its last line, as JSON."""
+    workers = Workers(tmp_path_factory)
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def graph_workers(tmp_path_factory):
+    """As `run_workers`, with what trains on graphs loaded."""
+    workers = Workers(tmp_path_factory, "torch_geometric.nn", "qsync_opt.runtimes.torch.messages")
+    yield workers
+    workers.stop()

@@ -1,10 +1,5 @@
 """Full-graph training over processes beside a single one, and what happens when something is wrong."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch_geometric")
@@ -16,34 +11,25 @@ from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.runtimes.torch.messages import MessageOptions, load_part, partition_graph
 from qsync_opt.runtimes.torch.messages.links import fit_link
 
-WORKER = Path(__file__).resolve().parents[1] / "workers" / "messages_worker.py"
+
+@pytest.fixture
+def run(graph_workers):
+    """Function of a scenario and a number of workers: results of those that ended by themselves, by rank."""
+
+    def results(scenario, world):
+        ranks, statuses = graph_workers.ended("messages_worker.py", scenario, world_size=world)
+        assert all(status in (0, 9) for status in statuses), [rank.errors.read_text() for rank in ranks]
+        return {k: rank.result() for k, (rank, status) in enumerate(zip(ranks, statuses, strict=True)) if status == 0}
+
+    return results
 
 
-def run(scenario, world, folder):
-    """Results of all workers that ended by themselves, by rank."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), scenario, str(rank), str(world), str(folder)],
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        errors = [worker.communicate(timeout=200)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    codes = [worker.returncode for worker in workers]
-    assert all(code in (0, 9) for code in codes), errors
-    return {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in range(world) if codes[rank] == 0}
+def test_fp32_over_three_workers_equals_one_process(run):
+    assert all(result["worst"] <= 1e-5 for result in run("equal", 3).values())
 
 
-def test_fp32_over_three_workers_equals_one_process(tmp_path):
-    assert all(result["worst"] <= 1e-5 for result in run("equal", 3, tmp_path).values())
-
-
-def test_plans_are_made_while_training_and_are_the_same_everywhere(tmp_path):
-    results = run("planned", 2, tmp_path)
+def test_plans_are_made_while_training_and_are_the_same_everywhere(run):
+    results = run("planned", 2)
     first, second = results[0], results[1]
     assert first["losses"] == second["losses"] and first["losses"][-1] < 0.7 * first["losses"][0]
     assert first["widths"] == second["widths"] and first["same"] and second["same"]
@@ -51,8 +37,8 @@ def test_plans_are_made_while_training_and_are_the_same_everywhere(tmp_path):
     assert first["accuracy"] == second["accuracy"] > 0.6
 
 
-def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(tmp_path):
-    results = run("weighed", 3, tmp_path)
+def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(run):
+    results = run("weighed", 3)
     assert results[0] == results[1] == results[2]
     result = results[0]
     assert result["kept"] and all(value > 0 for value in result["sensitivities"].values())
@@ -62,9 +48,9 @@ def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(tmp
     assert set(result["rounds"]) == {1} and all(result["ports"])
 
 
-def test_late_messages_and_samples_of_the_boundary(tmp_path):
+def test_late_messages_and_samples_of_the_boundary(run):
     """Weights stay as they are here, so that the third step has the rows of the first layers as they should be."""
-    for result in run("other_messages", 2, tmp_path).values():
+    for result in run("other_messages", 2).values():
         assert result["late"][0] > 1e-3 and result["late"][-1] <= 1e-5  # the first step has zeros
         assert max(result["eval"]) <= 1e-5
         assert 0.4 < result["sampled_bytes"] < 0.7
@@ -81,23 +67,23 @@ def test_late_messages_and_samples_of_the_boundary(tmp_path):
         ("unlike_plan", "another plan"),
     ],
 )
-def test_every_rank_stops_with_the_same_reason(tmp_path, scenario, words):
-    errors = {result["error"] for result in run(scenario, 2, tmp_path).values()}
+def test_every_rank_stops_with_the_same_reason(run, scenario, words):
+    errors = {result["error"] for result in run(scenario, 2).values()}
     assert len(errors) == 1 and words in errors.pop()
 
 
 @pytest.mark.parametrize("scenario", ["foreign_plan", "half_fitting_plan"])
-def test_a_plan_of_another_partition_stops_every_rank(tmp_path, scenario):
-    results = run(scenario, 2, tmp_path)
+def test_a_plan_of_another_partition_stops_every_rank(run, scenario):
+    results = run(scenario, 2)
     assert all("it is the plan of another partition" in result["error"] for result in results.values())
 
 
-def test_parts_without_an_edge_between_them_train_and_plan(tmp_path):
-    assert all(result == {"halo": 0, "finite": True, "bytes": 16} for result in run("alone", 2, tmp_path).values())
+def test_parts_without_an_edge_between_them_train_and_plan(run):
+    assert all(result == {"halo": 0, "finite": True, "bytes": 16} for result in run("alone", 2).values())
 
 
-def test_nobody_waits_for_a_worker_that_was_killed(tmp_path):
-    results = run("killed", 3, tmp_path)
+def test_nobody_waits_for_a_worker_that_was_killed(run):
+    results = run("killed", 3)
     assert sorted(results) == [0, 1]
     assert all("another worker may have stopped" in result["error"] for result in results.values())
 

@@ -1,12 +1,13 @@
 """Runs scripts in processes of their own that find torch loaded: each is forked from this process, at once.
 
-Reads one line of JSON per script: its path, its arguments, the environment, flags of Python's, the files that take
-what it prints, and until when it may run: shortly before that it shows where it is. Answers with the exit status when
-it has ended. This process runs no operator, so that a script inherits no thread; it is started once per rank, so that
-ranks differ in the order of their sets as they do elsewhere.
+Its arguments name further modules to load. Reads one line of JSON per script: its path, its arguments, the environment,
+flags of Python's, the files that take what it prints, and until when it may run: shortly before that it shows where it
+is. Answers with the exit status when it has ended. This process runs no operator, so that a script inherits no thread;
+it is started once per rank, so that ranks differ in the order of their sets as they do elsewhere.
 """
 
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -37,6 +38,8 @@ def next_request():
 
 
 def main():
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     request = next_request()
     if request is None:
         return
