@@ -28,10 +28,9 @@ test: $(STAMP) ## the CPU tests that a developer runs
 	$(LOOPS)
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" --ignore=tests/docs
 
-# pytest would take half a minute to read the files that have no slow test.
 test-all: $(STAMP) docs-check ## the rest: slow tests, and those of the documentation
 	$(LOOPS)
-	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" $$(grep -rl mark.slow tests --include='test_*.py' --exclude-dir=docs)
+	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" --ignore=tests/docs
 
 # Without the processor's 16-bit, 8-bit and 512-bit instructions, as on most laptops and many cloud machines.
 test-plain-cpu: export ATEN_CPU_CAPABILITY := avx2

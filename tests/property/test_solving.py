@@ -20,7 +20,7 @@ from qsync_opt.training import (
     solve,
 )
 
-EXAMPLES = 60
+EXAMPLES = 200
 problems = st.integers(0, 2**32 - 1).map(lambda seed: random_problem(random.Random(seed)))
 seeds = st.integers(0, 2**32 - 1)
 
@@ -62,7 +62,7 @@ def test_greedy_finds_a_plan_wherever_there_is_one_and_is_never_below_the_optimu
 
 
 @given(problem=problems, seed=seeds)
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_tightening_a_limit_never_improves_the_optimum(problem, seed):
     source = random.Random(seed)
     before = _objective(problem, "exact")
@@ -117,7 +117,7 @@ def _independent_order(source, problem):
 
 
 @given(problem=problems, seed=seeds, way=st.sampled_from([{"gap": 0.0}, {"gap": 1e-2}, {"gap": 0.1, "thorough": True}]))
-@settings(max_examples=30)
+@settings(max_examples=60)
 def test_a_solve_under_changed_limits_is_as_good_as_a_fresh_one(problem, seed, way):
     random_number = random.Random(seed)
     sweep = Sweep(problem, **way)
@@ -150,7 +150,7 @@ def test_a_solve_under_changed_limits_is_as_good_as_a_fresh_one(problem, seed, w
 
 
 @given(problem=problems, seed=seeds)
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_renaming_and_listing_differently_changes_nothing(problem, seed):
     source = random.Random(seed)
     fresh = source.sample(range(1000), len(problem.operators))
@@ -212,7 +212,7 @@ def _scaled(problem, time_factor, sensitivity_factor):
 
 
 @given(problem=problems, time_factor=st.sampled_from([1, 7, 1000]), power=st.integers(-20, 20))
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_other_units_change_nothing_but_the_scale(problem, time_factor, power):
     # Sizes of which the slope's division has no remainder, so that times scale exactly.
     sizes = {0: 0, 1: 0, 1000: 2**20, 2**20: 2**20}
@@ -224,7 +224,7 @@ def test_other_units_change_nothing_but_the_scale(problem, time_factor, power):
 
 
 @given(problem=problems, seed=seeds)
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_json_round_trips(problem, seed):
     extras = {("x-note",): [1, {"a": None}], ("operators", "op0", "x-id"): seed}
     problem = replace(problem, extras=extras)
@@ -238,7 +238,7 @@ def test_json_round_trips(problem, seed):
 
 
 @given(problem=problems)
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_the_fastest_plan_is_the_least_limit_that_can_be_met(problem):
     found = fastest(problem)
     if found is None:
