@@ -157,7 +157,8 @@ class JobState:
         shapes = digest([[name, [*tensor.shape]] for name, tensor in tensors.items()])
         others: dict[str, Tensor] = {}
         values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
-        optimizers = tuple(self._split_optimizer(number, tensors) for number in range(len(self._optimizers)))
+        names = self._parameter_names()
+        optimizers = tuple(self._split_optimizer(number, names, tensors) for number in range(len(self._optimizers)))
         if rank:
             # DistributedDataParallel continues with the buffers of rank 0.
             for name, _ in self._model.named_buffers(remove_duplicate=False):
@@ -243,14 +244,14 @@ class JobState:
                 rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
         return tensors, rest
 
-    def _split_optimizer(self, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        groups = self._named_groups(number)
+    def _split_optimizer(self, number: int, of_model: Mapping[int, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        groups = self._named_groups(number, of_model)
         names = list(chain.from_iterable(groups))
         state = self._optimizers[number].state_dict()
         parts = {
             "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
             "rest": {key: value for key, value in state.items() if key not in ("state", "param_groups")},
-            "outside": self._outside(groups),
+            "outside": _outside(groups, of_model),
         }
         place = f"{OPTIMIZER}.{number}"
         by_name = {names[i]: split_state(v, f"{place}.{names[i]}", tensors) for i, v in state["state"].items()}
@@ -259,7 +260,7 @@ class JobState:
 
     def _join_optimizer(self, number: int, entry: Any, blanks: _BlankTensors, where: str) -> dict[str, Any]:
         """What `_split_optimizer` made, with tensors: like the parameters that they belong to, others on the CPU."""
-        groups = self._named_groups(number)
+        groups = self._named_groups(number, self._parameter_names())
         known = set(chain.from_iterable(groups))
         try:
             before = [list(group["params"]) for group in entry["param_groups"]]
@@ -288,7 +289,8 @@ class JobState:
         return {"state": state, **parts}
 
     def _load_optimizer(self, number: int, saved: Mapping[str, Any], where: str) -> None:
-        optimizer, named = self._optimizers[number], self._named_groups(number)
+        optimizer, of_model = self._optimizers[number], self._parameter_names()
+        named = self._named_groups(number, of_model)
         numbers = {name: index for index, name in enumerate(chain.from_iterable(named))}
         # torch assigns by position: states would go to other parameters if these were in another order before.
         by_names = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
@@ -300,21 +302,25 @@ class JobState:
         with _loading(f"optimizer {number}", where):
             optimizer.load_state_dict({**saved["rest"], "state": state, "param_groups": present})
         with torch.no_grad():
-            for name, parameter in self._outside(named).items():
+            for name, parameter in _outside(named, of_model).items():
                 if name in saved["outside"]:
                     parameter.copy_(saved["outside"][name])
 
-    def _named_groups(self, number: int) -> list[dict[str, Tensor]]:
+    def _parameter_names(self) -> dict[int, str]:
+        """Names of the model's parameters by their identity."""
+        return {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
+
+    def _named_groups(self, number: int, of_model: Mapping[int, str]) -> list[dict[str, Tensor]]:
         """An optimizer's parameters of each group by name; those that are not the model's are named by their place."""
-        names = {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
         return [
-            {names.get(id(p), f"parameter {place} of group {i}"): p for place, p in enumerate(group["params"])}
+            {of_model.get(id(p), f"parameter {place} of group {i}"): p for place, p in enumerate(group["params"])}
             for i, group in enumerate(self._optimizers[number].param_groups)
         ]
 
-    def _outside(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        own = {id(parameter) for parameter in self._model.parameters()}
-        return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in own}
+
+def _outside(named: Sequence[Mapping[str, Tensor]], of_model: Mapping[int, str]) -> dict[str, Tensor]:
+    """The parameters of an optimizer's groups that are not the model's."""
+    return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in of_model}
 
 
 def _require_supported(tensors: Mapping[str, Tensor]) -> None:

@@ -123,19 +123,22 @@ class WritePlanner:
             ModelError: Shapes or types differ between ranks.
             ProblemError: The boxes of a tensor do not cover it.
         """
-        own = [[name, dtype_name(t.dtype), [*t.shape], *_place(t)] for name, t in tensors.items()]
+        own = [(name, tensor.dtype, tensor.shape, _place(tensor)) for name, tensor in tensors.items()]
         same = gather_json(own == self._own)
         if self._plan is None or not all(same):
-            held = gather_json({"host": socket.gethostname(), "tensors": own})
+            entries = [
+                [name, dtype_name(dtype), [*shape], [*box.offsets], [*box.lengths]]
+                for name, dtype, shape, place in own
+                for box in [place or Box.whole(shape)]
+            ]
+            held = gather_json({"host": socket.gethostname(), "tensors": entries})
             self._plan, self._own = plan_writes([h["tensors"] for h in held], [h["host"] for h in held]), own
         return self._plan
 
 
-def _place(tensor: Tensor) -> tuple[list[int], list[int]]:
-    if not isinstance(tensor, DTensor):
-        return [0] * tensor.dim(), [*tensor.shape]
-    _, box = local_part(tensor)
-    return [*box.offsets], [*box.lengths]
+def _place(tensor: Tensor) -> Box | None:
+    """The box of a distributed tensor that this rank holds; None for a tensor that it holds whole."""
+    return local_part(tensor)[1] if isinstance(tensor, DTensor) else None
 
 
 def plan_writes(held: Sequence[Sequence[Any]], hosts: Sequence[str]) -> WritePlan:
