@@ -249,7 +249,7 @@ def write_file(folder: Path, file: RankFile, chunks: Iterable[memoryview]) -> Fi
 
     path = folder / file.name
     plain = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    direct = None
+    direct: int | None = None
     hashes: list[str] = []
 
     def write(chunk: memoryview, place: int) -> str:
