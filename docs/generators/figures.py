@@ -41,6 +41,7 @@ def figures() -> dict[str, str]:
         **runtime_figures(results["runtime.json"]),
         **_by_hand("by-hand", results["by-hand.json"]),
         **_by_hand("by-hand-h200", results["by-hand-h200.json"]),
+        **_eight_bit(results["eight-bit-training.json"]),
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs(results["learned-costs.json"]),
@@ -148,6 +149,22 @@ def _by_hand(name: str, data: Record) -> dict[str, str]:
     return {
         f"{name}.steps": ", ".join(f"{model} {row['measured']:.2f} ({ways[model]} by hand)" for model, row in rows),
         f"{name}.missed": "missed by " + ", ".join(model for model, row in rows if not row["met"]),
+    }
+
+
+def _eight_bit(data: Record) -> dict[str, str]:
+    """Speed and peak memory of whole 8-bit steps over 16-bit ones, and over the faster recipe of torchao."""
+    rows = [(*row["what"].split(", compiled step: "), row) for row in data["asked"] if row["measured"] is not None]
+
+    def listed(what: str) -> str:
+        return ", ".join(f"{model} {row['measured']:.2f}" for model, kind, row in rows if kind == what)
+
+    missed = [f"{kind.partition(' over')[0]} by {model}" for model, kind, row in rows if not row["met"]]
+    return {
+        "eight.speed": listed("speed over BF16 autocast"),
+        "eight.torchao": listed("speed over the faster recipe of torchao"),
+        "eight.memory": listed("peak memory over BF16 autocast"),
+        "eight.missed": ", ".join(missed),
     }
 
 
@@ -365,6 +382,14 @@ _ROWS = (
         "{{ by-hand-h200.steps }}",
         "<= 1.02: {{ by-hand-h200.missed }}",
         "by-hand-h200.json",
+    ),
+    (
+        "Compiled training step of GPT and Llama kinds, width 2048 and 4096, under the faster of the INT8 and FP8 plans "
+        "with an 8-bit backward pass: speed over compiled BF16 autocast, over the faster FP8 recipe of torchao; peak "
+        "memory over BF16 autocast",
+        "{{ eight.speed }}; {{ eight.torchao }} (others not measured); {{ eight.memory }}",
+        "1.3 x and 1.5 x; > 1 x; <= 0.85: missed are {{ eight.missed }}",
+        "eight-bit-training.json",
     ),
     (
         "Step of BERT-base, 16 x 128 tokens: BF16 autocast, BF16 plan, INT8 plan",
