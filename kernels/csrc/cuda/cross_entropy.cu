@@ -1,5 +1,5 @@
-// Cross-entropy of rows of logits, and its gradient in their place; the contract is kernels/cross_entropy.py, up to the order
-// of sums.
+// Cross-entropy of rows of logits, and its gradient in their place; the contract is kernels/cross_entropy/rows.py, up to
+// the order of sums.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
