@@ -385,8 +385,8 @@ _ROWS = (
     ),
     (
         "Compiled training step of GPT and Llama kinds, width 2048 and 4096, under the faster of INT8 and FP8 plans "
-        "with an 8-bit backward pass: speed over compiled BF16 autocast, over the faster FP8 recipe of torchao; peak memory "
-        "over BF16 autocast",
+        "with an 8-bit backward pass: speed over compiled BF16 autocast, over the faster FP8 recipe of torchao; peak "
+        "memory over BF16 autocast",
         "{{ eight.speed }}; {{ eight.torchao }} (others not measured); {{ eight.memory }}",
         "1.3 x and 1.5 x; > 1 x; <= 0.85: missed are {{ eight.missed }}",
         "eight-bit-training.json",
