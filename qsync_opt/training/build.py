@@ -231,20 +231,24 @@ def _intervals(
     device: DeviceType,
     priced: Mapping[str, Mapping[str, OperatorCost]],
 ) -> dict[str, dict[str, list[int]]]:
-    """Operator and precision to the ends of the intervals: forward low and high, backward low and high."""
-    ends = []
-    for end in (0.0, 1.0):
-        moved = with_times(profile, end)
-        ends.append(price_operators(graph, moved, device_tables(graph, moved, device)))
-    return {
-        name: {
-            precision: [pair[i] for i in (0, 1) for pair in (ends[0][name][precision], ends[1][name][precision])]
-            for precision in table
-            if profile.cost(name)[precision].interval_ns
-        }
-        for name, table in priced.items()
-        if any(profile.cost(name)[precision].interval_ns for precision in table)
-    }
+    """Operator and precision to the ends of the intervals: forward low and high, backward low and high.
+
+    On a card an operator whose neighbours take longer may be charged less for launches, so that its price is lower
+    where all times are high; the ends are the least and the most of the three prices.
+    """
+    low, high = (with_times(profile, end) for end in (0.0, 1.0))
+    ends = [price_operators(graph, moved, device_tables(graph, moved, device)) for moved in (low, high)]
+
+    def of(name: str, precision: str, planned: OperatorCost) -> list[int]:
+        prices = [(planned.forward_ns, planned.backward_ns), *(times[name][precision] for times in ends)]
+        return [end(price[direction] for price in prices) for direction in (0, 1) for end in (min, max)]
+
+    result: dict[str, dict[str, list[int]]] = {}
+    for name, table in priced.items():
+        for precision, planned in table.items():
+            if profile.cost(name)[precision].interval_ns:
+                result.setdefault(name, {})[precision] = of(name, precision, planned)
+    return result
 
 
 def _without(
