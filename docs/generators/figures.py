@@ -44,7 +44,8 @@ def figures() -> dict[str, str]:
         **_eight_bit(results["eight-bit-training.json"]),
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
-        **_learned_costs(results["learned-costs.json"]),
+        **_learned_costs("costs", results["learned-costs.json"]),
+        **_learned_costs("costs-h200", results["learned-costs-h200.json"]),
         **_plain_processor(results["plain-processor.json"]),
         **_serving_harm(results["serving-harm.json"]),
         **_serving_load(results["serving-load.json"]),
@@ -80,20 +81,21 @@ def _serving_harm(data: Record) -> dict[str, str]:
     return {f"serving-harm.{what}": f"{rows[what]:.2f}" for what in ("groups", "layers")}
 
 
-def _learned_costs(data: Record) -> dict[str, str]:
-    """Held-out errors of learned costs, and how far two runs of measuring differ."""
+def _learned_costs(name: str, data: Record) -> dict[str, str]:
+    """Held-out errors of learned costs, and how far two runs of measuring differ, where there were two."""
     parts = {record["kind"]: record["rows"] for record in data["records"]}
-    result = {"costs.repeat": percent(parts["repeats"]["median"])}
+    repeats = parts["repeats"]
+    result = {f"{name}.repeat": percent(repeats["median"])} if repeats else {}
     for row in parts["errors"]:
         if row["peer"] == "boosted trees":
-            result[f"costs.{row['split']}.trees"] = percent(row["median"])
+            result[f"{name}.{row['split']}.trees"] = percent(row["median"])
         if row["peer"] == "set transformer":
-            result[f"costs.{row['split']}.network"] = percent(row["median"])
+            result[f"{name}.{row['split']}.network"] = percent(row["median"])
         if row["peer"] == "laws":
-            result[f"costs.{row['split']}"] = percent(row["median"])
-            result[f"costs.{row['split']}.coverage"] = percent(row["coverage"])
+            result[f"{name}.{row['split']}"] = percent(row["median"])
+            result[f"{name}.{row['split']}.coverage"] = percent(row["coverage"])
     profiled = [row["median"] for row in parts["profiles"] if row["profiles"] == 30]
-    result["costs.profiled"] = percent(sum(profiled) / len(profiled))
+    result[f"{name}.profiled"] = percent(sum(profiled) / len(profiled))
     return result
 
 
