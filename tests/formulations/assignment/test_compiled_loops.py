@@ -53,7 +53,7 @@ def _solved(problem, method, patch, switch):
 
 @given(
     family=st.sampled_from(["cnn", "encoder", "decoder", "moe", "encoder_decoder", "dense"]),
-    operators=st.integers(5, 25),
+    operators=st.integers(5, 60),
     formats=st.integers(2, 4),
     seed=st.integers(0, 10**6),
     limits=st.sampled_from([(0.3, 0.3), (0.5, None), (None, 0.4), (0.1, 0.1)]),

@@ -66,7 +66,7 @@ def close(first, second):
     return first == pytest.approx(second, rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(1))
 # A price equal to a step's gain hid that step from the table, and a bound below 0 was taken for 0 when pruning.
 @example(make_problem(3844, [[[1, 0], [1]]], (1, 2, 4, 8, 16, 32), "limit", 0.5, hidden=False))
@@ -94,7 +94,7 @@ def test_messages_that_matter_to_nobody_keep_the_limit_too(method):
         assert sum(solution.plan.bits["e"][0][0].tolist()) <= most_bits
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(7))
 def test_exact_search_agrees_with_the_program_and_thresholds_have_a_bound(problem):
     exact, program = qsync_opt.solve(problem, "exact"), qsync_opt.solve(problem, "ilp")
@@ -103,7 +103,7 @@ def test_exact_search_agrees_with_the_program_and_thresholds_have_a_bound(proble
     assert qsync_opt.solve(problem).objective <= exact.objective * (1 + 1e-6) + 1e-9
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(7))
 def test_what_whole_messages_prove_is_below_the_optimum_and_not_below_what_prices_prove(problem):
     exact = qsync_opt.solve(problem, "exact")
@@ -190,7 +190,7 @@ def test_scaling_scores_scales_the_variance():
     assert first.gap <= PROOF_GAP
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 10**6), st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=2),
     st.sampled_from(((2, 4, 8), (2, 32))), st.sampled_from(GOALS), st.floats(0.0, 1.0), st.booleans(),

@@ -57,7 +57,7 @@ def problems(draw, groups=4, devices=3, schemes=2):
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from([1, 40, 4000]))
 def test_exact_equals_the_oracle_and_the_default_lies_between_bound_and_its_plan(problem, few):
     """Whatever number of plans that are left is tried out instead of bounded."""
@@ -74,7 +74,7 @@ def test_exact_equals_the_oracle_and_the_default_lies_between_bound_and_its_plan
         assert default.bound <= oracle.objective <= default.objective
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(problems(groups=3))
 def test_program_equals_the_oracle(problem):
     oracle, program = qsync_opt.solve(problem, "exhaustive"), qsync_opt.solve(problem, "ilp")
@@ -82,7 +82,7 @@ def test_program_equals_the_oracle(problem):
     assert program.termination == oracle.termination
 
 
-@settings(max_examples=12)
+@settings(max_examples=20)
 @given(problems(), st.integers(1, 200))
 def test_more_memory_or_a_higher_harm_limit_never_hurts(problem, more):
     data = problem.to_json()
@@ -95,7 +95,7 @@ def test_more_memory_or_a_higher_harm_limit_never_hurts(problem, more):
     assert (math.inf if after is None else after) <= (math.inf if before is None else before)
 
 
-@settings(max_examples=12)
+@settings(max_examples=20)
 @given(problems(), st.randoms(use_true_random=False))
 def test_the_order_of_devices_in_the_file_changes_nothing(problem, random):
     data = problem.to_json()
@@ -103,7 +103,7 @@ def test_the_order_of_devices_in_the_file_changes_nothing(problem, random):
     assert qsync_opt.solve(Problem.from_json(data), "exact").objective == qsync_opt.solve(problem, "exact").objective
 
 
-@settings(max_examples=12)
+@settings(max_examples=20)
 @given(problems(devices=1))
 def test_equal_devices_are_interchangeable(problem):
     """Three devices of one type, planned as a type, and told apart by a link that is never used."""

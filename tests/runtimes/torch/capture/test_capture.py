@@ -53,7 +53,7 @@ def _outermost(found: Mapping[str, int], path: str, inner: list[str]) -> list[st
 Known = Callable[[str], tuple[Example, CapturedModel]]
 
 
-@pytest.fixture(params=NAMES, scope="module")  # the tests of one model stand together: it is captured once
+@pytest.fixture(params=NAMES)
 def one_known(request: pytest.FixtureRequest, known: Known) -> tuple[Example, CapturedModel]:
     return known(request.param)
 
