@@ -113,10 +113,10 @@ PEERS: dict[str, Callable[[CostRecord, CostRecord], np.ndarray]] = {
 }
 
 
-def _with_law(model: LearnedModel, record: CostRecord) -> CostRecord:
-    """The samples that a model predicts; it refuses those of kernels of which nothing was measured on such devices."""
-    programs = enumerate(record.programs())
-    return record.select([i for i, (program, device, _) in programs if model.knows(program, device)])
+def _with_law(model: LearnedModel, record: CostRecord, places: Sequence[int]) -> list[int]:
+    """Those places of a record whose samples a model predicts; it refuses kernels never measured on such devices."""
+    programs = zip(places, record.select(places).programs(), strict=True)
+    return [i for i, (program, device, _) in programs if model.knows(program, device)]
 
 
 def _errors(record: CostRecord, networks: bool) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def _errors(record: CostRecord, networks: bool) -> list[dict[str, Any]]:
         for name, train_places, test_places in parts(record, split):
             train = record.select(train_places)
             model = fit_laws(train, errors=False, rounds=2)
-            test = _with_law(model, record.select(test_places))
+            test = record.select(_with_law(model, record, test_places))
             without_law += len(test_places) - len(test)
             print(f"{split} {name}: {len(train)} and {len(test)} of {len(test_places)}", file=sys.stderr)
             if not len(test):
@@ -181,8 +181,7 @@ def _by_run(records: list[CostRecord], record: CostRecord) -> list[dict[str, Any
     held: dict[int, tuple[list[float], list[TimeEstimate]]] = {number: ([], []) for number in range(len(records))}
     for _, train, test in parts(record, Split.WORKLOAD):
         model = fit_laws(record.select(train), errors=False, rounds=1)
-        programs = zip(test, record.select(test).programs(), strict=True)
-        known = [i for i, (program, device, _) in programs if model.knows(program, device)]
+        known = _with_law(model, record, test)
         for i, estimate in zip(known, predict_samples(model, record.select(known)), strict=True):
             held[run_of[i]][0].append(record.samples[i].ns)
             held[run_of[i]][1].append(estimate)

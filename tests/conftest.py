@@ -1,5 +1,6 @@
 import contextlib
 import copy
+import importlib.resources
 import importlib.util
 import json
 import operator
@@ -83,6 +84,28 @@ def browser_path() -> str:
     found = _browser()
     assert found is not None
     return found
+
+
+@pytest.fixture(scope="session")
+def accessibility_violations():
+    """Function of an open page: what axe finds wrong in it, as texts."""
+    source = (importlib.resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
+    # Without the elements that passed, of which there are thousands.
+    check = """axe.run(document, {resultTypes: ["violations"]}).then(
+        results => ({passes: results.passes.length, violations: results.violations})
+    )"""
+
+    def violations(page):
+        page.evaluate(source)
+        results = page.evaluate(check)
+        assert results["passes"] > 10  # the checks did run
+        return [
+            f"{violation['id']}: {violation['help']}: {node['html'][:200]} {node['failureSummary']}"
+            for violation in results["violations"]
+            for node in violation["nodes"]
+        ]
+
+    return violations
 
 
 @pytest.fixture(scope="session")

@@ -239,7 +239,7 @@ def _intervals(
     low, high = (with_times(profile, end) for end in (0.0, 1.0))
     ends = [price_operators(graph, moved, device_tables(graph, moved, device)) for moved in (low, high)]
 
-    def of(name: str, precision: str, planned: OperatorCost) -> list[int]:
+    def ends_around(name: str, precision: str, planned: OperatorCost) -> list[int]:
         prices = [(planned.forward_ns, planned.backward_ns), *(times[name][precision] for times in ends)]
         return [end(price[direction] for price in prices) for direction in (0, 1) for end in (min, max)]
 
@@ -247,7 +247,7 @@ def _intervals(
     for name, table in priced.items():
         for precision, planned in table.items():
             if profile.cost(name)[precision].interval_ns:
-                result.setdefault(name, {})[precision] = of(name, precision, planned)
+                result.setdefault(name, {})[precision] = ends_around(name, precision, planned)
     return result
 
 

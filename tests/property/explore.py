@@ -21,8 +21,8 @@ FOLDERS = ("tests/property", "tests/formulations", "tests/qsync_opt")
 
 def files_with_properties() -> list[str]:
     """The test files of `FOLDERS` that import Hypothesis: pytest takes as long to read the others as these to run."""
-    found = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in found if "hypothesis" in path.read_text(encoding="utf-8")]
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in paths if "hypothesis" in path.read_text(encoding="utf-8")]
 
 
 def main() -> int:

@@ -123,22 +123,21 @@ class WritePlanner:
             ModelError: Shapes or types differ between ranks.
             ProblemError: The boxes of a tensor do not cover it.
         """
-        own = [(name, tensor.dtype, tensor.shape, _place(tensor)) for name, tensor in tensors.items()]
+        own = [(name, tensor.dtype, tensor.shape, _own_box(tensor)) for name, tensor in tensors.items()]
         same = gather_json(own == self._own)
         if self._plan is None or not all(same):
             entries = [
-                [name, dtype_name(dtype), [*shape], [*box.offsets], [*box.lengths]]
-                for name, dtype, shape, place in own
-                for box in [place or Box.whole(shape)]
+                [name, dtype_name(dtype), [*shape], [*box.offsets], [*box.lengths]] for name, dtype, shape, box in own
             ]
-            held = gather_json({"host": socket.gethostname(), "tensors": entries})
-            self._plan, self._own = plan_writes([h["tensors"] for h in held], [h["host"] for h in held]), own
+            of_ranks = gather_json({"host": socket.gethostname(), "tensors": entries})
+            self._plan = plan_writes([rank["tensors"] for rank in of_ranks], [rank["host"] for rank in of_ranks])
+            self._own = own
         return self._plan
 
 
-def _place(tensor: Tensor) -> Box | None:
-    """The box of a distributed tensor that this rank holds; None for a tensor that it holds whole."""
-    return local_part(tensor)[1] if isinstance(tensor, DTensor) else None
+def _own_box(tensor: Tensor) -> Box:
+    """The box of a tensor that this rank holds."""
+    return local_part(tensor)[1] if isinstance(tensor, DTensor) else Box.whole(tensor.shape)
 
 
 def plan_writes(held: Sequence[Sequence[Any]], hosts: Sequence[str]) -> WritePlan:

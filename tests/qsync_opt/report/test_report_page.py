@@ -1,7 +1,6 @@
 """The report in a real browser: it opens, runs clean, can be used, and can be read by everybody."""
 
 from dataclasses import replace
-from importlib.resources import files
 
 import pytest
 
@@ -83,38 +82,26 @@ def _names(page):
     return page.locator(".operators-table > tbody > tr:not(.more) > th bdi").all_text_contents()
 
 
-def _violations(page):
-    page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8"))
-    # Without the elements that passed, of which there are thousands.
-    found = page.evaluate("""axe.run(document, {resultTypes: ["violations"]}).then(
-        found => ({passes: found.passes.length, violations: found.violations})
-    )""")
-    assert found["passes"] > 10  # the checks did run
-    return [
-        f"{violation['id']}: {violation['help']}: {node['html'][:120]} {node['failureSummary']}"
-        for violation in found["violations"]
-        for node in violation["nodes"]
-    ]
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_no_accessibility_violation_and_nothing_runs_over_the_edge(open_page, short_report_file, viewport, scheme):
+def test_no_accessibility_violation_and_nothing_runs_over_the_edge(
+    open_page, accessibility_violations, short_report_file, viewport, scheme
+):
     page = open_page(short_report_file, viewport, color_scheme=scheme)
     page.get_by_role("button", name="Unfold all").click()
     page.locator("td.why button").nth(2).click()
     page.locator("details summary").first.click()
-    assert _violations(page) == []
+    assert accessibility_violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
 
 
-def test_an_infeasible_plan_and_a_problem_with_totals_only_open_too(open_page, tmp_path):
+def test_an_infeasible_plan_and_a_problem_with_totals_only_open_too(open_page, accessibility_violations, tmp_path):
     problem = no_memory().problem
     write_report(make_report(problem, uniform_plan(problem)), tmp_path / "r.html")
     page = open_page(tmp_path / "r.html")
     assert "not feasible" in page.locator(".verdict").text_content()
     assert "Only totals per operator are known" in page.locator("#memory").text_content()
-    assert _violations(page) == []
+    assert accessibility_violations(page) == []
 
 
 def test_figures_are_those_of_the_evaluation(open_page, report_file, stacked):

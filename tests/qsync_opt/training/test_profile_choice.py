@@ -47,15 +47,19 @@ def _problem(operators: dict[str, float], **more: object) -> Problem:
 WIDE = {"up": 3.0, "down": 1.5, "head": 1.1}
 
 
-def test_intervals_are_noted_around_the_priced_times_and_survive_the_file(tmp_path) -> None:
-    problem = _problem(WIDE)
-    intervals = operator_intervals(problem)
-    assert ("slow", "up") in intervals
-    for (device, name), table in intervals.items():
+def _check_that_prices_are_inside(problem: Problem) -> None:
+    for (device, name), table in operator_intervals(problem).items():
         for precision, (low, high, back_low, back_high) in table.items():
             cost = problem.device(device).operators[name][precision]
             assert low <= cost.forward_ns <= high
             assert back_low <= cost.backward_ns <= back_high
+
+
+def test_intervals_are_noted_around_the_priced_times_and_survive_the_file(tmp_path) -> None:
+    problem = _problem(WIDE)
+    intervals = operator_intervals(problem)
+    assert ("slow", "up") in intervals
+    _check_that_prices_are_inside(problem)
     problem.save(tmp_path / "p.json")
     assert operator_intervals(load_problem(tmp_path / "p.json")) == intervals
 
@@ -63,19 +67,10 @@ def test_intervals_are_noted_around_the_priced_times_and_survive_the_file(tmp_pa
 def test_what_neighbours_at_their_high_ends_save_in_launches_is_inside_the_interval() -> None:
     """A card that waits for the host charges launches to operators, and fewer where all of them take longer."""
     graph = residual_graph()
-    profile = _learned(make_profile(graph, kind="cuda"), dict.fromkeys((o.name for o in graph), 3.0) | {"head": 1.01})
-
-    def launched(cost: MeasuredCost) -> MeasuredCost:
-        return replace(cost, host_forward_ns=2 * cost.forward_ns, host_backward_ns=2 * cost.backward_ns)
-
-    measurements = {k: {p: launched(cost) for p, cost in table.items()} for k, table in profile.measurements.items()}
-    profiles = {"slow": replace(profile, measurements=measurements)}
+    factors = dict.fromkeys((operator.name for operator in graph), 3.0) | {"head": 1.01}
+    profiles = {"slow": _learned(make_profile(graph, kind="cuda", host_ns=5000), factors)}
     problem = build_problem(graph, profiles, make_sensitivities(graph), make_cluster(count=2), slack=0.02)
-    for (device, name), table in operator_intervals(problem).items():
-        for precision, (low, high, back_low, back_high) in table.items():
-            cost = problem.device(device).operators[name][precision]
-            assert low <= cost.forward_ns <= high
-            assert back_low <= cost.backward_ns <= back_high
+    _check_that_prices_are_inside(problem)
 
 
 def test_problems_without_learned_costs_have_no_intervals() -> None:
