@@ -154,7 +154,7 @@ class JobState:
             ModelError: A lazy module has no parameters yet, or a part of the state cannot be in a file.
         """
         tensors, extra = self._model_tensors()
-        shapes = digest([[name, [*tensor.shape]] for name, tensor in tensors.items()])
+        shapes = digest({name: tensor.shape for name, tensor in tensors.items()})
         others: dict[str, Tensor] = {}
         values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
         names = self._parameter_names()

@@ -123,21 +123,22 @@ class WritePlanner:
             ModelError: Shapes or types differ between ranks.
             ProblemError: The boxes of a tensor do not cover it.
         """
-        own = [(name, tensor.dtype, tensor.shape, _own_box(tensor)) for name, tensor in tensors.items()]
+        # The boxes of plain tensors follow from their shapes: training waits for this loop over all tensors.
+        own = [
+            (name, tensor.dtype, tensor.shape, local_part(tensor)[1] if isinstance(tensor, DTensor) else None)
+            for name, tensor in tensors.items()
+        ]
         same = gather_json(own == self._own)
         if self._plan is None or not all(same):
+            boxes = [Box.whole(shape) if box is None else box for _, _, shape, box in own]
             entries = [
-                [name, dtype_name(dtype), [*shape], [*box.offsets], [*box.lengths]] for name, dtype, shape, box in own
+                [name, dtype_name(dtype), [*shape], [*box.offsets], [*box.lengths]]
+                for (name, dtype, shape, _), box in zip(own, boxes, strict=True)
             ]
             of_ranks = gather_json({"host": socket.gethostname(), "tensors": entries})
             self._plan = plan_writes([rank["tensors"] for rank in of_ranks], [rank["host"] for rank in of_ranks])
             self._own = own
         return self._plan
-
-
-def _own_box(tensor: Tensor) -> Box:
-    """The box of a tensor that this rank holds."""
-    return local_part(tensor)[1] if isinstance(tensor, DTensor) else Box.whole(tensor.shape)
 
 
 def plan_writes(held: Sequence[Sequence[Any]], hosts: Sequence[str]) -> WritePlan:
