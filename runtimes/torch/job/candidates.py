@@ -114,7 +114,7 @@ class ExecutionMode:
         """Whether gradients pass through FP16, so that losses are scaled and all ranks agree on overflows."""
         return "FP16" in self.precisions.values()
 
-    def fits(self, limit_bytes: int) -> bool:
+    def fits(self, limit_bytes: float) -> bool:
         """Whether it keeps a memory limit."""
         return self.needed_bytes is not None and self.needed_bytes <= limit_bytes
 

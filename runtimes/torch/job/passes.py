@@ -22,6 +22,7 @@ from qsync_opt.kernels import KernelOptions
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import clear_weights
 from qsync_opt.model import OpGraph
+from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution import FORM_OPTIONS, image_weights, under_plan
@@ -33,6 +34,7 @@ from qsync_opt.runtimes.torch.job.candidates import (
     JOINT,
     LAUNCHED,
     NEAR,
+    PLANNED,
     ExecutionMode,
     Modes,
     fastest_modes,
@@ -119,6 +121,7 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
             kept_bytes=state_bytes + buckets,
             compiled=job.options.compiled,
             until=job.began + (1 - _STEPS_SHARE) * job.options.planning_seconds,
+            limit_bytes=types.memory_bytes[types.mine],
             # With several device types, what is slow on the fastest may be the least sensitive that is fast enough.
             slack=job.options.slack if len(types.ranks) == 1 else None,
         )
@@ -214,6 +217,7 @@ def time_modes(
     kept_bytes: int = 0,
     compiled: bool = False,
     until: float = math.inf,
+    limit_bytes: float = math.inf,
     slack: float | None = None,
 ) -> list[ExecutionMode]:
     """The modes with the median time of a forward and backward pass on this rank, and on a card the peak memory.
@@ -230,6 +234,7 @@ def time_modes(
         kept_bytes: What training keeps beside parameters, gradients and activations.
         compiled: Compile the model under every mode, one after the other.
         until: Time of ``time.perf_counter`` after which no mode is captured, and none should still be compiled.
+        limit_bytes: Where no other mode keeps this, those that need least are compiled instead of the fastest.
         slack: How much longer than the fastest a pass may take that could still be chosen (0.1: 10 %). Forms of modes
             that cannot be as fast, as those timed before say, are not tried. None: all forms are.
 
@@ -244,13 +249,21 @@ def time_modes(
             return [timing.once_prepared(mode) for mode in modes]
         results = timing.captured_modes(timing.in_best_format(timing.in_turn(modes)), slack, until)
         if any(mode.compiled for mode in modes):
-            results = timing.compiled_modes(results, until, slack)
+            results = timing.compiled_modes(results, until, slack, limit_bytes)
         return results
 
 
 def _could_be_chosen_ns(fastest_ns: float, slack: float) -> float:
     """The longest passes with which a mode is still shortlisted beside the fastest ones."""
     return (1 + slack) * (1 + NEAR) * fastest_ns
+
+
+def _frugal(modes: Sequence[ExecutionMode]) -> list[str]:
+    """Names of modes to compile where memory is short: autocast first, which compiles faster, then the solver's."""
+    bits = {mode.name: max((number_format(p).bits for p in mode.precisions.values()), default=32) for mode in modes}
+    carried = {mode.name: mode.carrier is not None for mode in modes}
+    short = {mode.name for mode in modes if mode.name == PLANNED or (bits[mode.name] <= 16 and not mode.needs_scaling)}
+    return sorted(short, key=lambda name: (not carried[name], name != PLANNED, bits[name], name))[:_MOST_COMPILED]
 
 
 def _not_timed(mode: ExecutionMode) -> ExecutionMode:
@@ -354,14 +367,21 @@ class _Timing:
         return [results[mode.label] for mode in modes]
 
     def compiled_modes(
-        self, modes: Sequence[ExecutionMode], until: float, slack: float | None = None
+        self,
+        modes: Sequence[ExecutionMode],
+        until: float,
+        slack: float | None = None,
+        limit_bytes: float = math.inf,
     ) -> list[ExecutionMode]:
         """The modes with times of compiled passes of those that are fastest otherwise, as far as time allows.
+
+        Where none of the others keeps the memory limit: of those that are likely to need least.
 
         Args:
             modes: In all forms; launched and captured ones are timed already.
             until: As in `time_modes`.
             slack: As in `time_modes`.
+            limit_bytes: As in `time_modes`.
         """
         of_form = {form: {m.name: m.pass_ns for m in modes if m.form == form and m.pass_ns} for form in FORMS}
         fastest_ns: dict[str, int] = {}
@@ -374,6 +394,10 @@ class _Timing:
         near = [name for name, ns in fastest_ns.items() if ns <= near_ns]
         # What torch carries out by itself first: it compiles faster.
         chosen = sorted(near, key=lambda name: (not carried[name], fastest_ns[name]))[:_MOST_COMPILED]
+        others = [mode for mode in modes if not mode.compiled]
+        tight = not any(mode.pass_ns and mode.fits(limit_bytes) for mode in others)
+        if tight:
+            chosen, slack = _frugal(others), None
         results = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}
         to_compile = share_to_compile(self.example.model)
         # By blocks or as a whole: from the first mode that was timed in both on, only the faster one.
@@ -417,13 +441,16 @@ class _Timing:
                 if least_ns > _could_be_chosen_ns(min(mode.pass_ns for mode in ready), slack):
                     continue
             # Launched passes are seldom faster than captured ones: they are for where no graph can be captured.
-            for captured in (True, False) if slack is None or capturing_pays(name) else (False,):
+            # Graphs keep their memory for themselves.
+            for captured in (True, False) if not tight and (slack is None or capturing_pays(name)) else (False,):
                 wanted = compiled.get((name, captured))
                 if wanted is None or any(other.name == name for other in ready):
                     continue
                 compile_and_time(wanted)
                 if own_ns := results[wanted.label].pass_ns:
                     ready.append(results[wanted.label])
+                    if tight:
+                        continue
                     share = own_ns / fastest_ns[name]
                     left[carried[name]] = min(share, left.get(carried[name], share))
         # Of the fastest launched ones too, from the compiler's cache: they need less memory, and shapes may change.

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 import qsync_opt
 from qsync_opt.costs import FP32_SHARE_OPTION
-from qsync_opt.errors import ModelError, NotReadyError, ProblemError, SolverError
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, SolverError, UnsupportedError, first_line
 from qsync_opt.io import decode, encode
 from qsync_opt.kernels.compilation import library
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.execution import FORM_OPTIONS, loss_layers
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
-from qsync_opt.runtimes.torch.job.candidates import FORMS, PLANNED, Candidate, labels
+from qsync_opt.runtimes.torch.job.candidates import COMPILED, FORMS, PLANNED, Candidate, labels
 from qsync_opt.runtimes.torch.job.choosing import decide, shares
 from qsync_opt.runtimes.torch.job.compressing import with_compression
 from qsync_opt.runtimes.torch.job.file import job_facts, keep_job, load_job, steering, with_workers
@@ -191,8 +191,10 @@ def _plan_from_measurements(
         cluster=job_cluster(types, profiles, network),
         loss_layers=loss_layers(job.model),
     )
-    measured, plan = _plan_with_trials(job, measured, types, stages)
+    measured, plan, must_compile = _plan_with_trials(job, measured, types, stages)
     plan = _compare(job, measured, types, plan, stages)
+    if must_compile:
+        together(lambda: _require_compiled(plan, types))
     if not job.options.compiled:  # there the host launches far less
         with stages("host"):
             plan = with_host_shares(job, plan, captured.graph, types)
@@ -250,23 +252,37 @@ def _takes_steps(job: Job) -> bool:
     return job.options.compare is True and not job.options.compiled
 
 
-def _plan_with_trials(job: Job, measured: JobModel, types: DeviceTypes, stages: Stages) -> tuple[JobModel, JobPlan]:
-    """Solve, try the plan, and solve again with less memory wherever the trial ran out of it."""
+def _plan_with_trials(
+    job: Job, measured: JobModel, types: DeviceTypes, stages: Stages
+) -> tuple[JobModel, JobPlan, bool]:
+    """Solve, try the plan, and solve again with less memory wherever the trial ran out of it.
+
+    Returns:
+        The job with what trials said of its memory, the plan, and whether it fits only where it is compiled: compiled
+        passes keep less for the backward pass.
+    """
+    must_compile = False
     for attempt in range(_TRIALS):
         try:
             with stages("plan"):
                 plan = shared_plan(measured, types.mine, job.options)
         except (ProblemError, NotReadyError):  # rank 0 found no plan, and the others hear of it
             with stages("trial"):
-                excess_bytes = _memory_excess(job, measured, types) if job.options.trial and not attempt else {}
+                first = job.options.trial and not attempt
+                excess_bytes = _memory_excess(job, measured, types) if first else {}
+                if first and not excess_bytes and job.options.compare and job.options.allows(COMPILED):
+                    excess_bytes = _memory_excess(job, measured, types, compiled=True)
+                    must_compile = bool(excess_bytes)
             if not excess_bytes:
                 raise
             measured = replace(measured, memory_excess_bytes=excess_bytes)
             continue
+        if must_compile:  # what its compiled passes need is measured with those of other modes
+            return measured, plan, True
         with stages("trial"):
             short = _short_of_memory(job, measured, types, plan) if job.options.trial and plan.worthwhile else []
         if not short:
-            return measured, plan
+            return measured, plan, False
         limits = {name: int(_TIGHTENED * measured.limits_bytes[name]) for name in short}
         _LOGGER.warning(
             "trial %d: the plan needs more memory than predicted on %s; planning with %s",
@@ -281,7 +297,21 @@ def _plan_with_trials(job: Job, measured: JobModel, types: DeviceTypes, stages: 
     )
 
 
-def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes) -> dict[str, int]:
+def _require_compiled(plan: JobPlan, types: DeviceTypes) -> None:
+    """Refuse a plan that fits only where it is compiled and is not.
+
+    Raises:
+        ProblemError: No compiled passes were timed that keep the limit.
+    """
+    launched = [name for name in types.ranks if name not in plan.compiled]
+    if launched:
+        raise ProblemError(
+            f"there is no plan for this job: on {', '.join(launched)} only compiled passes keep the memory limit, and "
+            "none were timed that do; give more planning_seconds, or use a smaller batch there"
+        )
+
+
+def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes, *, compiled: bool = False) -> dict[str, int]:
     """By device type, how far the sum of memory over operators is above the peak of the most frugal uniform plan.
 
     Empty where that plan does not fit either, all ranks having tried.
@@ -303,7 +333,7 @@ def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes) -> dict[str
     proposed = together(frugal)
     sent = broadcast_json(None if proposed is None else [dict(proposed[0].devices[name]) for name in types.ranks])
     mine = sent[[*types.ranks].index(types.mine)]
-    peaks_bytes = gather_json(together(lambda: try_plan(job.example, mine, measured.graph, job.options.kernels)))
+    peaks_bytes = gather_json(together(lambda: _peak_bytes(job, mine, measured, compiled=compiled)))
     excess_bytes: dict[str, int] = {}
     if proposed is not None:
         kept_bytes = _kept_bytes(job, measured)
@@ -328,14 +358,26 @@ def _kept_bytes(job: Job, measured: JobModel) -> dict[str, int]:
     return {name: profile.optimizer.state_bytes + buckets for name, profile in measured.profiles.items()}
 
 
+def _peak_bytes(
+    job: Job, plan: Mapping[str, str] | JobPlan, measured: JobModel, *, compiled: bool = False
+) -> int | None:
+    """Peak of a trial, as `try_plan` counts it; None if memory ran out, or the model cannot be compiled."""
+    kernels = job.options.kernels
+    with compiled_inside(job.model) if job.options.compiled else contextlib.nullcontext():
+        if not compiled:
+            return try_plan(job.example, plan, measured.graph, kernels)
+        try:
+            return try_plan(job.example, plan, measured.graph, kernels, compiled=True)
+        except UnsupportedError as failure:
+            _LOGGER.warning("compiled passes were not tried: %s", first_line(failure))
+            return None
+        finally:
+            torch.compiler.reset()
+
+
 def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: JobPlan) -> list[str]:
     """Device types on which one iteration under the plan needs more than their limit, all ranks having tried."""
-
-    def attempt() -> int | None:
-        with compiled_inside(job.model) if job.options.compiled else contextlib.nullcontext():
-            return try_plan(job.example, plan, measured.graph, job.options.kernels)
-
-    peaks_bytes = gather_json(together(attempt))
+    peaks_bytes = gather_json(together(lambda: _peak_bytes(job, plan, measured)))
     kept_bytes = _kept_bytes(job, measured)
     short = []
     for name, ranks in types.ranks.items():

@@ -15,9 +15,14 @@ from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, mod
 
 
 def try_plan(
-    example: TrainingExample, plan: Mapping[str, str] | DevicePlans, graph: OpGraph | None, kernels: KernelOptions
+    example: TrainingExample,
+    plan: Mapping[str, str] | DevicePlans,
+    graph: OpGraph | None,
+    kernels: KernelOptions,
+    *,
+    compiled: bool = False,
 ) -> int | None:
-    """Run one forward and backward pass under a plan and leave the model unchanged.
+    """Run one forward and backward pass under a plan, on request compiled, and leave the model unchanged.
 
     Returns:
         Peak memory in bytes, parameters included, without the optimizer's state and the all-reduce buckets; None if
@@ -27,7 +32,7 @@ def try_plan(
         UnsupportedError: An operation of the model, or of the loss, refuses what the plan gives it.
     """
     model = example.model
-    with model_unchanged(model), under_plan(model, plan, graph, kernels):
+    with model_unchanged(model), under_plan(model, plan, graph, kernels, **({"compiled": True} if compiled else {})):
         try:
             _, allocation = allocation_of(example.run, example.device)
         except torch.cuda.OutOfMemoryError:

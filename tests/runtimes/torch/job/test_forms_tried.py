@@ -106,6 +106,38 @@ def test_a_mode_that_compiling_cannot_make_fast_enough_is_not_compiled(tried, sl
     assert [mode.label for mode in results if mode.form == COMPILED and mode.pass_ns] == compiled
 
 
+@pytest.mark.parametrize("launched_ns", [0, 1000])
+def test_where_no_launched_mode_keeps_the_limit_those_that_need_least_are_compiled(tried, launched_ns):
+    """Whether launched passes ran out of memory, and have no time, or ran where nothing enforces the limit."""
+    each = [
+        ("FP32", "FP32", None),
+        ("BF16 autocast", "BF16", "BF16"),
+        ("FP16 autocast", "FP16", "FP16"),
+        ("INT8", "INT8", None),
+        ("FP8", "FP8", None),
+        ("plan", "BF16", None),
+    ]
+    launched = [
+        ExecutionMode(
+            name=name,
+            precisions={"a/linear": precision},
+            autocast=autocast,
+            pass_ns=launched_ns,
+            needed_bytes=200 if launched_ns else None,
+        )
+        for name, precision, autocast in each
+    ]
+    given = [*launched, *(replace(mode, compiled=True, pass_ns=0) for mode in launched)]
+    tried.times = {f"{name}, compiled": 900 for name, *_ in each}
+    own = timing()
+    own.compiled_modes(given, float("inf"), 0.0, 100)
+    assert tried == ["BF16 autocast, compiled", "plan, compiled", "FP8, compiled"]
+    tried.clear()
+    if launched_ns:
+        own.compiled_modes(given, float("inf"), 0.0, 200)
+        assert "FP32, compiled" in tried  # the limit is kept: those that are fast are compiled
+
+
 def layers():
     """A model of which a sixth is left to compile where its layers are compiled once."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(8)))

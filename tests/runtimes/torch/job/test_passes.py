@@ -9,6 +9,9 @@ from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, QSyncError, UnsupportedError
 from qsync_opt.io import decode, encode
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import Role
+from qsync_opt.runtimes.torch.capture import capture_model
 from qsync_opt.runtimes.torch.checkpoints import RankState, decide, resume_plan
 from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job import (
@@ -24,6 +27,7 @@ from qsync_opt.runtimes.torch.job import (
     with_speed,
 )
 from qsync_opt.runtimes.torch.job import passes as job_passes
+from qsync_opt.runtimes.torch.profiling import try_plan
 from qsync_opt.runtimes.torch.support import TrainingExample
 from qsync_opt.training import Plan, evaluate
 
@@ -375,6 +379,61 @@ def test_on_a_card_memory_is_measured_and_half_precision_scaled(tmp_path):
     example = TrainingExample(model=undo(model), args=(x,), loss=loss)
     again = time_modes(example, list(modes.values()), None, options.kernels, kept_bytes=1 << 20)
     assert all(found.needed_bytes > parameters + (1 << 20) for found in again)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.gpu
+def test_where_only_compiled_passes_keep_the_memory_limit_the_plan_is_compiled(tmp_path):
+    model, x = nn.Sequential(*(Block() for _ in range(6))).cuda(), torch.randn(16384, 256, device="cuda")
+
+    def loss(output):
+        return output.float().square().mean()
+
+    captured = capture_model(model, (x,))
+    example = TrainingExample(model=model, args=(x,), loss=loss)
+    names = [operator.name for operator in captured.graph.operators if operator.role is Role.ADJUSTABLE]
+    launched, compiled = (
+        [
+            try_plan(example, dict.fromkeys(names, precision), captured.graph, KernelOptions(), compiled=how)
+            for precision in ("BF16", "INT8")
+        ]
+        for how in (False, True)
+    )
+    assert max(compiled) < min(launched)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    limit = 2 * parameters + (max(compiled) + min(launched)) // 2  # with the state of AdamW
+    options = PlanningOptions(
+        cache_dir=tmp_path,
+        progress=False,
+        profile_seconds=5,
+        memory=limit,
+        capture=False,
+        compare="passes",
+        precisions=("INT8", "BF16", "FP32"),
+    )
+    plan = auto_plan(model, x, loss=loss, options=options)
+    assert plan.compiled == (plan.device_type,)
+    assert plan.worthwhile
+    apply(model, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loss(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated() - 3 * parameters
+    torch.cuda.reset_peak_memory_stats()
+    loss(model(x)).backward()
+    assert torch.cuda.max_memory_allocated() - before <= limit
+    with pytest.raises(ProblemError, match="there is no plan for this job"):
+        auto_plan(undo(model), x, loss=loss, options=replace(options, compile=False))
 
 
 def test_loss_scaling_is_timed_where_a_mode_needs_it(monkeypatch):
