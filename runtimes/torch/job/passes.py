@@ -22,7 +22,6 @@ from qsync_opt.kernels import KernelOptions
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import clear_weights
 from qsync_opt.model import OpGraph
-from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.plans import DevicePlans
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution import FORM_OPTIONS, image_weights, under_plan
@@ -259,11 +258,16 @@ def _could_be_chosen_ns(fastest_ns: float, slack: float) -> float:
 
 
 def _frugal(modes: Sequence[ExecutionMode]) -> list[str]:
-    """Names of modes to compile where memory is short: autocast first, which compiles faster, then the solver's."""
-    bits = {mode.name: max((number_format(p).bits for p in mode.precisions.values()), default=32) for mode in modes}
-    carried = {mode.name: mode.carrier is not None for mode in modes}
-    short = {mode.name for mode in modes if mode.name == PLANNED or (bits[mode.name] <= 16 and not mode.needs_scaling)}
-    return sorted(short, key=lambda name: (not carried[name], name != PLANNED, bits[name], name))[:_MOST_COMPILED]
+    """Names of modes to compile where memory is short: autocast, which compiles fastest, what needs least, the plan.
+
+    Args:
+        modes: Not timed, with predicted memory.
+    """
+    unscaled = sorted((mode for mode in modes if not mode.needs_scaling), key=lambda mode: mode.needed_bytes or 0)
+    carried = [mode.name for mode in unscaled if mode.carrier is not None]
+    others = [mode.name for mode in unscaled if mode.carrier is None]
+    planned = [name for name in others[1:] if name == PLANNED]
+    return [*carried[:1], *others[:1], *planned]
 
 
 def _not_timed(mode: ExecutionMode) -> ExecutionMode:
@@ -394,10 +398,9 @@ class _Timing:
         near = [name for name, ns in fastest_ns.items() if ns <= near_ns]
         # What torch carries out by itself first: it compiles faster.
         chosen = sorted(near, key=lambda name: (not carried[name], fastest_ns[name]))[:_MOST_COMPILED]
-        others = [mode for mode in modes if not mode.compiled]
-        tight = not any(mode.pass_ns and mode.fits(limit_bytes) for mode in others)
+        tight = not any(mode.pass_ns and mode.fits(limit_bytes) for mode in modes if not mode.compiled)
         if tight:
-            chosen, slack = _frugal(others), None
+            chosen, slack = _frugal([mode for mode in modes if mode.form == COMPILED]), None
         results = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}
         to_compile = share_to_compile(self.example.model)
         # By blocks or as a whole: from the first mode that was timed in both on, only the faster one.

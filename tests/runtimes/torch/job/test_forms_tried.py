@@ -110,12 +110,12 @@ def test_a_mode_that_compiling_cannot_make_fast_enough_is_not_compiled(tried, sl
 def test_where_no_launched_mode_keeps_the_limit_those_that_need_least_are_compiled(tried, launched_ns):
     """Whether launched passes ran out of memory, and have no time, or ran where nothing enforces the limit."""
     each = [
-        ("FP32", "FP32", None),
-        ("BF16 autocast", "BF16", "BF16"),
-        ("FP16 autocast", "FP16", "FP16"),
-        ("INT8", "INT8", None),
-        ("FP8", "FP8", None),
-        ("plan", "BF16", None),
+        ("FP32", "FP32", None, 400),
+        ("BF16 autocast", "BF16", "BF16", 300),
+        ("FP16 autocast", "FP16", "FP16", 290),
+        ("INT8", "INT8", None, 250),
+        ("FP8", "FP8", None, 260),
+        ("plan", "BF16", None, 270),
     ]
     launched = [
         ExecutionMode(
@@ -125,13 +125,15 @@ def test_where_no_launched_mode_keeps_the_limit_those_that_need_least_are_compil
             pass_ns=launched_ns,
             needed_bytes=200 if launched_ns else None,
         )
-        for name, precision, autocast in each
+        for name, precision, autocast, _ in each
     ]
-    given = [*launched, *(replace(mode, compiled=True, pass_ns=0) for mode in launched)]
+    predicted = (num_bytes for *_, num_bytes in each)
+    given = [*launched]
+    given += [replace(m, compiled=True, pass_ns=0, needed_bytes=n) for m, n in zip(launched, predicted, strict=True)]
     tried.times = {f"{name}, compiled": 900 for name, *_ in each}
     own = timing()
     own.compiled_modes(given, float("inf"), 0.0, 100)
-    assert tried == ["BF16 autocast, compiled", "plan, compiled", "FP8, compiled"]
+    assert tried == ["BF16 autocast, compiled", "INT8, compiled", "plan, compiled"]
     tried.clear()
     if launched_ns:
         own.compiled_modes(given, float("inf"), 0.0, 200)
