@@ -257,6 +257,11 @@ def _could_be_chosen_ns(fastest_ns: float, slack: float) -> float:
     return (1 + slack) * (1 + NEAR) * fastest_ns
 
 
+def builds_of(model: nn.Module) -> list[bool]:
+    """How a model is to be compiled, in the order to try: by blocks where that saves most of the work, as a whole."""
+    return [True, False] if share_to_compile(model) <= _MOSTLY_REPEATED else [False]
+
+
 def _frugal(modes: Sequence[ExecutionMode]) -> list[str]:
     """Names of modes to compile where memory is short: autocast, which compiles fastest, what needs least, the plan.
 
@@ -402,9 +407,8 @@ class _Timing:
         if tight:
             chosen, slack = _frugal([mode for mode in modes if mode.form == COMPILED]), None
         results = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}
-        to_compile = share_to_compile(self.example.model)
         # By blocks or as a whole: from the first mode that was timed in both on, only the faster one.
-        builds = [True, False] if to_compile <= _MOSTLY_REPEATED else [False]
+        builds, to_compile = builds_of(self.example.model), share_to_compile(self.example.model)
         # Longest so far, by blocks and as a whole, for a mode that torch carries out by itself.
         took_s = {True: 0.0, False: 0.0}
 

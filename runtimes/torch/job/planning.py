@@ -24,7 +24,7 @@ from qsync_opt.io import decode, encode
 from qsync_opt.kernels.compilation import library
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
-from qsync_opt.runtimes.torch.execution import FORM_OPTIONS, loss_layers
+from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES, FORM_OPTIONS, loss_layers
 from qsync_opt.runtimes.torch.job.benchmark import measure_steps
 from qsync_opt.runtimes.torch.job.candidates import COMPILED, FORMS, PLANNED, Candidate, labels
 from qsync_opt.runtimes.torch.job.choosing import decide, shares
@@ -42,7 +42,7 @@ from qsync_opt.runtimes.torch.job.measuring import (
     require_one_model,
 )
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.passes import has_form, measure_passes, with_host_shares
+from qsync_opt.runtimes.torch.job.passes import builds_of, has_form, measure_passes, with_host_shares
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.profiling import try_plan
 from qsync_opt.runtimes.torch.steps import compiled_inside
@@ -191,10 +191,10 @@ def _plan_from_measurements(
         cluster=job_cluster(types, profiles, network),
         loss_layers=loss_layers(job.model),
     )
-    measured, plan, must_compile = _plan_with_trials(job, measured, types, stages)
+    measured, plan, is_open = _plan_with_trials(job, measured, types, stages)
     plan = _compare(job, measured, types, plan, stages)
-    if must_compile:
-        together(lambda: _require_compiled(plan, types))
+    if is_open:
+        together(lambda: _require_timed(plan))
     if not job.options.compiled:  # there the host launches far less
         with stages("host"):
             plan = with_host_shares(job, plan, captured.graph, types)
@@ -258,10 +258,10 @@ def _plan_with_trials(
     """Solve, try the plan, and solve again with less memory wherever the trial ran out of it.
 
     Returns:
-        The job with what trials said of its memory, the plan, and whether it fits only where it is compiled: compiled
-        passes keep less for the backward pass.
+        The job with what trials said of its memory, the plan, and whether it is still open that any passes fit:
+        launched ones do not, but compiled ones, which keep less for the backward pass, may.
     """
-    must_compile = False
+    is_open = False
     for attempt in range(_TRIALS):
         try:
             with stages("plan"):
@@ -272,12 +272,12 @@ def _plan_with_trials(
                 excess_bytes = _memory_excess(job, measured, types) if first else {}
                 if first and not excess_bytes and job.options.compare and job.options.allows(COMPILED):
                     excess_bytes = _memory_excess(job, measured, types, compiled=True)
-                    must_compile = bool(excess_bytes)
+                    is_open = bool(excess_bytes)
             if not excess_bytes:
                 raise
             measured = replace(measured, memory_excess_bytes=excess_bytes)
             continue
-        if must_compile:  # what its compiled passes need is measured with those of other modes
+        if is_open:
             return measured, plan, True
         with stages("trial"):
             short = _short_of_memory(job, measured, types, plan) if job.options.trial and plan.worthwhile else []
@@ -297,43 +297,49 @@ def _plan_with_trials(
     )
 
 
-def _require_compiled(plan: JobPlan, types: DeviceTypes) -> None:
-    """Refuse a plan that fits only where it is compiled and is not.
+def _require_timed(plan: JobPlan) -> None:
+    """Refuse a plan of which nothing was timed that keeps the memory limit.
 
     Raises:
-        ProblemError: No compiled passes were timed that keep the limit.
+        ProblemError: There are no such passes.
     """
-    launched = [name for name in types.ranks if name not in plan.compiled]
-    if launched:
+    if not plan.taken:
         raise ProblemError(
-            f"there is no plan for this job: on {', '.join(launched)} only compiled passes keep the memory limit, and "
-            "none were timed that do; give more planning_seconds, or use a smaller batch there"
+            "there is no plan for this job: no launched one keeps the memory limit; compiled passes may, and none were "
+            "timed that do: give more planning_seconds, or use a smaller batch"
         )
 
 
 def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes, *, compiled: bool = False) -> dict[str, int]:
-    """By device type, how far the sum of memory over operators is above the peak of the most frugal uniform plan.
+    """By device type, how far the sum of memory over operators is above a measured peak.
 
-    Empty where that plan does not fit either, all ranks having tried.
+    That of the most frugal uniform plan; compiled, of autocast, which is compiled in a fraction of the time. Empty
+    where that does not fit either, all ranks having tried.
     """
 
-    def frugal() -> tuple[Plan, dict[str, int]] | None:
+    def uniform() -> tuple[Plan, dict[str, int]] | None:
         if world()[0]:
             return None
         problem = measured.with_memory(dict.fromkeys(measured.workers, _ROOMY_BYTES)).problem()
+        carried = [precision for precision in AUTOCAST_TYPES if precision in problem.formats]
+        if compiled and not carried:
+            return None
         devices: dict[str, Mapping[str, str]] = {}
         sums_bytes: dict[str, int] = {}
-        for precision in problem.formats:
+        for precision in carried[:1] if compiled else problem.formats:
             plan = uniform_plan(problem, precision)
             for name, num_bytes in evaluate(problem, plan).memory_bytes.items():
                 if num_bytes < sums_bytes.get(name, _ROOMY_BYTES):
                     devices[name], sums_bytes[name] = plan.devices[name], num_bytes
         return Plan(problem=problem.name, devices=devices), sums_bytes
 
-    proposed = together(frugal)
+    proposed = together(uniform)
     sent = broadcast_json(None if proposed is None else [dict(proposed[0].devices[name]) for name in types.ranks])
+    if sent is None:
+        return {}
     mine = sent[[*types.ranks].index(types.mine)]
-    peaks_bytes = gather_json(together(lambda: _peak_bytes(job, mine, measured, compiled=compiled)))
+    try_it = _compiled_autocast_bytes if compiled else _peak_bytes
+    peaks_bytes = gather_json(together(lambda: try_it(job, mine, measured)))
     excess_bytes: dict[str, int] = {}
     if proposed is not None:
         kept_bytes = _kept_bytes(job, measured)
@@ -358,21 +364,25 @@ def _kept_bytes(job: Job, measured: JobModel) -> dict[str, int]:
     return {name: profile.optimizer.state_bytes + buckets for name, profile in measured.profiles.items()}
 
 
-def _peak_bytes(
-    job: Job, plan: Mapping[str, str] | JobPlan, measured: JobModel, *, compiled: bool = False
-) -> int | None:
-    """Peak of a trial, as `try_plan` counts it; None if memory ran out, or the model cannot be compiled."""
-    kernels = job.options.kernels
+def _peak_bytes(job: Job, plan: Mapping[str, str] | JobPlan, measured: JobModel) -> int | None:
+    """Peak of a trial, as `try_plan` counts it."""
     with compiled_inside(job.model) if job.options.compiled else contextlib.nullcontext():
-        if not compiled:
-            return try_plan(job.example, plan, measured.graph, kernels)
+        return try_plan(job.example, plan, measured.graph, job.options.kernels)
+
+
+def _compiled_autocast_bytes(job: Job, precisions: Mapping[str, str], measured: JobModel) -> int | None:
+    """The least peak of autocast, compiled by blocks or as a whole; None if memory ran out or neither compiles."""
+    carrier = next(precision for precision in AUTOCAST_TYPES if precision in precisions.values())
+    peaks_bytes = []
+    for regional in builds_of(job.model):
+        how = {"autocast": carrier, "compiled": True, "regional": regional}
         try:
-            return try_plan(job.example, plan, measured.graph, kernels, compiled=True)
+            peaks_bytes.append(try_plan(job.example, precisions, measured.graph, job.options.kernels, **how))
         except UnsupportedError as failure:
             _LOGGER.warning("compiled passes were not tried: %s", first_line(failure))
-            return None
         finally:
             torch.compiler.reset()
+    return min((num_bytes for num_bytes in peaks_bytes if num_bytes is not None), default=None)
 
 
 def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: JobPlan) -> list[str]:

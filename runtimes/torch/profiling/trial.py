@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,10 +20,16 @@ def try_plan(
     plan: Mapping[str, str] | DevicePlans,
     graph: OpGraph | None,
     kernels: KernelOptions,
-    *,
-    compiled: bool = False,
+    **options: Any,
 ) -> int | None:
-    """Run one forward and backward pass under a plan, on request compiled, and leave the model unchanged.
+    """Run one forward and backward pass under a plan and leave the model unchanged.
+
+    Args:
+        example: Model, batch and loss.
+        plan: Of the job, or operator to precision.
+        graph: The captured graph, if it is known.
+        kernels: Rounding and granularity.
+        options: Those of `ApplyOptions` beside the kernels'.
 
     Returns:
         Peak memory in bytes, parameters included, without the optimizer's state and the all-reduce buckets; None if
@@ -32,7 +39,7 @@ def try_plan(
         UnsupportedError: An operation of the model, or of the loss, refuses what the plan gives it.
     """
     model = example.model
-    with model_unchanged(model), under_plan(model, plan, graph, kernels, **({"compiled": True} if compiled else {})):
+    with model_unchanged(model), under_plan(model, plan, graph, kernels, **options):
         try:
             _, allocation = allocation_of(example.run, example.device)
         except torch.cuda.OutOfMemoryError:
