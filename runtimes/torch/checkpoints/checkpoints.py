@@ -203,6 +203,7 @@ class Checkpoints:
         together(copy)
 
         def write() -> None:
+            self._staging.copy()
             try:
                 self._commit(job, self._staging.chunks, group)
             except BaseException as failure:

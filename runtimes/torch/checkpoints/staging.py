@@ -18,15 +18,16 @@ class Staging:
     """The file that a rank writes, copied into host memory that is allocated (and pinned for a GPU) once.
 
     What changes at any time is copied at once; what only the optimizers' steps change is copied beside the next
-    forward and backward pass. `finish`, called before an optimizer's step, ends the copying: on a CPU it waits, on a
-    GPU it lets the step's stream wait for the copy, not the host.
+    forward and backward pass, by a thread that calls `copy`. `finish`, called before an optimizer's step, ends the
+    copying: on a CPU it waits, on a GPU it lets the step's stream wait for the copy, not the host.
     """
 
     def __init__(self) -> None:
         self._buffer: HostBuffer | None = None
         self._file: RankFile | None = None
         self._slices: list[Tensor] = []
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._deferred: Sequence[tuple[Tensor, Tensor]] = ()
         self._error: BaseException | None = None
         self._event: Any = None
         self._stream: Any = None
@@ -38,28 +39,40 @@ class Staging:
         return 0 if self._buffer is None else self._buffer.bytes.numel()
 
     def begin(self, file: RankFile, sources: Sequence[Tensor], later: Sequence[bool]) -> None:
-        """Copy the boxes of a file; those marked as ``later`` until `finish`."""
-        self._join()
-        self._error = None
+        """Copy the boxes of a file, but leave those marked as ``later`` to `copy`."""
+        self._error = self._event = None
         self.reserve(file, sources)
         pairs = list(zip(sources, self._slices, later, strict=True))
-        at_once = [(source, target) for source, target, wait in pairs if not wait]
-        deferred = [(source, target) for source, target, wait in pairs if wait]
+        self._deferred = [(source, target) for source, target, wait in pairs if wait]
+        self._sources = [source for source, _ in self._deferred]
         device = next((source.device for source in sources if source.is_cuda), None)
         with torch.no_grad():
-            for source, target in at_once:
-                target.copy_(source, non_blocking=source.is_cuda)  # in the order of the current stream
-        self._sources = [source for source, _ in deferred]
-        self._event = None
-        copy = self._copy
+            for source, target, wait in pairs:
+                if not wait:
+                    target.copy_(source, non_blocking=source.is_cuda)  # in the order of the current stream
         if device is not None:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
-            copy = self._copy_on_stream
-        # On a GPU too: to begin a thousand copies takes some milliseconds, which training need not wait for.
-        self._thread = threading.Thread(target=copy, args=(deferred,), name="checkpoint-staging")
-        self._thread.start()
+
+    def copy(self) -> None:
+        """Copy what `begin` left, unless that is done: whichever thread comes first does, and others wait for it.
+
+        On a GPU too a thread of its own is to come first: to begin a thousand copies takes some milliseconds.
+        """
+        with self._lock:
+            pairs, self._deferred = self._deferred, ()
+            if not pairs:
+                return
+            try:
+                with torch.no_grad(), torch.cuda.stream(self._stream):
+                    for source, target in pairs:
+                        target.copy_(source, non_blocking=source.is_cuda)
+                    if self._stream is not None:
+                        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        self._event.record(self._stream)
+            except BaseException as failure:  # raised again by finish
+                self._error = failure
 
     def reserve(self, file: RankFile, sources: Sequence[Tensor]) -> None:
         """Allocate what `begin` needs, if it is not there yet.
@@ -85,34 +98,13 @@ class Staging:
             place = end
         self._file = file
 
-    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        try:
-            with torch.no_grad():
-                for source, target in pairs:
-                    target.copy_(source, non_blocking=source.is_cuda)
-        except BaseException as failure:  # raised again by finish
-            self._error = failure
-
-    def _copy_on_stream(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        with torch.cuda.stream(self._stream):
-            self._copy(pairs)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(self._stream)
-
     def finish(self) -> None:
         """Let nothing change the sources before they are copied.
 
         Raises:
             NotReadyError: A copy failed.
         """
-        self._join()
-        if self._error is not None:
-            raise NotReadyError(f"what is to be saved was not copied: {self._error}") from self._error
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._copied()
         if self._event is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
@@ -122,15 +114,17 @@ class Staging:
         Raises:
             NotReadyError: A copy failed.
         """
-        if (thread := self._thread) is not None:
-            thread.join()
+        self._copied()
         if self._event is not None:
             self._event.synchronize()
-        if self._error is not None:
-            raise NotReadyError(f"what is to be saved was not copied: {self._error}")
         self._sources = ()
         if self._buffer is not None and self._file is not None:
             yield from chunks_of(self._buffer, self._file.num_bytes)
+
+    def _copied(self) -> None:
+        self.copy()
+        if self._error is not None:
+            raise NotReadyError(f"what is to be saved was not copied: {self._error}") from self._error
 
 
 class Background:
