@@ -42,6 +42,7 @@ def figures() -> dict[str, str]:
         **_by_hand("by-hand", results["by-hand.json"]),
         **_by_hand("by-hand-h200", results["by-hand-h200.json"]),
         **_eight_bit(results["eight-bit-training.json"]),
+        **_checkpoints(results["checkpoints-h200.json"], results["checkpoints-h200-stall.json"]),
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs("costs", results["learned-costs.json"]),
@@ -50,6 +51,8 @@ def figures() -> dict[str, str]:
         **_serving_harm(results["serving-harm.json"]),
         **_serving_load(results["serving-load.json"]),
         **_speculation(results["decoding-simulation.json"]),
+        **_acceptance(results["decoding-acceptance.json"]),
+        **_decoding_speed(results["decoding.json"]),
     }
 
 
@@ -151,6 +154,50 @@ def _by_hand(name: str, data: Record) -> dict[str, str]:
     return {
         f"{name}.steps": ", ".join(f"{model} {row['measured']:.2f} ({ways[model]} by hand)" for model, row in rows),
         f"{name}.missed": "missed by " + ", ".join(model for model, row in rows if not row["met"]),
+    }
+
+
+def _checkpoints(whole: Record, calls: Record) -> dict[str, str]:
+    """What a save behind training costs on a card: the disk's share and steps from one run, stalls from another."""
+
+    def listed(data: Record, what: str, unit: str, scale: float = 1.0) -> str:
+        rows = [row for row in data["asked"] if row["what"].startswith(what) and row["measured"] is not None]
+        return ", ".join(f"{scale * r['measured']:.3g} {unit} ({r['what'].rpartition(', ')[2]})" for r in rows)
+
+    return {
+        "checkpoints.stall": listed(calls, "stall", "ms", 1e3),
+        "checkpoints.durable": listed(whole, "durable against the disk", "x"),
+        "checkpoints.steps": listed(whole, "steps beside a save", "%"),
+        "checkpoints.memory": listed(whole, "host memory", "MiB"),
+    }
+
+
+def _acceptance(data: Record) -> dict[str, str]:
+    """First drafted tokens that a real model accepts, and how far tokens per cycle of other texts are predicted."""
+    first = {(r["served"], r["draft"]): r["lengths"][0]["acceptance"] for r in data["records"] if r.get("lengths")}
+    texts = {f"acceptance.{served}-{draft}": f"{100 * share:.1f} %" for (served, draft), share in first.items()}
+    errors = {r["what"].partition(",")[0]: r["measured"] for r in data["asked"] if r["asked"] == "<= 0.03"}
+    own = max(error for what, error in errors.items() if "lookup" not in what)
+    looked_up = max(error for what, error in errors.items() if "lookup" in what)
+    return {**texts, "acceptance.error": f"{100 * own:.1f} %", "acceptance.lookup-error": f"{100 * looked_up:.1f} %"}
+
+
+def _decoding_speed(data: Record) -> dict[str, str]:
+    """Speed of planned speculation and of prompt look-up over plain decoding, and of plain decoding over the peer's."""
+    speed = {(r["kind"], r["batch"], r["way"]): r for r in [*data["records"], *data["peer"]]}
+    cases = [(kind, batch) for kind in ("topics", "repeats") for batch in (1, 4)]
+
+    def listed(way: str) -> str:
+        return ", ".join(f"{speed[*case, way]['speedup']:.2f}" for case in cases)
+
+    def rate(kind: str, way: str) -> float:
+        return statistics.median(speed[kind, 1, way]["tokens_per_s"])
+
+    peers = [rate(kind, "plain") / rate(kind, "transformers plain") for kind in ("topics", "repeats")]
+    return {
+        "decoding.auto": listed("auto"),
+        "decoding.lookup": listed("lookup:3"),
+        "decoding.peer": " and ".join(f"{peer:.1f}" for peer in peers),
     }
 
 
@@ -392,6 +439,27 @@ _ROWS = (
         "{{ eight.speed }}; {{ eight.torchao }} (others not measured); {{ eight.memory }}",
         "1.3 x and 1.5 x; > 1 x; <= 0.85: missed are {{ eight.missed }}",
         "eight-bit-training.json",
+    ),
+    (
+        "A save behind training: until durable, over the disk's own write; steps beside it slower by; host memory beyond "
+        "one copy",
+        "{{ checkpoints.durable }}; {{ checkpoints.steps }}; {{ checkpoints.memory }}",
+        "<= 1.1 x; <= 3 %; <= 64 MiB",
+        "checkpoints-h200.json",
+    ),
+    (
+        "What its call takes from training",
+        "{{ checkpoints.stall }}",
+        "<= 5 ms: missed at 5 GB",
+        "checkpoints-h200-stall.json",
+    ),
+    (
+        "Drafts of Gemma 3 270M by itself with 4-bit weights, accepted at the first position: activations of INT8, FP8, 4 "
+        "bits with rotated inputs, 4 bits without; tokens per cycle predicted from other texts, and of prompt look-up",
+        "{{ acceptance.W4H-A8 }}, {{ acceptance.W4H-F8 }}, {{ acceptance.W4H-A4 }}, {{ acceptance.W4-A4 }}; off by "
+        "{{ acceptance.error }} at most, {{ acceptance.lookup-error }}",
+        "<= 3 %: missed by look-up",
+        "decoding-acceptance.json",
     ),
     (
         "Step of BERT-base, 16 x 128 tokens: BF16 autocast, BF16 plan, INT8 plan",
