@@ -179,6 +179,7 @@ def _acceptance(data: Record) -> dict[str, str]:
     errors = {r["what"].partition(",")[0]: r["measured"] for r in data["asked"] if r["asked"] == "<= 0.03"}
     own = max(error for what, error in errors.items() if "lookup" not in what)
     looked_up = max(error for what, error in errors.items() if "lookup" in what)
+    texts["acceptance.date"] = data["date"]
     return {**texts, "acceptance.error": f"{100 * own:.1f} %", "acceptance.lookup-error": f"{100 * looked_up:.1f} %"}
 
 

@@ -68,6 +68,18 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return -math.expm1((length + 1) * math.log(acceptance)) / (1 - acceptance)
 
 
+def _acceptance_of(tokens: float, length: int) -> float:
+    """The acceptance with which `expected_tokens` yields so many tokens: its inverse, by bisection."""
+    if tokens <= 1:
+        return 0.0
+    if tokens >= length + 1:
+        return 1.0
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if expected_tokens(middle, length) < tokens else (low, middle)
+    return high
+
+
 def wilson_interval(successes: int, trials: int, level: float = 0.95) -> Acceptance:
     """The Wilson score interval of a probability, with the observed share in the middle.
 
@@ -90,8 +102,12 @@ def wilson_interval(successes: int, trials: int, level: float = 0.95) -> Accepta
         raise ProblemError(f"confidence level is {level!r}, but it must be above 0 and below 1, such as 0.95")
     if trials == 0:
         return Acceptance(low=0.0, mid=0.5, high=1.0)
+    return _wilson(successes / trials, trials, level)
+
+
+def _wilson(share: float, trials: int, level: float) -> Acceptance:
     z = NormalDist().inv_cdf((1 + level) / 2)
-    share, weight = successes / trials, z * z / trials
+    weight = z * z / trials
     center = (share + weight / 2) / (1 + weight)
     half = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
     return Acceptance(low=max(0.0, min(center - half, share)), mid=share, high=min(1.0, max(center + half, share)))
@@ -134,11 +150,16 @@ class AcceptanceCounts:
         )
 
     def interval(self, length: int, level: float = 0.95) -> Acceptance:
-        """The Wilson interval of the acceptance over the first ``length`` positions.
+        """The Wilson interval of the one acceptance that yields as many tokens as the first ``length`` positions do.
 
-        The share of accepted among judged tokens is the most likely value of one probability for all positions.
+        Where positions are alike that is the share of accepted among judged tokens. Later tokens of a draft are often
+        accepted more often than the first ones, so that this share promises too many; with it alone, where some
+        position was never judged.
         """
-        return wilson_interval(sum(self.accepted[:length]), sum(self.judged[:length]), level)
+        judged = sum(self.judged[:length])
+        pooled = wilson_interval(sum(self.accepted[:length]), judged, level)
+        tokens = self.measured_tokens(length)
+        return pooled if tokens is None else _wilson(_acceptance_of(tokens, length), judged, level)
 
     def measured_tokens(self, length: int) -> float | None:
         """Tokens per cycle of ``length`` drafts by the measured acceptance of each position; None where none is."""

@@ -14,6 +14,7 @@ from qsync_opt.decoding import (
     AcceptanceCounts,
     Measurements,
     build_problem,
+    expected_tokens,
     explain,
     load_measurements,
     load_speculation,
@@ -52,6 +53,18 @@ def test_wilson_interval_of_a_textbook():
     # 8 of 10 at 95 %: 0.4902 to 0.9433.
     interval = wilson_interval(8, 10)
     assert (interval.low, interval.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 4))
+def test_an_acceptance_yields_as_many_tokens_as_were_accepted_and_one_more(accepted, length):
+    counts = AcceptanceCounts.of_cycles(accepted, 4)
+    interval = counts.interval(length)
+    assert 0 <= interval.low <= interval.mid <= interval.high <= 1
+    if counts.measured_tokens(length) is None:
+        assert interval == wilson_interval(sum(counts.accepted[:length]), sum(counts.judged[:length]))
+    else:
+        yielded = sum(min(n, length) for n in accepted) / len(accepted) + 1
+        assert expected_tokens(interval.mid, length) == pytest.approx(yielded)
 
 
 def test_wilson_intervals_cover():
