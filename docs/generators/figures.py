@@ -442,8 +442,8 @@ _ROWS = (
         "eight-bit-training.json",
     ),
     (
-        "A save behind training: until durable, over the disk's own write; steps beside it slower by; host memory beyond "
-        "one copy",
+        "A save behind training: until durable, over the disk's own write; steps beside it slower by; host memory "
+        "beyond one copy",
         "{{ checkpoints.durable }}; {{ checkpoints.steps }}; {{ checkpoints.memory }}",
         "<= 1.1 x; <= 3 %; <= 64 MiB",
         "checkpoints-h200.json",
@@ -455,8 +455,8 @@ _ROWS = (
         "checkpoints-h200-stall.json",
     ),
     (
-        "Drafts of Gemma 3 270M by itself with 4-bit weights, accepted at the first position: activations of INT8, FP8, 4 "
-        "bits with rotated inputs, 4 bits without; tokens per cycle predicted from other texts, and of prompt look-up",
+        "Drafts of Gemma 3 270M by itself with 4-bit weights, accepted at the first position: activations of INT8, FP8, "
+        "4 bits with rotated inputs, 4 bits without; tokens per cycle predicted from other texts, and of prompt look-up",
         "{{ acceptance.W4H-A8 }}, {{ acceptance.W4H-F8 }}, {{ acceptance.W4H-A4 }}, {{ acceptance.W4-A4 }}; off by "
         "{{ acceptance.error }} at most, {{ acceptance.lookup-error }}",
         "<= 3 %: missed by look-up",
