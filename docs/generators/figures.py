@@ -455,8 +455,9 @@ _ROWS = (
         "checkpoints-h200-stall.json",
     ),
     (
-        "Drafts of Gemma 3 270M by itself with 4-bit weights, accepted at the first position: activations of INT8, FP8, "
-        "4 bits with rotated inputs, 4 bits without; tokens per cycle predicted from other texts, and of prompt look-up",
+        "Drafts of Gemma 3 270M by itself with 4-bit weights, accepted at the first position: activations of INT8, "
+        "FP8, 4 bits with rotated inputs, 4 bits without; tokens per cycle predicted from other texts, and of "
+        "prompt look-up",
         "{{ acceptance.W4H-A8 }}, {{ acceptance.W4H-F8 }}, {{ acceptance.W4H-A4 }}, {{ acceptance.W4-A4 }}; off by "
         "{{ acceptance.error }} at most, {{ acceptance.lookup-error }}",
         "<= 3 %: missed by look-up",
