@@ -10,7 +10,6 @@ part and the tokens on their way back, too. ``kernels`` sums a profile of one re
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -23,13 +22,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "kernel_bench"))
 from measuring import copy_bandwidth
+from results_head import results_head
 
 from qsync_opt.io import write_json
 from qsync_opt.kernels.weight_only import explain
 from qsync_opt.runtimes.torch.serving import PAGE, Choice, StageModel, Step, config_from_json, group_names
 from qsync_opt.serving import Stage
 
-FORMAT = "qsync-bench-serving-card/1"
+ASKED = 1.35
+"""Times its floor that a pass in W4 may take."""
 ROWS = (1, 2, 4, 8, 16)
 SCHEMES = ("W4", "W8", "W16")
 REPLAYS = 30
@@ -105,6 +106,21 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> dict[str, list[float]]:
     return {event.key[:80]: [round(event.self_device_time_total, 1), event.count] for event in events[:16]}
 
 
+def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is asked of a pass in W4, by its rows."""
+    measured = {record["rows"]: record["times_floor"] for record in records if record["scheme"] == "W4"}
+    return [
+        {
+            "what": f"W4, {rows} sequences: a decoding pass over its floor",
+            "asked": f"<= {ASKED}",
+            "measured": measured.get(rows),
+            "met": rows in measured and measured[rows] <= ASKED,
+            "note": "" if rows in measured else "not measured",
+        }
+        for rows in ROWS
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
@@ -126,16 +142,9 @@ def main() -> int:
     errors: list[str] = []
 
     def save() -> None:
-        document = {
-            "format": FORMAT,
-            "date": datetime.date.today().isoformat(),
-            "hardware": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "layers": options.layers,
-            "copy_bandwidth": bandwidth,
-            "records": records,
-            "errors": errors,
-        }
+        head = results_head(torch.cuda.get_device_name(), {"torch": torch.__version__})
+        more = {"layers": options.layers, "copy_bandwidth": bandwidth, "errors": errors}
+        document = {**head, **more, "asked": asked(records), "records": records}
         write_json(options.output, document)
 
     print(f"{torch.cuda.get_device_name()}, copies at {bandwidth / 1e12:.2f} TB/s", flush=True)

@@ -32,7 +32,9 @@ _ORDER_8 = (0, 4, 1, 6, 5, 3, 7, 8, 2, 9)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedWeight:
-    """A weight of 4 or 8 bits.
+    """A weight of 4 or 8 bits. Its tensors are complete when it is made and do not change afterwards.
+
+    Cards begin to read them before the kernels that compute the activations of a product have ended.
 
     Attributes:
         codes: uint8, (outputs / 64, inputs / 64, 4, bits / 4, 32, 16), rounded up; see the module's text.
@@ -52,6 +54,11 @@ class PackedWeight:
     out_features: int
     in_features: int
     rotation: int = 0
+
+    def __post_init__(self) -> None:
+        """Wait for the kernels that write the tensors."""
+        if self.codes.is_cuda:
+            torch.cuda.current_stream(self.codes.device).synchronize()
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -112,6 +112,41 @@ def test_packing_on_the_card_is_packing_on_the_cpu():
     assert torch.equal(here.scales.cpu(), there.scales)
 
 
+@pytest.mark.parametrize("shape", [(130, 200), (4096, 4096)], ids=str)
+def test_a_weight_is_complete_before_its_first_product(shape):
+    weight, x = activations(*shape, torch.float32), activations(4, shape[1], torch.bfloat16)
+    expected = linear(x, pack(weight, 4))
+    copy = weight.new_zeros(shape)
+    torch.cuda._sleep(20_000_000)
+    copy.copy_(weight)
+    product = linear(x, pack(copy, 4))
+    assert torch.equal(product, expected)
+
+
+def test_chains_of_products_are_those_of_products_alone():
+    """Kernels that start early read nothing that the ones before have not written yet."""
+    packed = [random_packed(1024, 1024, 4, 128)[0], random_packed(1024, 1024, 8, None)[0]] * 10
+    x = activations(8, 1024, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [x]
+        for weight in packed:
+            results.append(linear(results[-1] / results[-1].abs().amax(), weight))
+        direct = [x]
+        for weight in packed[:4]:
+            direct.append(linear(direct[-1], weight))
+    for _ in range(5):
+        for result in [*results[1:], *direct[1:]]:
+            result.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for weight, before, after in zip(packed, results, results[1:], strict=False):
+            assert torch.equal(after, linear(before / before.abs().amax(), weight))
+        for weight, before, after in zip(packed, direct, direct[1:], strict=False):
+            torch.cuda.synchronize()
+            assert torch.equal(after, linear(before, weight))
+
+
 def test_products_can_be_captured():
     packed, _ = random_packed(4096, 4096, 4, 128)
     x = activations(4, 4096, torch.bfloat16)

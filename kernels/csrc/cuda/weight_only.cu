@@ -5,279 +5,16 @@
 // of a warp reads 16 bytes that are the operand A of tensor core products for 16 outputs; which inputs these are is
 // chosen so that the lane's activations are contiguous too: lane (g, t) has outputs g and g + 8 and inputs 16 t to
 // 16 t + 15, four for each of the steps s. kernels/weight_only/layout.py is the specification.
-#include <cooperative_groups.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <algorithm>
 
 #include "cuda/rounding.cuh"
+#include "cuda/weight_only_linear.cuh"
 #include "stable.cuh"
 
 namespace qsync {
 namespace {
 
-namespace groups = cooperative_groups;
-
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kTile = 64, kStrips = 4, kRows = 16, kMostCluster = 8;
-
-struct Arguments {
-  const void* x;          // (rows, inputs): bf16, fp16, or int8 codes
-  const float* x_scales;  // (rows), for int8 codes
-  const uint8_t* codes;
-  const float* scales;    // (inputs / group, padded outputs)
-  void* y;                // (rows, outputs)
-  int64_t rows, outputs, padded, blocks;  // blocks: inputs / 64
-  int group_blocks, cluster;
-};
-
-__device__ __forceinline__ uint4 load_once(const uint8_t* address) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
-  return v;
-}
-
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
-
-template <class T>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (std::is_same_v<T, __half>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-#endif
-}
-
-__device__ __forceinline__ void multiply_int8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif
-}
-
-// Two 4-bit codes, in bits 0-3 and 16-19, as two numbers less 8; exact. The codes become the low bits of the significand
-// of 128 (bf16) or 1024 (fp16), whose last place is 1.
-template <class T>
-__device__ __forceinline__ uint32_t widen4(uint32_t codes) {
-  uint32_t pair;
-  if constexpr (std::is_same_v<T, __half>) {
-    pair = (codes & 0x000F000Fu) | 0x64006400u;
-    const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&pair), __half2half2(__ushort_as_half(0x6408)));
-    return *reinterpret_cast<const uint32_t*>(&value);
-  } else {
-    pair = (codes & 0x000F000Fu) | 0x43004300u;
-    const __nv_bfloat162 value =
-        __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&pair), __bfloat162bfloat162(__ushort_as_bfloat16(0x4308)));
-    return *reinterpret_cast<const uint32_t*>(&value);
-  }
-}
-
-// Two of a word's 8-bit codes, the lower (0) or upper (1) two, as two numbers less 128; exact.
-template <class T>
-__device__ __forceinline__ uint32_t widen8(uint32_t codes, int half) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const uint32_t pair = __byte_perm(codes, 0x64646464u, half ? 0x4342 : 0x4140);
-    const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&pair), __half2half2(__ushort_as_half(0x6480)));
-    return *reinterpret_cast<const uint32_t*>(&value);
-  } else {
-    const float low = __uint_as_float(__byte_perm(codes, 0x4B000000u, half ? 0x7542 : 0x7540)) - 8388736.0f;
-    const float high = __uint_as_float(__byte_perm(codes, 0x4B000000u, half ? 0x7543 : 0x7541)) - 8388736.0f;
-    const __nv_bfloat162 value = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&value);
-  }
-}
-
-// Four 4-bit codes, in the lower halves of the bytes, as four signed bytes less 8.
-__device__ __forceinline__ uint32_t widen_bytes(uint32_t codes) {
-  return (((codes & 0x0F0F0F0Fu) | 0x80808080u) - 0x08080808u) ^ 0x80808080u;
-}
-
-__device__ __forceinline__ void store(__half* y, float value) { *y = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* y, float value) { *y = __float2bfloat16_rn(value); }
-__device__ __forceinline__ void store(float* y, float value) { *y = value; }
-
-// What one warp needs of one block of 64 inputs. The weights of the next block are loaded while this one is multiplied;
-// the activations come from the cache, so that for two columns of tiles, where registers are short, they are not.
-template <int kBits, int kColumns, bool kInt8>
-struct Block {
-  static constexpr int kLoads = kBits / 4, kXLoads = kInt8 ? 1 : 2;
-  uint4 codes[kStrips][kLoads];
-  uint4 x[kColumns][kXLoads];
-  float scales[kStrips][2];
-
-  __device__ __forceinline__ void load(const Arguments& p, int64_t tile, int64_t block, int64_t first_row, int g, int t) {
-    const uint8_t* codes_at = p.codes + (tile * p.blocks + block) * (kStrips * kLoads * 512) + (t * 8 + g) * 16;
-    const float* scales_at = p.scales + (block / p.group_blocks) * p.padded + tile * kTile + g;
-#pragma unroll
-    for (int i = 0; i < kStrips; ++i) {
-#pragma unroll
-      for (int q = 0; q < kLoads; ++q) {
-        codes[i][q] = load_once(codes_at + (i * kLoads + q) * 512);
-      }
-      scales[i][0] = __ldg(scales_at + i * 16);
-      scales[i][1] = __ldg(scales_at + i * 16 + 8);
-    }
-    if constexpr (kColumns == 1) {
-      load_x(p, block, first_row, g, t);
-    }
-  }
-
-  __device__ __forceinline__ void load_x(const Arguments& p, int64_t block, int64_t first_row, int g, int t) {
-    constexpr int kBytes = kInt8 ? 1 : 2;
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      const int64_t row = first_row + n * 8 + g;
-      const auto* x_at = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.x) +
-                                                        ((row * p.blocks + block) * kTile + t * 16) * kBytes);
-#pragma unroll
-      for (int q = 0; q < kXLoads; ++q) {
-        x[n][q] = row < p.rows ? __ldg(x_at + q) : make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
-
-  // Adds scale times (codes x activations) of the block. Sums of a block are exact products added in FP32 or int32.
-  template <class T>
-  __device__ __forceinline__ void add_to(float (&total)[kStrips][kColumns][4]) const {
-#pragma unroll
-    for (int i = 0; i < kStrips; ++i) {
-      if constexpr (kInt8) {
-        int sums[kColumns][4] = {};
-#pragma unroll
-        for (int q = 0; q < 2; ++q) {
-          const uint32_t first = word_of(codes[i][0], 2 * q), second = word_of(codes[i][0], 2 * q + 1);
-          const uint32_t a[4] = {widen_bytes(first), widen_bytes(first >> 4), widen_bytes(second), widen_bytes(second >> 4)};
-#pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-            // A word's codes of one output are of inputs 0, 2, 1, 3.
-            multiply_int8(sums[n], a, __byte_perm(word_of(x[n][0], 2 * q), 0, 0x3120),
-                          __byte_perm(word_of(x[n][0], 2 * q + 1), 0, 0x3120));
-          }
-        }
-        add_scaled(total[i], sums, i);
-      } else {
-        float sums[kColumns][4] = {};
-#pragma unroll
-        for (int s = 0; s < 4; ++s) {
-          uint32_t a[4];
-          if constexpr (kBits == 4) {
-            const uint32_t word = word_of(codes[i][0], s);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-              a[r] = widen4<T>(word >> (4 * r));
-            }
-          } else {
-            const uint32_t low = word_of(codes[i][s / 2], s % 2 * 2), high = word_of(codes[i][s / 2], s % 2 * 2 + 1);
-            a[0] = widen8<T>(low, 0), a[1] = widen8<T>(low, 1), a[2] = widen8<T>(high, 0), a[3] = widen8<T>(high, 1);
-          }
-#pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-            multiply<T>(sums[n], a, word_of(x[n][s / 2], s % 2 * 2), word_of(x[n][s / 2], s % 2 * 2 + 1));
-          }
-        }
-        add_scaled(total[i], sums, i);
-      }
-    }
-  }
-
-  template <class Sum>
-  __device__ __forceinline__ void add_scaled(float (&total)[kColumns][4], const Sum (&sums)[kColumns][4], int i) const {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        total[n][e] = fmaf(scales[i][e / 2], float(sums[n][e]), total[n][e]);
-      }
-    }
-  }
-};
-
-// Grid: a cluster of blocks per 64 outputs, whose warps share the inputs in contiguous ranges; y: 16 rows each. Traffic:
-// codes and scales once from memory, activations once per cluster, from the cache. Contract: products of codes and
-// activations are exact, sums are FP32 in an order that depends on the shape of the weight alone: a row's result does
-// not depend on the other rows. Reference: kernels/weight_only/operators.py.
-template <class T, class Out, int kBits, int kColumns, bool kInt8>
-__global__ void __launch_bounds__(kThreads, kBits == 8 && kColumns == 2 ? 1 : 2) linear_kernel(const Arguments p) {
-  constexpr int kWidth = 8 * kColumns;
-  __shared__ float parts[kWarps][kWidth * kTile];
-  __shared__ float sums[kWidth * kTile];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int rank = blockIdx.x % p.cluster;
-  const int64_t tile = blockIdx.x / p.cluster, first_row = int64_t(blockIdx.y) * kRows;
-  const int share = rank * kWarps + warp, shares = p.cluster * kWarps;
-  const int64_t begin = p.blocks * share / shares, end = p.blocks * (share + 1) / shares;
-
-  float total[kStrips][kColumns][4] = {};
-  if (begin < end) {
-    Block<kBits, kColumns, kInt8> current;
-    current.load(p, tile, begin, first_row, g, t);
-    for (int64_t block = begin; block < end; ++block) {
-      Block<kBits, kColumns, kInt8> next;
-      if (block + 1 < end) {
-        next.load(p, tile, block + 1, first_row, g, t);
-      }
-      if constexpr (kColumns > 1) {
-        current.load_x(p, block, first_row, g, t);
-      }
-      current.template add_to<T>(total);
-      current = next;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kStrips; ++i) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        parts[warp][(n * 8 + 2 * t + e % 2) * kTile + i * 16 + g + e / 2 * 8] = total[i][n][e];
-      }
-    }
-  }
-  __syncthreads();
-  for (int at = threadIdx.x; at < kWidth * kTile; at += kThreads) {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      sum += parts[w][at];
-    }
-    sums[at] = sum;
-  }
-#if __CUDA_ARCH__ >= 900
-  const auto cluster = groups::this_cluster();
-  cluster.sync();
-#else
-  __syncthreads();
-#endif
-  for (int at = rank * kThreads + threadIdx.x; at < kWidth * kTile; at += p.cluster * kThreads) {
-    float sum = 0;
-#if __CUDA_ARCH__ >= 900
-    for (int r = 0; r < p.cluster; ++r) {
-      sum += cluster.map_shared_rank(sums, r)[at];
-    }
-#else
-    sum = sums[at];
-#endif
-    const int64_t row = first_row + at / kTile, output = tile * kTile + at % kTile;
-    if (row < p.rows && output < p.outputs) {
-      store(static_cast<Out*>(p.y) + row * p.outputs + output, kInt8 ? sum * p.x_scales[row] : sum);
-    }
-  }
-#if __CUDA_ARCH__ >= 900
-  cluster.sync();  // others may still read this block's sums
-#endif
-}
+constexpr int kPlainWarps = 8;  // of a block of threads in kernels whose warps have nothing to do with each other
 
 // Grid: a warp per strip of 16 outputs by 64 inputs. Traffic: codes once, results once. Contract: code times scale in
 // FP32, rounded once.
@@ -296,7 +33,7 @@ __global__ void unpack_kernel(const uint8_t* codes, const float* scales, Out* y,
   uint4 words[kLoads];
 #pragma unroll
   for (int q = 0; q < kLoads; ++q) {
-    words[q] = load_once(at + q * 512);
+    words[q] = __ldcs(reinterpret_cast<const uint4*>(at + q * 512));
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -421,29 +158,41 @@ void check_packed(const Tensor& codes, const Tensor& scales, int64_t bits, int64
                   "weight_only: scales must be a contiguous float32 tensor of shape (groups, outputs) on the card of the codes");
 }
 
-template <class Kernel>
-void launch(Kernel kernel, const Arguments& args, cudaStream_t stream) {
+template <class T, class Out, int kBits, int kColumns, bool kInt8, int kTiles>
+void launch(const Arguments& args, cudaStream_t stream) {
+  const int shared = shared_bytes<kBits, kColumns>(args.cluster);
+  const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInt8, kTiles>;
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   cudaLaunchConfig_t config = {};
   const int64_t tiles = args.padded / kTile;
-  config.gridDim = dim3(unsigned(tiles * args.cluster), unsigned((args.rows + kRows - 1) / kRows));
+  config.gridDim = dim3(unsigned((tiles + kTiles - 1) / kTiles * args.cluster), unsigned((args.rows + kRows - 1) / kRows));
   config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared;
   config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = unsigned(args.cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = args.cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  // The kernel may start while the ones before it end: it waits for what they compute itself.
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = unsigned(args.cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = args.hopper ? args.cluster > 1 ? 2 : 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args);
   STD_TORCH_CHECK(error == cudaSuccess, "weight_only: the launch failed: ", cudaGetErrorString(error));
 }
 
+// How a weight is shared does not depend on the rows, which would change the order of sums: with two blocks of threads on each
+// multiprocessor, small weights are split along their inputs, too, and large ones so that all blocks run at a time.
 template <class T, class Out, int kBits, bool kInt8>
-void run(const Arguments& args, cudaStream_t stream) {
-  if (args.rows <= 8) {
-    launch(linear_kernel<T, Out, kBits, 1, kInt8>, args, stream);
+void run(Arguments args, cudaStream_t stream) {
+  const int64_t tiles = args.padded / kTile, room = 2 * int64_t(multiprocessors());
+  args.cluster = args.hopper && 2 * tiles <= room && args.blocks > 2 * kWarps ? 2 : 1;
+  const bool few = args.rows <= 8;
+  if (tiles <= room) {
+    few ? launch<T, Out, kBits, 1, kInt8, 1>(args, stream) : launch<T, Out, kBits, 2, kInt8, 1>(args, stream);
   } else {
-    launch(linear_kernel<T, Out, kBits, 2, kInt8>, args, stream);
+    few ? launch<T, Out, kBits, 1, kInt8, 2>(args, stream) : launch<T, Out, kBits, 2, kInt8, 2>(args, stream);
   }
 }
 
@@ -453,20 +202,6 @@ int compute_capability(const Tensor& x) {
   return major;
 }
 
-// So many blocks share a tile's inputs that about two of them run on each multiprocessor; earlier cards have no clusters.
-int cluster_of(const Tensor& x, int64_t tiles, int64_t blocks) {
-  int cluster = 1;
-#if QSYNC_HAS_SM90A
-  if (compute_capability(x) == 9) {
-    const int64_t room = 2 * int64_t(multiprocessors());
-    while (cluster < kMostCluster && tiles * cluster * 2 <= room && blocks >= 2 * cluster * kWarps) {
-      cluster *= 2;
-    }
-  }
-#endif
-  return cluster;
-}
-
 Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t group, int64_t outputs) {
   STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(1) == codes.size(1) * kTile &&
                       x.get_device_index() == codes.get_device_index(),
@@ -474,7 +209,10 @@ Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, 
   STD_TORCH_CHECK(x.size(0) <= int64_t(kRows) * 65535, "weight_only: x has ", x.size(0), " rows; split it");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "weight_only: x must begin at a multiple of 16 bytes");
   STD_TORCH_CHECK(outputs > 0 && outputs <= codes.size(0) * kTile, "weight_only: ", outputs, " outputs do not fit the codes");
-  STD_TORCH_CHECK(compute_capability(x) >= 8, "weight_only: the kernels need compute capability 8.0 or later");
+  const int major = compute_capability(x);
+  STD_TORCH_CHECK(major >= 8, "weight_only: the kernels need compute capability 8.0 or later");
+  STD_TORCH_CHECK((reinterpret_cast<uintptr_t>(codes.data_ptr()) | reinterpret_cast<uintptr_t>(scales.data_ptr())) % 16 == 0,
+                  "weight_only: codes and scales must begin at multiples of 16 bytes");
   Arguments args = {};
   args.x = x.data_ptr();
   args.codes = static_cast<const uint8_t*>(codes.data_ptr());
@@ -484,7 +222,9 @@ Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, 
   args.padded = codes.size(0) * kTile;
   args.blocks = codes.size(1);
   args.group_blocks = int(group / kTile);
-  args.cluster = cluster_of(x, codes.size(0), codes.size(1));
+#if QSYNC_HAS_SM90A
+  args.hopper = major == 9;
+#endif
   return args;
 }
 
@@ -538,9 +278,9 @@ void run_unpack(const Tensor& codes, const Tensor& scales, void* y, int64_t bits
   const int64_t blocks = codes.size(1), strips = codes.size(0) * blocks * kStrips;
   const auto* bytes = static_cast<const uint8_t*>(codes.data_ptr());
   const auto* factors = static_cast<const float*>(scales.data_ptr());
-  const auto grid = unsigned((strips + kWarps - 1) / kWarps);
+  const auto grid = unsigned((strips + kPlainWarps - 1) / kPlainWarps);
   auto* kernel = bits == 4 ? unpack_kernel<Out, 4> : unpack_kernel<Out, 8>;
-  kernel<<<grid, kThreads, 0, stream_of(codes)>>>(bytes, factors, static_cast<Out*>(y), strips, blocks,
+  kernel<<<grid, 32 * kPlainWarps, 0, stream_of(codes)>>>(bytes, factors, static_cast<Out*>(y), strips, blocks,
                                                    codes.size(0) * kTile, int(group / kTile));
   STD_CUDA_CHECK(cudaGetLastError());
 }
@@ -568,7 +308,7 @@ template <class T>
 void run_rotate(const Tensor& x, void* y, int64_t block) {
   const int64_t blocks = x.numel() / block;
   auto* kernel = block == 128 ? rotate_kernel<4, T> : rotate_kernel<2, T>;
-  kernel<<<unsigned((blocks + kWarps - 1) / kWarps), kThreads, 0, stream_of(x)>>>(static_cast<const T*>(x.data_ptr()),
+  kernel<<<unsigned((blocks + kPlainWarps - 1) / kPlainWarps), 32 * kPlainWarps, 0, stream_of(x)>>>(static_cast<const T*>(x.data_ptr()),
                                                                                   static_cast<T*>(y), blocks);
   STD_CUDA_CHECK(cudaGetLastError());
 }
@@ -592,7 +332,7 @@ Tensor rotate_cuda(const Tensor& x, int64_t block) {
 template <class T>
 void run_rotate_int8(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t block) {
   auto* kernel = block == 128 ? rotate_int8_kernel<4, T> : rotate_int8_kernel<2, T>;
-  kernel<<<unsigned(x.size(0)), 4 * kThreads, 0, stream_of(x)>>>(
+  kernel<<<unsigned(x.size(0)), 128 * kPlainWarps, 0, stream_of(x)>>>(
       static_cast<const T*>(x.data_ptr()), static_cast<int8_t*>(codes.data_ptr()), static_cast<float*>(scales.data_ptr()),
       x.size(1) / block);
   STD_CUDA_CHECK(cudaGetLastError());

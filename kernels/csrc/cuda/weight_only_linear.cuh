@@ -1,0 +1,500 @@
+// Products of a few rows of activations and packed weights: W4A16, W8A16 and W4A8. No torch here.
+//
+// One reading of the weights bounds them, and next to it the instructions that make numbers of codes and, where weights are
+// small, the latencies in a row. So every warp has copies of several blocks on their way, from before the kernels that compute
+// the activations have ended, and sums are sent to the block of threads that adds them without a barrier of the cluster.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace qsync {
+
+constexpr int kTile = 64, kStrips = 4;  // a tile is 64 outputs by a block of 64 inputs, of strips of 16 outputs
+constexpr int kRows = 16;               // of activations that a block of threads multiplies
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kStages = 2;  // of a warp's copies: two blocks of threads fit a multiprocessor
+
+struct Arguments {
+  const void* x;          // (rows, inputs): bf16, fp16, or int8 codes
+  const float* x_scales;  // (rows), for int8 codes
+  const uint8_t* codes;
+  const float* scales;                    // (inputs / group, padded outputs)
+  void* y;                                // (rows, outputs)
+  int64_t rows, outputs, padded, blocks;  // blocks: inputs / 64
+  int group_blocks, cluster;
+  bool hopper;  // whether the card and the code have clusters and early starts
+};
+
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+template <class T>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<T, __half>) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+#endif
+}
+
+// kSigned: of the operand A; the other always is.
+template <bool kSigned>
+__device__ __forceinline__ void multiply_int8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kSigned) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+#endif
+}
+
+// Numbers from codes cost a masked word and one fused multiply-add for each two, for the instructions are what bounds these
+// kernels next to memory. A code in the low 8 bits of an FP16 number of the exponent of 1024 adds to it; in the low 8 bits of
+// a BF16 number of no exponent it is a subnormal one, code times 2^-133. All results are exact, and those of BF16 are 64 times
+// too small: 2^127 is the largest factor.
+template <class T>
+constexpr float kUnit = 64.0f;
+template <>
+inline constexpr float kUnit<__half> = 1.0f;
+
+// The two codes of a pair in bits kShift and up of each half of the word, less `zero`, over kUnit.
+template <class T, int kShift, int kZero>
+__device__ __forceinline__ uint32_t number_of(uint32_t pair) {
+  static_assert((kShift == 0 || kShift == 4) && (kZero == 8 || kZero == 128));
+  if constexpr (std::is_same_v<T, __half>) {
+    constexpr float kFactor = kShift == 4 ? 0.0625f : 1.0f;
+    const __half2 value = __hfma2(*reinterpret_cast<const __half2*>(&pair), __float2half2_rn(kFactor),
+                                  __float2half2_rn(-1024.0f * kFactor - kZero));
+    return *reinterpret_cast<const uint32_t*>(&value);
+  } else {
+    constexpr uint32_t kFactor = kShift == 4 ? 0x7D007D00u : 0x7F007F00u;  // 2^123 or 2^127
+    constexpr uint32_t kLess = kZero == 8 ? 0xBE00BE00u : 0xC000C000u;     // -8 / 64 or -128 / 64
+    uint32_t value = 0;
+#if __CUDA_ARCH__ >= 800
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(value) : "r"(pair), "r"(kFactor), "r"(kLess));
+#endif
+    return value;
+  }
+}
+
+template <class T>
+constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x64006400u : 0u;
+
+// The operand of eight 4-bit codes: pair r has bits 4 r to 4 r + 3 of each half of the word.
+template <class T>
+__device__ __forceinline__ void widen4(uint32_t word, uint32_t (&a)[4]) {
+  const uint32_t upper = word >> 8;
+  a[0] = number_of<T, 0, 8>(word & 0x000F000Fu | kExponent<T>);
+  a[1] = number_of<T, 4, 8>(word & 0x00F000F0u | kExponent<T>);
+  a[2] = number_of<T, 0, 8>(upper & 0x000F000Fu | kExponent<T>);
+  a[3] = number_of<T, 4, 8>(upper & 0x00F000F0u | kExponent<T>);
+}
+
+// The operand of eight 8-bit codes: pairs are the halves of the words.
+template <class T>
+__device__ __forceinline__ void widen8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+  a[0] = number_of<T, 0, 128>(__byte_perm(low, kExponent<T>, 0x7150));
+  a[1] = number_of<T, 0, 128>(__byte_perm(low, kExponent<T>, 0x7352));
+  a[2] = number_of<T, 0, 128>(__byte_perm(high, kExponent<T>, 0x7150));
+  a[3] = number_of<T, 0, 128>(__byte_perm(high, kExponent<T>, 0x7352));
+}
+
+__device__ __forceinline__ void store(__half* y, float value) { *y = __float2half_rn(value); }
+__device__ __forceinline__ void store(__nv_bfloat16* y, float value) { *y = __float2bfloat16_rn(value); }
+__device__ __forceinline__ void store(float* y, float value) { *y = value; }
+
+// Lets the next kernel of the stream start, as far as it asks to start early, once every block has come here or left.
+__device__ __forceinline__ void launch_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the kernels before this one in the stream have ended and what they wrote can be read.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// What is copied at a time: two blocks of inputs of a tile for 4 bits, one for 8, as they lie in memory, each with its scales.
+template <int kBits>
+struct Stage {
+  static constexpr int kBlocks = 8 / kBits;
+  uint4 codes[kBlocks][kStrips][kBits / 4][32];
+  float scales[kBlocks][kTile];
+};
+
+template <int kBits>
+struct Buffer {
+  Stage<kBits> stages[kStages];
+  alignas(16) uint64_t arrived[(kStages + 1) / 2 * 2];
+};
+
+__device__ __forceinline__ uint32_t address_of(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+#endif
+}
+
+// Makes initialized barriers known to copies and to other blocks of the cluster.
+__device__ __forceinline__ void fence_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t odd) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}\n" ::"r"(barrier),
+               "r"(odd)
+               : "memory");
+#endif
+}
+
+// The blocks of one warp on their way to shared memory: by bulk copies that one lane starts where there are any, else by
+// asynchronous copies of all lanes.
+template <int kBits>
+class Pipeline {
+ public:
+  __device__ __forceinline__ Pipeline(Buffer<kBits>& buffer, const Arguments& p, int tile, int block, int blocks, int lane)
+      : to_(address_of(&buffer)), lane_(lane), left_(blocks), in_group_(block % p.group_blocks), group_blocks_(p.group_blocks),
+        padded_(p.padded), codes_(p.codes + (int64_t(tile) * p.blocks + block) * kBlockBytes),
+        scales_(p.scales + block / p.group_blocks * p.padded + tile * kTile) {
+    if (lane == 0) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) {
+        barrier_init(barrier(stage));
+      }
+      fence_barriers();
+    }
+    __syncwarp();
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      fetch(stage);
+    }
+  }
+
+  // Starts the copy of the next blocks, as far as they are left.
+  __device__ __forceinline__ void fetch(int stage) {
+#if __CUDA_ARCH__ >= 900
+    if (lane_ == 0 && left_ > 0) {
+#else
+    if (left_ > 0) {
+#endif
+      const uint32_t to = to_ + stage * sizeof(Stage<kBits>);
+      const int count = min(left_, Stage<kBits>::kBlocks);
+#if __CUDA_ARCH__ >= 900
+      barrier_expect(barrier(stage), count * (kBlockBytes + kTile * 4));
+#endif
+      copy(to, codes_, count * kBlockBytes, stage);
+#pragma unroll
+      for (int b = 0; b < Stage<kBits>::kBlocks; ++b) {
+        if (b < count) {
+          copy(to + Stage<kBits>::kBlocks * kBlockBytes + b * kTile * 4, scales_, kTile * 4, stage);
+          if (++in_group_ == group_blocks_) {
+            in_group_ = 0;
+            scales_ += padded_;
+          }
+        }
+      }
+      codes_ += count * kBlockBytes;
+      left_ -= count;
+    }
+#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+  }
+
+  // Waits for the oldest stage; `odd` says whether it was waited for an odd number of times before.
+  __device__ __forceinline__ void wait(int stage, uint32_t odd) const {
+#if __CUDA_ARCH__ >= 900
+    barrier_wait(barrier(stage), odd);
+#elif __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    __syncwarp();
+#endif
+  }
+
+ private:
+  static constexpr int kBlockBytes = kTile * kTile * kBits / 8;
+
+  __device__ __forceinline__ uint32_t barrier(int stage) const {
+    return to_ + kStages * sizeof(Stage<kBits>) + stage * sizeof(uint64_t);
+  }
+
+  __device__ __forceinline__ void copy(uint32_t to, const void* from, int bytes, int stage) const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(to), "l"(from),
+        "r"(barrier(stage)), "r"(bytes)
+        : "memory");
+#elif __CUDA_ARCH__ >= 800
+    for (int at = lane_ * 16; at < bytes; at += 512) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(static_cast<const uint8_t*>(from) + at)
+                   : "memory");
+    }
+#endif
+  }
+
+  uint32_t to_;
+  int lane_, left_, in_group_, group_blocks_;
+  int64_t padded_;
+  const uint8_t* codes_;
+  const float* scales_;
+};
+
+// A lane's activations of a block of inputs: 16 of each of its rows.
+template <int kColumns, bool kInt8>
+struct Activations {
+  static constexpr int kLoads = kInt8 ? 1 : 2;
+  uint4 words[kColumns][kLoads];
+
+  __device__ __forceinline__ void load(const uint4* const (&rows)[kColumns], int block) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int q = 0; q < kLoads; ++q) {
+        words[n][q] = rows[n][block * (4 * kLoads) + q];
+      }
+    }
+  }
+};
+
+// Adds scale times (codes x activations) of a block of inputs. Sums of a block are exact products added in FP32 or int32.
+template <class T, int kBits, int kColumns, bool kInt8>
+__device__ __forceinline__ void add_block(float (&total)[kStrips][kColumns][4], const Stage<kBits>& stage, int b,
+                                          const Activations<kColumns, kInt8>& x, int lane) {
+  using Sum = std::conditional_t<kInt8, int, float>;
+  const int g = lane / 4, place = lane % 4 * 8 + g;
+  Sum none[kColumns][4] = {};
+  if constexpr (kInt8) {  // codes stay plus 8, for which sums begin with -8 times the activations
+    constexpr uint32_t kLess[4] = {0xF8F8F8F8u, 0xF8F8F8F8u, 0xF8F8F8F8u, 0xF8F8F8F8u};
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      multiply_int8<true>(none[n], kLess, x.words[n][0].x, x.words[n][0].y);
+      multiply_int8<true>(none[n], kLess, x.words[n][0].z, x.words[n][0].w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kStrips; ++i) {
+    Sum sums[kColumns][4];
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sums[n][e] = none[n][e];
+      }
+    }
+    uint4 codes[kBits / 4];
+#pragma unroll
+    for (int q = 0; q < kBits / 4; ++q) {
+      codes[q] = stage.codes[b][i][q][place];
+    }
+#pragma unroll
+    for (int s = 0; s < (kInt8 ? 2 : 4); ++s) {
+      uint32_t a[4];
+      if constexpr (kInt8) {
+        const uint32_t low = word_of(codes[0], 2 * s), high = word_of(codes[0], 2 * s + 1);
+        a[0] = low & 0x0F0F0F0Fu, a[1] = low >> 4 & 0x0F0F0F0Fu, a[2] = high & 0x0F0F0F0Fu, a[3] = high >> 4 & 0x0F0F0F0Fu;
+      } else if constexpr (kBits == 4) {
+        widen4<T>(word_of(codes[0], s), a);
+      } else {
+        widen8<T>(word_of(codes[s / 2], s % 2 * 2), word_of(codes[s / 2], s % 2 * 2 + 1), a);
+      }
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        if constexpr (kInt8) {
+          // A word's codes of one output are of inputs 0, 2, 1, 3.
+          multiply_int8<false>(sums[n], a, __byte_perm(word_of(x.words[n][0], 2 * s), 0, 0x3120),
+                               __byte_perm(word_of(x.words[n][0], 2 * s + 1), 0, 0x3120));
+        } else {
+          multiply<T>(sums[n], a, word_of(x.words[n][s / 2], s % 2 * 2), word_of(x.words[n][s / 2], s % 2 * 2 + 1));
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        total[i][n][e] = fmaf(stage.scales[b][i * 16 + g + e / 2 * 8], float(sums[n][e]), total[i][n][e]);
+      }
+    }
+  }
+}
+
+// Stores at `to` of the shared memory of a block of the cluster, whose barrier counts the bytes.
+__device__ __forceinline__ void send(float4* to, uint64_t* barrier, int rank, const float (&v)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 to, barrier;\nmapa.shared::cluster.u32 to, %0, %2;\nmapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {%3, %4, %5, %6}, [barrier];\n}\n" ::"r"(address_of(to)),
+      "r"(address_of(barrier)), "r"(rank), "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])),
+      "r"(__float_as_uint(v[3]))
+      : "memory");
+#endif
+}
+
+// Grid: a cluster of blocks of threads per kTiles tiles of outputs; y: 16 rows each. The warps of a cluster that have the same
+// tile share its inputs in contiguous ranges; warps of a block that have the same range read the same activations, of which all
+// but the first find them in the cache next to them. Traffic: codes and scales once from memory, activations once per block of
+// threads, from the cache. Contract: products of codes and activations are exact, sums are FP32 in an order that depends on the
+// shape of the weight and the card alone: a row's result does not depend on the other rows. Codes and scales are complete before
+// the kernel before this one begins. Reference: kernels/weight_only/operators.py.
+template <class T, class Out, int kBits, int kColumns, bool kInt8, int kTiles>
+__global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) {
+  constexpr int kShares = kWarps / kTiles, kTileParts = kStrips * kColumns * 32, kParts = kTiles * kTileParts;
+  constexpr float kFactor = kInt8 ? 1.0f : kUnit<T>;
+  using Warp = Buffer<kBits>;
+  using Received = float4[kShares * kParts];
+  extern __shared__ __align__(128) uint8_t shared[];
+  auto& buffers = *reinterpret_cast<Warp(*)[kWarps]>(shared);
+  auto& received = *reinterpret_cast<Received*>(shared + sizeof(buffers));  // of a cluster: sums of all warps that this block adds
+  auto* received_all = reinterpret_cast<uint64_t*>(&received + 1);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const bool alone = p.cluster == 1;
+  const int rank = blockIdx.x % p.cluster, first_tile = blockIdx.x / p.cluster * kTiles, tile = first_tile + warp / kShares;
+  const int64_t first_row = int64_t(blockIdx.y) * kRows;
+  const int share = rank * kShares + warp % kShares, shares = p.cluster * kShares, pairs = int(p.blocks + 1) / 2;
+  const int begin = pairs * share / shares * 2, end = min(pairs * (share + 1) / shares * 2, int(p.blocks));
+  const int blocks = tile * kTile < p.padded ? end - begin : 0;
+  Pipeline<kBits> pipeline(buffers[warp], p, tile, begin, blocks, lane);
+#if __CUDA_ARCH__ >= 900
+  if (!alone) {
+    if (threadIdx.x == 0) {
+      barrier_init(address_of(received_all));
+      fence_barriers();
+      barrier_expect(address_of(received_all), sizeof(Received));
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
+#endif
+  wait_for_previous();
+  launch_next();
+
+  const uint4* rows[kColumns];
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const int64_t row = min(first_row + n * 8 + g, p.rows - 1);  // results of missing rows are dropped
+    rows[n] = static_cast<const uint4*>(p.x) + ((row * p.blocks + begin) * 4 + t) * (kInt8 ? 1 : 2);
+  }
+  Activations<kColumns, kInt8> even, odd;
+  if (blocks > 0) {
+    even.load(rows, 0);
+  }
+  float total[kStrips][kColumns][4] = {};
+  int slot = 0;
+  uint32_t turn = 0;
+  const auto next_stage = [&] {
+    __syncwarp();
+    pipeline.fetch(slot);
+    if (++slot == kStages) {
+      slot = 0;
+      turn ^= 1;
+    }
+  };
+  for (int block = 0; block < blocks; block += 2) {
+    odd.load(rows, min(block + 1, blocks - 1));
+    pipeline.wait(slot, turn);
+    add_block<T, kBits>(total, buffers[warp].stages[slot], 0, even, lane);
+    if constexpr (Stage<kBits>::kBlocks == 1) {
+      next_stage();
+    }
+    even.load(rows, min(block + 2, blocks - 1));
+    if (block + 1 < blocks) {
+      if constexpr (Stage<kBits>::kBlocks == 1) {
+        pipeline.wait(slot, turn);
+      }
+      add_block<T, kBits>(total, buffers[warp].stages[slot], Stage<kBits>::kBlocks - 1, odd, lane);
+      if constexpr (Stage<kBits>::kBlocks == 1) {
+        next_stage();
+      }
+    }
+    if constexpr (Stage<kBits>::kBlocks == 2) {
+      next_stage();
+    }
+  }
+
+  // What a lane has summed stays together, (tile, strip, column, lane). It goes to the block of the cluster that adds it; with no
+  // cluster to where the warp's copies were.
+  static_assert(sizeof(Warp::stages) >= kTileParts * sizeof(float4));
+  const int own = kParts / p.cluster;
+#if __CUDA_ARCH__ >= 900
+  if (!alone) {
+    __syncwarp();
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // the other blocks have begun
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const int place = (i * kColumns + n) * 32 + lane, at = warp / kShares * kTileParts + place;
+      const auto& v = total[i][n];
+      if (alone) {
+        reinterpret_cast<float4*>(&buffers[warp])[place] = make_float4(v[0], v[1], v[2], v[3]);
+      } else {
+        send(&received[share * own + (at & (own - 1))], received_all, at / own, v);
+      }
+    }
+  }
+  if (alone) {
+    __syncthreads();
+  } else {
+    barrier_wait(address_of(received_all), 0);
+  }
+  for (int k = threadIdx.x; k < own * 4; k += kThreads) {
+    const auto* from = alone ? reinterpret_cast<const float*>(&buffers[k / (4 * kTileParts) * kShares]) + k % (4 * kTileParts)
+                             : reinterpret_cast<const float*>(received) + k;
+    const int step = alone ? int(sizeof(Warp) / 4) : own * 4;
+    float sum = *from;
+#pragma unroll 4
+    for (int part = 1; part < shares; ++part) {
+      sum += from[part * step];
+    }
+    const int at = rank * own + k / 4, e = k % 4, strip = at % kTileParts / 32 / kColumns;
+    const int64_t row = first_row + at / 32 % kColumns * 8 + at % 4 * 2 + e % 2;
+    const int64_t output = int64_t(first_tile + at / kTileParts) * kTile + strip * 16 + at % 32 / 4 + e / 2 * 8;
+    if (row < p.rows && output < p.outputs) {
+      store(static_cast<Out*>(p.y) + row * p.outputs + output, sum * (kInt8 ? p.x_scales[row] : kFactor));
+    }
+  }
+}
+
+template <int kBits, int kColumns>
+constexpr int shared_bytes(int cluster) {
+  constexpr int kReceived = kWarps * kStrips * kColumns * 32 * int(sizeof(float4)) + 16;
+  return kWarps * int(sizeof(Buffer<kBits>)) + (cluster > 1 ? kReceived : 0);
+}
+
+}  // namespace qsync
