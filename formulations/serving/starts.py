@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsync_opt.formulations.serving.fluid import Fluid, solve_fluid
+from qsync_opt.formulations.serving.fluid import Fluid, solve_fluid, stage_ends
 from qsync_opt.formulations.serving.tables import Array, Tables
 
 _MOST_LISTED = 6
@@ -86,13 +86,30 @@ def best_orders(start: Start, most: int) -> list[Start]:
         candidates.append(min(_orders(rest, value), key=value))
     result = []
     for other in dict.fromkeys(candidates):
-        own = fluid if other == order else solve_fluid(start.tables, other, fluid.objective)
-        if own is not None:
+        # What a program says hardly depends on the order but for the device that holds the head.
+        if sorted(other) == sorted(order) and other[-1] == order[-1]:
+            result.append(Start(start.tables, other, _reordered(fluid, order, other)))
+        elif (own := solve_fluid(start.tables, other, fluid.objective)) is not None:
             result.append(Start(start.tables, other, own))
     by_own = sorted(result, key=lambda s: _order_value(s, places=True)(s.order) - _paid(s))
     by_first = sorted(result, key=lambda s: value(s.order))
     either = itertools.chain.from_iterable(zip(by_first, by_own, strict=True))
     return list({s.order: s for s in either}.values())
+
+
+def _reordered(fluid: Fluid, order: tuple[int, ...], other: tuple[int, ...]) -> Fluid:
+    """About the program of another order of the same devices: each keeps its groups and prices."""
+    free = {t: [j for j, used in enumerate(order) if used == t] for t in set(order)}
+    pick = [free[t].pop(0) for t in other]
+    groups_J = fluid.groups_J[pick]
+    return replace(
+        fluid,
+        prefill_J=fluid.prefill_J[pick],
+        decode_J=fluid.decode_J[pick],
+        memory_J=fluid.memory_J[pick],
+        groups_J=groups_J,
+        ends=stage_ends(groups_J, fluid.ends[-1]),
+    )
 
 
 def _paid(start: Start) -> float:
