@@ -71,7 +71,7 @@ class StageSums:
     harm: float
 
 
-def _fixed(t: Tables, stages: int) -> tuple[Array, Array]:
+def fixed_sums(t: Tables, stages: int) -> tuple[Array, Array]:
     """Times and memory of stages beside their groups: both ends and links."""
     time_J2, memory_J = np.zeros((stages, 2)), np.zeros(stages)
     time_J2[0] += t.first_T2[0]
@@ -89,11 +89,24 @@ def stage_sums(t: Tables, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> 
     stages = len(ends)
     stage_G = np.repeat(np.arange(stages), np.diff(ends, prepend=0))
     time_G2, memory_G = t.time_KTS2[t.kind_G, stage_G, schemes], t.memory_KS[t.kind_G, schemes]
-    time_J2, memory_J = _fixed(t, stages)
+    time_J2, memory_J = fixed_sums(t, stages)
     for phase in range(2):
         time_J2[:, phase] += np.bincount(stage_G, time_G2[:, phase], stages)
     memory_J += np.bincount(stage_G, memory_G, stages)
     return StageSums(time_J2, memory_J, float(t.harm_GS[np.arange(t.groups), schemes].sum()))
+
+
+def value_of(t: Tables, sums: StageSums) -> Value:
+    """What a draft with these sums is worth."""
+    excess = _excess(t, sums.memory_J[None], np.asarray([sums.harm]))[0]
+    return Value(float(excess), t.total(sums.time_J2[:, 0].tolist(), sums.time_J2[:, 1].tolist()))
+
+
+def _excess(t: Tables, memory_NJ: Array, harm_N: Array) -> Array:
+    over = np.maximum(memory_NJ - t.limit_T, 0.0).sum(1) / max(float(t.limit_T.max()), 1.0)
+    if math.isfinite(t.harm_limit):
+        over = over + np.maximum(harm_N - t.harm_limit, 0.0) / max(t.harm_limit, 1e-12)
+    return np.asarray(over)
 
 
 def best_of_all(
@@ -117,7 +130,7 @@ def best_of_all(
     if not len(schemes_NG):
         return None
     memory_NG = t.memory_KS[t.kind_G, schemes_NG]
-    time_J2, memory_J = _fixed(t, stages)
+    time_J2, memory_J = fixed_sums(t, stages)
     best, found = math.inf, None
     for inner in itertools.product(*(range(a, b + 1) for a, b in zip(low, high, strict=True))):
         starts, ends = (0, *inner), (*inner, groups)
@@ -148,12 +161,12 @@ class Transfers:
     def value(self, draft: Draft) -> Value:
         """What a draft of this order is worth."""
         sums = stage_sums(self._tables, np.asarray(draft.ends), np.asarray(draft.schemes))
-        return self._value(sums)
+        return value_of(self._tables, sums)
 
     def improve(self, draft: Draft, *, pairs: bool = True) -> tuple[Draft, Value]:
         """A draft that no move makes better, and its value; with ``pairs`` no two moves either."""
         ends, schemes = np.asarray(draft.ends), np.asarray(draft.schemes)
-        value = self._value(stage_sums(self._tables, ends, schemes))
+        value = value_of(self._tables, stage_sums(self._tables, ends, schemes))
         for _ in range(_MOST_ROUNDS):
             result = self._step(ends, schemes, value, pairs)
             if result is None:
@@ -164,17 +177,6 @@ class Transfers:
     def sums(self, draft: Draft) -> StageSums:
         """Times, memory and harm of a draft of this order."""
         return stage_sums(self._tables, np.asarray(draft.ends), np.asarray(draft.schemes))
-
-    def _value(self, sums: StageSums) -> Value:
-        excess = self._excess(sums.memory_J[None], np.asarray([sums.harm]))[0]
-        return Value(float(excess), self._tables.total(sums.time_J2[:, 0].tolist(), sums.time_J2[:, 1].tolist()))
-
-    def _excess(self, memory_NJ: Array, harm_N: Array) -> Array:
-        t = self._tables
-        over = np.maximum(memory_NJ - t.limit_T, 0.0).sum(1) / max(float(t.limit_T.max()), 1.0)
-        if math.isfinite(t.harm_limit):
-            over = over + np.maximum(harm_N - t.harm_limit, 0.0) / max(t.harm_limit, 1e-12)
-        return np.asarray(over)
 
     def _step(
         self, ends: NDArray[np.intp], schemes: NDArray[np.intp], value: Value, pairs: bool
@@ -206,7 +208,7 @@ class Transfers:
         time_NJ2, memory_NJ, harm_N = changes
         times = sums.time_J2 + time_NJ2
         objective_N = self._tables.totals(times[..., 0], times[..., 1])
-        excess_N = self._excess(sums.memory_J + memory_NJ, sums.harm + harm_N)
+        excess_N = _excess(self._tables, sums.memory_J + memory_NJ, sums.harm + harm_N)
         good = (excess_N < value.excess * (1 - 1e-12)) | (
             (excess_N <= value.excess) & (objective_N < value.objective - 0.5)
         )
@@ -282,7 +284,9 @@ class Transfers:
         """
         t, stages, rows = self._tables, len(self.order), np.arange(self._tables.groups)
         border_M, shift_M = np.repeat(np.arange(stages - 1), len(_SHIFTS)), np.tile(_SHIFTS, stages - 1)
-        begin_M, end_M = (np.asarray(bound(ends[border_M], ends[border_M] + shift_M)) for bound in (np.minimum, np.maximum))
+        begin_M, end_M = (
+            np.asarray(bound(ends[border_M], ends[border_M] + shift_M)) for bound in (np.minimum, np.maximum)
+        )
         low_M, high_M = np.concatenate([[0], ends])[border_M], ends[border_M + 1]
         kept = (begin_M > low_M) & (end_M < high_M)
         border_M, shift_M, begin_M, end_M = border_M[kept], shift_M[kept], begin_M[kept], end_M[kept]
@@ -321,7 +325,7 @@ class Transfers:
             ends[border] += shift
         if (np.diff(ends, prepend=0) <= 0).any():
             return None
-        return ends, schemes, self._value(stage_sums(self._tables, ends, schemes))
+        return ends, schemes, value_of(self._tables, stage_sums(self._tables, ends, schemes))
 
 
 def _running(values: Any) -> Array:
