@@ -28,7 +28,7 @@ from qsync_opt.formulations.serving.chain import Region, Windows, all_choices, c
 from qsync_opt.formulations.serving.counts import GivenStages, few_numbers
 from qsync_opt.formulations.serving.fluid import solve_fluid
 from qsync_opt.formulations.serving.prices import Planes, chain_prices, even_prices, fluid_prices, stage_prices
-from qsync_opt.formulations.serving.starts import Start, best_orders, first_start, moved, settled, without_idle
+from qsync_opt.formulations.serving.starts import Start, best_orders, first_start, settled, without_idle
 from qsync_opt.formulations.serving.tables import Array, Draft, Tables
 from qsync_opt.formulations.serving.transfers import WORST, Transfers, Value, best_of_all, value_of
 
@@ -45,9 +45,7 @@ _ORDERS = 8
 _SETTLED = 5
 """... of which so many are made whole, ..."""
 _CLOSE = 1e-3
-"""... and those that are relatively so close to the best are improved, ..."""
-_PROGRAMS = 2
-"""... by at most so many programs with stages moved, and by transfers."""
+"""... and those that are relatively so close to the best are improved by transfers."""
 _SHARES = (0.3, 1.0)
 """Shares of the prices of stages that pay for the slowest one, when it is asked how long that may be, ..."""
 _SHORTER = 0.01
@@ -303,7 +301,6 @@ class Search:
         whole.sort(key=lambda pair: pair[0].objective)
         for fluid, other in whole:
             if fluid.objective <= (1 + _CLOSE) * min(whole[0][0].objective, self.upper):
-                fluid = moved(other, fluid, _PROGRAMS)
                 assert fluid.schemes is not None, "stages are given"
                 self.offer(start.tables, Draft(other.order, fluid.ends, fluid.schemes), pairs=True)
 
