@@ -1,14 +1,15 @@
 """The least priced cost of a chain of stages, over all device orders, subsets, cuts and schemes: a dynamic program.
 
 At prices for time, memory and harm the choice of a group's scheme is free of all others, and what is left is a path:
-which device is next, and after which group. A state is (devices used by type, first type, last type); its value by
-number of groups done is a minimum over where the stage began, which is no earlier than memory for the smallest schemes
-allows: memory has a price, and this limit besides.
+which device is next, and after which group. A state is (devices used by type, first type, last type), without the first
+where the link back to it takes as long whichever it is. Its value by number of groups done is a minimum over where the
+stage began, no earlier than memory for the smallest schemes allows: memory has a price, and this limit besides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -39,13 +40,16 @@ class _Level:
 
 
 @lru_cache(maxsize=512)
-def _levels(counts: tuple[int, ...], prefix: tuple[int, ...], closed: bool) -> tuple[_Level, ...]:
-    """States by number of stages, for chains that begin with ``prefix`` (and end there if ``closed``)."""
+def _levels(counts: tuple[int, ...], prefix: tuple[int, ...], closed: bool, alike: bool) -> tuple[_Level, ...]:
+    """States by number of stages, for chains that begin with ``prefix`` (and end there if ``closed``).
+
+    Where first types are ``alike``, a state has any of them.
+    """
     beginnings = prefix[:1] or range(len(counts))
     states: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
     for t in beginnings:
         used = tuple(int(t == i) for i in range(len(counts)))
-        states[used, t, t] = [0]
+        states[used, 0 if alike else t, t] = [0]
     levels = []
     while states:
         width = max(len(sources) for sources in states.values())
@@ -74,7 +78,8 @@ class Region:
     """A part of the choices.
 
     Chains begin with ``prefix``, and end there where ``closed``; ``low`` and ``high`` are the range of each prefix
-    stage's end (the last one's is fixed), ``allowed_GS`` the schemes that each group may take.
+    stage's end (the last one's is fixed), ``allowed_GS`` the schemes that each group may take, and
+    ``most_ns`` how long a stage may take for the prefill of a micro-batch.
     """
 
     prefix: tuple[int, ...]
@@ -82,36 +87,65 @@ class Region:
     low: tuple[int, ...]
     high: tuple[int, ...]
     allowed_GS: NDArray[np.bool_]
+    most_ns: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """By type and end of a stage: the earliest group at which it may begin, for memory; the same for all prices.
+    """By type and end of a stage: the earliest group at which it may begin, for memory and time; for all prices.
 
-    ``first_TG`` and ``second_TG`` are columns of `_least_parts`: two parts that overlap cover the range of begins.
+    ``first_TG`` and ``second_TG`` are columns of `_least_before`: two parts that overlap cover the range of begins.
+    ``back_T`` is the type that a link goes back to from a last one; None where it matters which.
     """
 
     earliest_TG: NDArray[np.intp]
     parts: int
     first_TG: NDArray[np.intp]
     second_TG: NDArray[np.intp]
+    back_T: NDArray[np.intp] | None
 
     @classmethod
     def of(cls, tables: Tables, region: Region) -> Windows:
         """The windows of a region."""
-        least_G = np.where(region.allowed_GS, tables.memory_KS[tables.kind_G], np.inf).min(1)
-        sums_G = np.concatenate([[0.0], np.cumsum(least_G)])
-        earliest_TG = np.searchsorted(sums_G, sums_G[None] - tables.limit_T[:, None], side="left")
-        ends_G = np.arange(len(sums_G))
+        groups = tables.groups
+        allowed_GS, kind_G = region.allowed_GS, tables.kind_G
+        least_G = np.where(allowed_GS, tables.memory_KS[kind_G], np.inf).min(1)
+        earliest_TG = _earliest(
+            np.tile(least_G, (tables.types, 1)), tables.limit_T, tables.first_memory_T, tables.last_memory_T
+        )
+        if math.isfinite(region.most_ns):
+            least_TG = np.where(allowed_GS[:, None], tables.time_KTS2[kind_G, ..., 0], np.inf).min(2).T
+            # A little more, for sums are rounded.
+            most_T = np.full(tables.types, region.most_ns * (1 + 1e-12))
+            in_time_TG = _earliest(least_TG, most_T, tables.first_T2[:, 0], tables.last_T2[:, 0])
+            earliest_TG = np.maximum(earliest_TG, in_time_TG)
+        ends_G = np.arange(groups + 1)
         length_TG = ends_G - earliest_TG
         # The exponent of the largest power of two that is no longer than the range.
         part_TG = np.frexp(np.maximum(length_TG, 1))[1].astype(np.intp) - 1
-        width = len(sums_G)
+        width = groups + 1
         # No range: the last column of the first part, which is infinite.
         nothing_TG = length_TG < 1
         first_TG = np.where(nothing_TG, width - 1, part_TG * width + earliest_TG)
         second_TG = np.where(nothing_TG, width - 1, part_TG * width + ends_G - (1 << part_TG))
-        return cls(earliest_TG, int(part_TG.max()) + 1, first_TG, second_TG)
+        # A link to a device of the same type needs two of them.
+        other_TT = ~np.diag(tables.count_T < 2)
+        least_T2 = np.where(other_TT[..., None], tables.link_TT2, np.inf).min(1)
+        most_T2 = np.where(other_TT[..., None], tables.link_TT2, -np.inf).max(1)
+        back_T = other_TT.argmax(1) if (least_T2 >= most_T2).all() else None
+        return cls(earliest_TG, int(part_TG.max()) + 1, first_TG, second_TG, back_T)
+
+
+def _earliest(amount_TG: Array, limit_T: Array, first_T: Array, last_T: Array) -> NDArray[np.intp]:
+    """By type and end, where a stage may begin whose groups' amounts, and what an end holds besides, keep a limit."""
+    types, groups = amount_TG.shape
+    result = np.zeros((types, groups + 1), dtype=np.intp)
+    for t in range(types):
+        sums_G = np.concatenate([[0.0], np.cumsum(amount_TG[t])])
+        limit_G = np.full(groups + 1, limit_T[t])
+        limit_G[-1] -= last_T[t]
+        result[t] = np.maximum(np.searchsorted(sums_G, sums_G - limit_G, side="left"), sums_G > limit_G - first_T[t])
+    return result
 
 
 def priced_chain(
@@ -135,7 +169,8 @@ def priced_chain(
     use_T = -prices.memory_T * tables.limit_T
     link_TT = (tables.link_TT2 * weights[:, None, :]).sum(-1)
     windows = windows or Windows.of(tables, region)
-    levels = _levels(tuple(map(int, tables.count_T)), region.prefix, region.closed)
+    back_T = windows.back_T
+    levels = _levels(tuple(map(int, tables.count_T)), region.prefix, region.closed, back_T is not None)
     entries: list[Array] = []
     values: list[Array] = []
     best, best_at = np.inf, (0, 0)
@@ -154,7 +189,7 @@ def priced_chain(
         if depth + 1 >= len(region.prefix) and (not region.closed or depth + 1 == len(region.prefix)):
             ends = value[:, -1] + finish_T[level.last]
             if depth > 0:
-                ends = ends + link_TT[level.last, level.first]
+                ends = ends + link_TT[level.last, level.first if back_T is None else back_T[level.last]]
             k = int(ends.argmin())
             if ends[k] < best:
                 best, best_at = float(ends[k]), (depth, k)
@@ -222,8 +257,8 @@ def children(tables: Tables, region: Region) -> list[Region]:
     used = [region.prefix.count(t) for t in range(tables.types)]
     result = []
     if region.prefix:
-        result.append(Region(region.prefix, True, (), (), region.allowed_GS))
+        result.append(replace(region, closed=True))
     free = [t for t in range(tables.types) if used[t] < tables.count_T[t]]
     if len(region.prefix) < tables.groups:
-        result += [Region((*region.prefix, t), False, (), (), region.allowed_GS) for t in free]
+        result += [replace(region, prefix=(*region.prefix, t)) for t in free]
     return result

@@ -6,11 +6,11 @@ For weights a, b on the devices (each summing to 1) and theta in [0, 1], with n 
     (n - 1) max(sum D, m_d max D) + (m_d - 1) max D  >=  (n - 1) theta sum D + E sum b D,
                                                     E = (n - 1)(1 - theta) m_d + m_d - 1
 
-so that, with prices for memory and harm, the best chain (`chain.priced_chain`) bounds the objective from below. Prices
-rise by Polyak steps; every chain on the way is a draft for `transfers`. The search divides the choices first by the
-order of devices, then by where stages end, then by schemes.
+so that, with prices for memory and harm, the best chain (`chain.priced_chain`) bounds the objective from below. Every
+chain on the way to the best prices (`prices`) is a draft for `transfers`. The search divides the choices first by the
+order of devices, then by where stages end; what is left then is listed (`counts`), or divided by schemes.
 
-Source: ours; the resource prices are classical Lagrangian relaxation (Held and Karp 1971; Polyak 1969 for the step).
+Source: ours; the resource prices are classical Lagrangian relaxation (Held and Karp 1971).
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from qsync_opt.formulations.serving.chain import Prices, Region, Windows, all_choices, children, priced_chain
-from qsync_opt.formulations.serving.fluid import Fluid, solve_fluid
-from qsync_opt.formulations.serving.starts import Start, best_orders, first_start, moved, settled, without_idle
+from qsync_opt.formulations.serving.chain import Region, Windows, all_choices, children, priced_chain
+from qsync_opt.formulations.serving.counts import GivenStages, few_numbers
+from qsync_opt.formulations.serving.fluid import solve_fluid
+from qsync_opt.formulations.serving.prices import Planes, chain_prices, even_prices, fluid_prices, stage_prices
+from qsync_opt.formulations.serving.starts import Start, best_orders, first_start, settled, without_idle
 from qsync_opt.formulations.serving.tables import Array, Draft, Tables
-from qsync_opt.formulations.serving.transfers import WORST, Transfers, Value, best_of_all, stage_sums
+from qsync_opt.formulations.serving.transfers import WORST, Transfers, Value, best_of_all, value_of
 
-_ROUND = 8
+_ROUND = 5
 """Price steps on a part of the choices, whose prices begin at those of the whole."""
 _MOST_ROUNDS, _QUICKLY = 8, 0.1
 """Most rounds of such steps, and the share of the gap to the best plan that one must close to have another follow."""
 _LONG_ROUND = 24
 """Price steps between two drafts that are improved, where nothing is divided yet."""
-_KEPT = 0.6
-"""Share of the earlier slopes in their running mean."""
-_NEAR_RATE = 0.25
-"""First step, as a share of Polyak's, from prices that are nearly the best."""
-_STALL = 10
-"""Steps without a better bound after which the step is halved."""
+_NEAR, _FAR = 0.05, 1.0
+"""First box of prices that are nearly the best, and of others."""
 _ORDERS = 8
 """Orders of an option whose fluid program is solved, ..."""
 _SETTLED = 5
 """... of which so many are made whole, ..."""
 _CLOSE = 1e-3
-"""... and those that are relatively so close to the best are improved, ..."""
-_PROGRAMS = 2
-"""... by at most so many programs with stages moved, and by transfers."""
+"""... and those that are relatively so close to the best are improved by transfers."""
+_SHARES = (0.3, 1.0)
+"""Shares of the prices of stages that pay for the slowest one, when it is asked how long that may be, ..."""
+_SHORTER = 0.01
+"""... and by how much, relatively, the answer must be less than before."""
+_LITTLE = 0.02
+"""How far above the bound, relatively, a first plan of given stages is looked for."""
 _SEARCHED_EVERY = 8
 """Nodes of the search between two whose drafts are improved by transfers, which take far longer than bounds."""
 _FEW_DRAFTS = 4000
@@ -58,150 +60,50 @@ _SLACK = 1e-9
 """Relative rounding of a bound that was computed in floating point."""
 
 
-@dataclass(slots=True)
-class _Dual:
-    """Prices in natural units: shares of the two maxima by type, theta, memory and harm per limit."""
-
-    prefill_T: Array
-    decode_T: Array
-    theta: float
-    memory_T: Array
-    harm: float
-
-    def copy(self) -> _Dual:
-        return _Dual(self.prefill_T.copy(), self.decode_T.copy(), self.theta, self.memory_T.copy(), self.harm)
-
-
-def _simplex(x_T: Array, count_T: Array) -> Array:
-    """The nearest point with x >= 0 and sum of count * x = 1."""
-    falling = np.argsort(-x_T, kind="stable")
-    # What is taken from the largest 1, 2, ... entries, if only they stay above 0.
-    taken = (np.cumsum((count_T * x_T)[falling]) - 1) / np.cumsum(count_T[falling])
-    kept = int(np.flatnonzero(x_T[falling] > taken)[-1])
-    result = np.maximum(x_T - taken[kept], 0)
-    total = float((count_T * result).sum())
-    return result / total if total > 0 else np.full_like(x_T, 1 / float(count_T.sum()))
-
-
-def _dual_of(tables: Tables, order: tuple[int, ...], fluid: Fluid) -> _Dual:
-    """A fluid program's prices by device type."""
-    pick, count = np.asarray(order), tables.count_T.astype(float)
-
-    def mean(values_J: Array) -> Array:
-        return np.asarray(np.bincount(pick, values_J, tables.types) / count)
-
-    return _Dual(
-        _simplex(mean(fluid.prefill_J), count),
-        _simplex(mean(fluid.decode_J), count),
-        fluid.theta,
-        mean(fluid.memory_J),
-        fluid.harm,
-    )
-
-
 class Node:
     """A region of one option with its best known bound and prices."""
 
     def __init__(
-        self, tables: Tables, region: Region, order: tuple[int, ...] | None, dual: _Dual | None = None
+        self, tables: Tables, region: Region, order: tuple[int, ...] | None, prices: Array, box: float = _NEAR
     ) -> None:
         self.tables, self.region, self.order = tables, region, order
         self.bound = 0.0
         """The best that is known, be it that of a region which this one is part of."""
-        self.reached = 0.0
+        self.reached = -math.inf
         """The best at this node's own prices."""
-        self.rate = 1.0
-        self.drafts: list[Draft] = []
-        self._stall = 0
-        count = tables.count_T.astype(float)
-        even = np.full(tables.types, 1 / float(count.sum()))
-        self.dual = dual or _Dual(even, even.copy(), 0.0, np.zeros(tables.types), 0.0)
-        self._best = self.dual.copy()
-        self._slope: Array | None = None
+        self.drafts: list[tuple[Draft, Value]] = []
+        self.listed = False
+        """Whether listing the numbers of given stages has done what it can."""
+        self.planes = Planes(tables, prices, box)
         self._windows: Windows | None = None
 
     def climb(self, steps: int, upper: float) -> None:
-        """Raise the bound; ``upper`` is the objective to aim at (an estimate where it is infinite)."""
-        self.drafts = []
+        """Raise the bound; at ``upper`` it is high enough."""
+        del self.drafts[:-_LONG_ROUND]
         for _ in range(steps):
-            bound, draft = self._evaluate()
+            prices = self.planes.best if math.isinf(self.reached) else self.planes.next(self.reached)
+            if prices is None:
+                return
+            bound, draft = self._evaluate(prices)
             if draft is None:
                 self.bound = math.inf
                 return
-            self.drafts.append(draft)
-            if bound > self.reached + 1e-7 * abs(self.reached):
-                self.reached, self._stall, self._best = bound, 0, self.dual.copy()
-                self.bound = max(self.bound, bound)
-            else:
-                self._stall += 1
-                if self._stall >= _STALL:
-                    self.rate, self._stall, self.dual = self.rate / 2, 0, self._best.copy()
-                    self._slope = None
+            self.drafts.append((draft, value_of(self.tables.in_order(draft.order), self.planes.add(draft))))
+            if math.isfinite(self.reached):
+                self.planes.report(self.reached, bound, prices)
+            self.reached = max(self.reached, bound)
+            self.bound = max(self.bound, bound)
             if self.bound >= upper:
                 return
-            self._step(bound, draft, upper if math.isfinite(upper) else max(1.2 * bound, 1.0))
 
-    def _evaluate(self) -> tuple[float, Draft | None]:
-        t, dual = self.tables, self.dual
-        extra = max(t.steps - 1, 0)
-        emphasis = extra * (1 - dual.theta) * t.decode_parts + t.decode_parts - 1
-        time_T2 = np.stack(
-            [
-                1 + (t.prefill_parts - 1) * dual.prefill_T,
-                (1 + extra * dual.theta + emphasis * dual.decode_T) if t.steps else np.zeros(t.types),
-            ],
-            axis=1,
-        )
-        limited = math.isfinite(t.harm_limit)
-        harm = dual.harm if limited else 0.0
+    def _evaluate(self, prices: Array) -> tuple[float, Draft | None]:
+        t = self.tables
         if self._windows is None:
             self._windows = Windows.of(t, self.region)
-        value, draft = priced_chain(t, self.region, Prices(time_T2, dual.memory_T, harm), self._windows)
-        bound = value - (harm * t.harm_limit if limited else 0.0)
-        return bound - _SLACK * (abs(value) + abs(value - bound)), draft
-
-    def _step(self, bound: float, draft: Draft, upper: float) -> None:
-        t, dual = self.tables, self.dual
-        sums = stage_sums(t.in_order(draft.order), np.asarray(draft.ends), np.asarray(draft.schemes))
-        unit = max(upper, 1.0)
-        order = np.asarray(draft.order)
-
-        def by_type(values_J: Array) -> Array:
-            return np.bincount(order, values_J, t.types).astype(np.float64)
-
-        count = t.count_T.astype(float)
-        extra = max(t.steps - 1, 0)
-        emphasis = (extra * (1 - dual.theta) * t.decode_parts + t.decode_parts - 1) if t.steps else 0.0
-        # Types stand for several devices: their share's derivative is the mean over them times the count.
-        g_prefill = (t.prefill_parts - 1) * by_type(sums.time_J2[:, 0]) / unit
-        g_decode = emphasis * by_type(sums.time_J2[:, 1]) / unit
-        decode_J = sums.time_J2[:, 1]
-        g_theta = extra * float(decode_J.sum() - t.decode_parts * (dual.decode_T[order] * decode_J).sum()) / unit
-        limit = np.maximum(t.limit_T, 1.0)
-        g_memory = by_type(sums.memory_J - t.limit_T[order]) / limit
-        scale = max(t.harm_limit, 1e-9) if math.isfinite(t.harm_limit) else 1.0
-        g_harm = (sums.harm - t.harm_limit) / scale if math.isfinite(t.harm_limit) else 0.0
-        slope = np.concatenate([g_prefill / count, g_decode / count, g_memory, [g_theta, g_harm]])
-        # The mean of recent slopes: one chain alone puts all groups on one side of a balance.
-        mean = slope if self._slope is None else _KEPT * self._slope + (1 - _KEPT) * slope
-        self._slope = mean
-        types = t.types
-        point = np.concatenate(
-            [dual.prefill_T, dual.decode_T, dual.memory_T * limit / unit, [dual.theta], [dual.harm * scale / unit]]
-        )
-        free = mean.copy()
-        for part in (slice(0, types), slice(types, 2 * types)):
-            free[part] -= (count * free[part]).sum() / count.sum()
-        free[2 * types :][(point[2 * types :] <= 0) & (free[2 * types :] < 0)] = 0.0
-        norm = float(free @ free)
-        if norm < 1e-20:
-            return
-        point = point + self.rate * max(upper - bound, 1e-4 * unit) / unit / norm * free
-        dual.prefill_T = _simplex(point[:types], count)
-        dual.decode_T = _simplex(point[types : 2 * types], count)
-        dual.memory_T = np.maximum(point[2 * types : 3 * types], 0.0) * unit / limit
-        dual.theta = min(max(float(point[-2]), 0.0), 1.0)
-        dual.harm = max(float(point[-1]), 0.0) * unit / scale
+        of_chain = chain_prices(t, prices)
+        value, draft = priced_chain(t, self.region, of_chain, self._windows)
+        limit = of_chain.harm * t.harm_limit if math.isfinite(t.harm_limit) else 0.0
+        return value - limit - _SLACK * (abs(value) + limit), draft
 
     def divide(self) -> list[Node]:
         """Nodes that cover this one's choices."""
@@ -210,42 +112,75 @@ class Node:
             parts = []
             for child in children(self.tables, region):
                 if not child.closed:
-                    parts.append(Node(self.tables, child, None, self.dual.copy()))
+                    parts.append(Node(self.tables, child, None, self.planes.best))
                     continue
                 tables, order, groups = self.tables.in_order(child.prefix), child.prefix, self.tables.groups
                 stages = len(order)
                 low = tuple(range(1, stages))
                 high = tuple(groups - stages + j for j in range(1, stages))
-                pick = np.asarray(order)
-                own = Region(tuple(range(stages)), True, low, high, child.allowed_GS)
+                own = replace(child, prefix=tuple(range(stages)), low=low, high=high)
                 fluid = None if _few(own) else solve_fluid(self.tables, order, max(self.bound, 1.0))
                 if fluid is not None:
-                    dual = _dual_of(tables, tuple(range(stages)), fluid)
+                    prices = fluid_prices(tables, tuple(range(stages)), fluid)
                 else:
-                    shares = [self.dual.prefill_T[pick], self.dual.decode_T[pick]]
-                    prefill, decode = (s / s.sum() if s.sum() > 0 else np.full(stages, 1 / stages) for s in shares)
-                    dual = _Dual(prefill, decode, self.dual.theta, self.dual.memory_T[pick], self.dual.harm)
-                parts.append(Node(tables, own, order, dual))
+                    prices = stage_prices(self.tables, self.planes.best, order)
+                parts.append(Node(tables, own, order, prices))
         else:
-            parts = [Node(self.tables, part, self.order, self.dual.copy()) for part in self._halves()]
+            parts = [Node(self.tables, part, self.order, self.planes.best) for part in self._halves()]
         for part in parts:
-            part.bound, part.rate = self.bound, _NEAR_RATE
+            part.bound = self.bound
+            if part.order == self.order:
+                part.planes.inherit(self.planes, part.holds)
         return parts
+
+    def holds(self, draft: Draft) -> bool:
+        """Whether a draft with this node's types is in its region."""
+        region, depth = self.region, len(self.region.prefix)
+        if self._windows is None:
+            self._windows = Windows.of(self.tables, region)
+        earliest_TG, begins = self._windows.earliest_TG, (0, *draft.ends[:-1])
+        return (
+            draft.order[:depth] == region.prefix
+            and (not region.closed or len(draft.order) == depth)
+            and all(low <= end <= high for low, end, high in zip(region.low, draft.ends, region.high, strict=False))
+            and all(b >= earliest_TG[t, e] for t, b, e in zip(draft.order, begins, draft.ends, strict=True))
+            and bool(region.allowed_GS[np.arange(self.tables.groups), list(draft.schemes)].all())
+        )
 
     def settle_prices(self, upper: float) -> None:
         """Raise the bound for as long as that goes on quickly."""
         for _ in range(_MOST_ROUNDS):
             before = self.reached
             self.climb(_ROUND, upper)
-            if self.bound >= upper or self.reached - before < _QUICKLY * (upper - self.reached):
+            if self.bound >= upper:
                 return
+            if not self.shorten(upper) and self.reached - before < _QUICKLY * (upper - self.reached):
+                return
+
+    def shorten(self, upper: float) -> bool:
+        """Forbid stages that are too long for a plan better than ``upper``; True if that is noticeable."""
+        t, types = self.tables, self.tables.types
+        if t.prefill_parts == 1 or not math.isfinite(upper):
+            return False
+        most = self.region.most_ns
+        for share in _SHARES:
+            prices = self.planes.best.copy()
+            prices[:types] *= 1 - share
+            # What is left of the prices for stages pays for the slowest of them.
+            bound, _ = self._evaluate(prices)
+            most = min(most, (upper - bound) / (share * (t.prefill_parts - 1)))
+        if most >= (1 - _SHORTER) * self.region.most_ns:
+            return False
+        self.region, self._windows, self.reached = replace(self.region, most_ns=most), None, -math.inf
+        self.planes.inherit(self.planes, self.holds)
+        return True
 
     def _halves(self) -> list[Region]:
         region, drafts = self.region, self.drafts
         spread = [high - low for low, high in zip(region.low, region.high, strict=True)]
         if spread and max(spread) > 0:
             j = int(np.argmax(spread))
-            at = round(float(np.mean([draft.ends[j] for draft in drafts[-_ROUND:]])) - 0.5) if drafts else 0
+            at = round(float(np.mean([draft.ends[j] for draft, _ in drafts[-_ROUND:]])) - 0.5) if drafts else 0
             at = min(max(at, region.low[j]), region.high[j] - 1)
             low, high = list(region.low), list(region.high)
             low[j], high[j] = at + 1, at
@@ -253,7 +188,7 @@ class Node:
         free = region.allowed_GS.sum(1)
         if free.max() <= 1:
             return []
-        recent = np.asarray([draft.schemes for draft in drafts[-_ROUND:]])
+        recent = np.asarray([draft.schemes for draft, _ in drafts[-_ROUND:]])
         variety = (recent != recent[-1]).sum(0) + 1e-3 * self.tables.harm_GS.max(1) / max(
             self.tables.harm_GS.max(), 1e-300
         )
@@ -263,6 +198,29 @@ class Node:
         only[g, recent[-1, g]] = True
         rest[g, recent[-1, g]] = False
         return [replace(region, allowed_GS=only), replace(region, allowed_GS=rest)]
+
+    def given_stages(self) -> tuple[int, ...] | None:
+        """Where stages end, if that is all that is left, and schemes."""
+        region = self.region
+        if not region.closed or region.low != region.high or len(region.low) != len(region.prefix) - 1:
+            return None
+        return (*region.high, self.tables.groups)
+
+    def solve_given(self, ends: tuple[int, ...], upper: float) -> Draft | None:
+        """Raise the bound of given stages as far as listing their numbers does, and return a draft below ``upper``."""
+        self.listed = True
+        if math.isinf(self.reached):
+            self.climb(1, upper)
+        if self.bound >= upper or not few_numbers(self.tables, ends):
+            return None
+        # Without a plan to compare with: whether one is a little above the bound.
+        goal = upper if math.isfinite(upper) else self.reached + max(_LITTLE * abs(self.reached), 1.0)
+        best, theta = self.planes.best, float(self.planes.best[2 * self.tables.types])
+        stages = GivenStages(self.tables, ends, self.region.allowed_GS)
+        bound, draft = stages.solve(chain_prices(self.tables, best), theta, self.reached, goal)
+        self.listed = bound <= self.reached
+        self.bound = max(self.bound, bound if goal == upper else min(bound, goal))
+        return draft
 
     def few_left(self) -> bool:
         """Whether so few drafts are left that each can be looked at."""
@@ -326,9 +284,10 @@ class Search:
             if promising.fluid.objective < self.upper:
                 self._settle_orders(promising)
         for tables, start in zip(self._options, starts, strict=True):
-            dual = None if start is None else _dual_of(tables, start.order, start.fluid)
-            node = Node(tables, all_choices(tables), None, dual)
-            node.rate = 1.0 if start is None else _NEAR_RATE
+            if start is None:
+                node = Node(tables, all_choices(tables), None, even_prices(tables), _FAR)
+            else:
+                node = Node(tables, all_choices(tables), None, fluid_prices(tables, start.order, start.fluid))
             node.climb(1, self.upper)
             self._push(node)
 
@@ -342,7 +301,6 @@ class Search:
         whole.sort(key=lambda pair: pair[0].objective)
         for fluid, other in whole:
             if fluid.objective <= (1 + _CLOSE) * min(whole[0][0].objective, self.upper):
-                fluid = moved(other, fluid, _PROGRAMS)
                 assert fluid.schemes is not None, "stages are given"
                 self.offer(start.tables, Draft(other.order, fluid.ends, fluid.schemes), pairs=True)
 
@@ -369,11 +327,10 @@ class Search:
             if self._finished(gap) or not self._heap:
                 return
             _, _, node = heapq.heappop(self._heap)
-            before = node.bound
             node.climb(_LONG_ROUND, self.upper)
             self._polish(node)
             self._push(node)
-            if node.bound <= before and node.rate < 0.1:
+            if node.planes.done:
                 break
         self.refine()
 
@@ -393,6 +350,11 @@ class Search:
             if node.few_left():
                 self._settle(node)
                 continue
+            ends = node.given_stages()
+            if ends is not None and not node.listed:
+                self._solve_given(node, ends)
+                self._push(node)
+                continue
             for part in node.divide():
                 if part.few_left():
                     self._settle(part)
@@ -402,6 +364,18 @@ class Search:
                     self._polish(part, always=nodes % _SEARCHED_EVERY == 1)
                     self.refine()
                 self._push(part)
+
+    def _solve_given(self, node: Node, ends: tuple[int, ...]) -> None:
+        """Raise the bound of given stages by listing numbers of groups, and keep the best plan."""
+        draft = node.solve_given(ends, self.upper)
+        if draft is not None:
+            draft, tables = self._named(node, draft), self._options[node.tables.option]
+            value = Transfers(tables, draft.order).value(draft)
+            if value.excess <= 0 and value.objective < self.upper:
+                self.best, self.value = (tables.option, draft), value
+            elif value.excess > 0:
+                # It was within a limit by rounding only.
+                node.bound, node.listed = node.reached, True
 
     def _settle(self, node: Node) -> None:
         """Look at all drafts of a node."""
@@ -414,12 +388,9 @@ class Search:
         if not node.drafts:
             return
         tables = self._options[node.tables.option] if node.order is not None else node.tables
-        drafts = [self._named(node, draft) for draft in node.drafts[-_LONG_ROUND:]]
-        searches = {draft.order: Transfers(tables, draft.order) for draft in drafts}
-        values = [searches[draft.order].value(draft) for draft in drafts]
-        best = min(range(len(drafts)), key=lambda i: (values[i].excess, values[i].objective))
-        if always or values[best].better(self.value):
-            self.offer(tables, drafts[best], pairs=False)
+        draft, value = min(node.drafts[-_LONG_ROUND:], key=lambda pair: (pair[1].excess, pair[1].objective))
+        if always or value.better(self.value):
+            self.offer(tables, self._named(node, draft), pairs=False)
 
     def _named(self, node: Node, draft: Draft) -> Draft:
         """The draft with device types instead of stage numbers."""

@@ -1,8 +1,7 @@
 """Where the search of large problems begins: orders of devices ranked at the fluid program's prices, and stage ends.
 
 The program of one order prices every device. At these prices another order costs more or less by its links and ends and
-by which groups a device then gets: the sensitive ones are rarely spread evenly over the model. Of the best orders the
-stages are then moved, as the program with stages given says.
+by which groups a device then gets: the sensitive ones are rarely spread evenly over the model.
 
 Source: ours.
 """
@@ -11,18 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsync_opt.formulations.serving.fluid import Fluid, solve_fluid
+from qsync_opt.formulations.serving.fluid import Fluid, solve_fluid, stage_ends
 from qsync_opt.formulations.serving.tables import Array, Tables
 
 _MOST_LISTED = 6
 """Stages up to which every order is ranked; beyond, only what exchanges of two and moves of one reach."""
 _IDLE = 0.02
 """Share of the groups below which a device may not be worth its links, and of the objective that this may cost."""
-_SHIFTS = (8, 3, 1)
 
 
 @dataclass(slots=True)
@@ -86,13 +84,30 @@ def best_orders(start: Start, most: int) -> list[Start]:
         candidates.append(min(_orders(rest, value), key=value))
     result = []
     for other in dict.fromkeys(candidates):
-        own = fluid if other == order else solve_fluid(start.tables, other, fluid.objective)
-        if own is not None:
+        # What a program says hardly depends on the order but for the device that holds the head.
+        if sorted(other) == sorted(order) and other[-1] == order[-1]:
+            result.append(Start(start.tables, other, _reordered(fluid, order, other)))
+        elif (own := solve_fluid(start.tables, other, fluid.objective)) is not None:
             result.append(Start(start.tables, other, own))
     by_own = sorted(result, key=lambda s: _order_value(s, places=True)(s.order) - _paid(s))
     by_first = sorted(result, key=lambda s: value(s.order))
     either = itertools.chain.from_iterable(zip(by_first, by_own, strict=True))
     return list({s.order: s for s in either}.values())
+
+
+def _reordered(fluid: Fluid, order: tuple[int, ...], other: tuple[int, ...]) -> Fluid:
+    """About the program of another order of the same devices: each keeps its groups and prices."""
+    free = {t: [j for j, used in enumerate(order) if used == t] for t in set(order)}
+    pick = [free[t].pop(0) for t in other]
+    groups_J = fluid.groups_J[pick]
+    return replace(
+        fluid,
+        prefill_J=fluid.prefill_J[pick],
+        decode_J=fluid.decode_J[pick],
+        memory_J=fluid.memory_J[pick],
+        groups_J=groups_J,
+        ends=stage_ends(groups_J, fluid.ends[-1]),
+    )
 
 
 def _paid(start: Start) -> float:
@@ -175,37 +190,3 @@ def _near(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def settled(start: Start) -> Fluid | None:
     """The program of a start's order with its stages given, as whole groups; None where they do not fit."""
     return solve_fluid(start.tables, start.order, start.fluid.objective, start.fluid.ends)
-
-
-def moved(start: Start, fluid: Fluid, programs: int) -> Fluid:
-    """The same program with stages moved, from at most so many more programs."""
-    t, order = start.tables, start.order
-    own, tried = t.in_order(order), {fluid.ends}
-    for _ in range(programs):
-        ends = _moved(own, fluid, tried)
-        if ends is None:
-            break
-        tried.add(ends)
-        other = solve_fluid(t, order, fluid.objective, ends)
-        if other is not None and other.objective < fluid.objective:
-            fluid = other
-    return fluid
-
-
-def _moved(t: Tables, fluid: Fluid, tried: set[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The move of one border that gains most at a program's prices, and was not tried."""
-    sums_JG = _price_sums(t, stage_weights(t, fluid), fluid.memory_J, fluid.harm)
-    best, result = 0.0, None
-    ends = fluid.ends
-    for j in range(len(ends) - 1):
-        low, high = (ends[j - 1] if j else 0) + 1, ends[j + 1] - 1
-        for shift in (s * sign for s in _SHIFTS for sign in (1, -1)):
-            at = ends[j] + shift
-            if not low <= at <= high:
-                continue
-            # Groups between the old border and the new one change from one stage to the other.
-            change = (sums_JG[j, at] - sums_JG[j, ends[j]]) - (sums_JG[j + 1, at] - sums_JG[j + 1, ends[j]])
-            moved = (*ends[:j], at, *ends[j + 1 :])
-            if change < best and moved not in tried:
-                best, result = float(change), moved
-    return result

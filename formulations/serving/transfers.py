@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from qsync_opt.formulations.serving.tables import Array, Draft, Tables
 
-_SHIFTS = (1, 2, 3, 4, 6, 8)
+_SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8)
 """Numbers of groups that a border moves by."""
 _MOST_ROUNDS = 200
 _TRIES = 8
@@ -41,18 +41,24 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """Groups ``members`` take ``scheme``; or a border moves by ``shift`` groups, which take ``scheme`` (-1: keep)."""
+class _Moves:
+    """Moves N of one draft, with their changes of times and memory by stage, and of harm.
 
-    border: int
-    shift: int
-    scheme: int
-    size: int
-    members: NDArray[np.intp] | None
+    Where ``border_N`` is -1, the groups ``by_harm_SG[scheme, start : start + size]`` take the scheme. Elsewhere that
+    border moves by ``shift`` groups, which take the scheme (-1: keep theirs).
+    """
+
+    border_N: NDArray[np.intp]
+    shift_N: NDArray[np.intp]
+    scheme_N: NDArray[np.intp]
+    start_N: NDArray[np.intp]
+    size_N: NDArray[np.intp]
+    by_harm_SG: NDArray[np.intp]
+    time_NJ2: Array
+    memory_NJ: Array
+    harm_N: Array
 
 
-_Change = tuple[_Move, tuple[int, int], tuple[Array, float, Array, float, float]]
-"""A move, the two stages that it changes, their changes of times and memory, and the change of harm."""
 WORST = Value(math.inf, math.inf)
 
 
@@ -65,7 +71,7 @@ class StageSums:
     harm: float
 
 
-def _fixed(t: Tables, stages: int) -> tuple[Array, Array]:
+def fixed_sums(t: Tables, stages: int) -> tuple[Array, Array]:
     """Times and memory of stages beside their groups: both ends and links."""
     time_J2, memory_J = np.zeros((stages, 2)), np.zeros(stages)
     time_J2[0] += t.first_T2[0]
@@ -83,11 +89,24 @@ def stage_sums(t: Tables, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> 
     stages = len(ends)
     stage_G = np.repeat(np.arange(stages), np.diff(ends, prepend=0))
     time_G2, memory_G = t.time_KTS2[t.kind_G, stage_G, schemes], t.memory_KS[t.kind_G, schemes]
-    time_J2, memory_J = _fixed(t, stages)
+    time_J2, memory_J = fixed_sums(t, stages)
     for phase in range(2):
         time_J2[:, phase] += np.bincount(stage_G, time_G2[:, phase], stages)
     memory_J += np.bincount(stage_G, memory_G, stages)
     return StageSums(time_J2, memory_J, float(t.harm_GS[np.arange(t.groups), schemes].sum()))
+
+
+def value_of(t: Tables, sums: StageSums) -> Value:
+    """What a draft with these sums is worth."""
+    excess = _excess(t, sums.memory_J[None], np.asarray([sums.harm]))[0]
+    return Value(float(excess), t.total(sums.time_J2[:, 0].tolist(), sums.time_J2[:, 1].tolist()))
+
+
+def _excess(t: Tables, memory_NJ: Array, harm_N: Array) -> Array:
+    over = np.maximum(memory_NJ - t.limit_T, 0.0).sum(1) / max(float(t.limit_T.max()), 1.0)
+    if math.isfinite(t.harm_limit):
+        over = over + np.maximum(harm_N - t.harm_limit, 0.0) / max(t.harm_limit, 1e-12)
+    return np.asarray(over)
 
 
 def best_of_all(
@@ -111,7 +130,7 @@ def best_of_all(
     if not len(schemes_NG):
         return None
     memory_NG = t.memory_KS[t.kind_G, schemes_NG]
-    time_J2, memory_J = _fixed(t, stages)
+    time_J2, memory_J = fixed_sums(t, stages)
     best, found = math.inf, None
     for inner in itertools.product(*(range(a, b + 1) for a, b in zip(low, high, strict=True))):
         starts, ends = (0, *inner), (*inner, groups)
@@ -142,12 +161,12 @@ class Transfers:
     def value(self, draft: Draft) -> Value:
         """What a draft of this order is worth."""
         sums = stage_sums(self._tables, np.asarray(draft.ends), np.asarray(draft.schemes))
-        return self._value(sums)
+        return value_of(self._tables, sums)
 
     def improve(self, draft: Draft, *, pairs: bool = True) -> tuple[Draft, Value]:
         """A draft that no move makes better, and its value; with ``pairs`` no two moves either."""
         ends, schemes = np.asarray(draft.ends), np.asarray(draft.schemes)
-        value = self._value(stage_sums(self._tables, ends, schemes))
+        value = value_of(self._tables, stage_sums(self._tables, ends, schemes))
         for _ in range(_MOST_ROUNDS):
             result = self._step(ends, schemes, value, pairs)
             if result is None:
@@ -159,35 +178,27 @@ class Transfers:
         """Times, memory and harm of a draft of this order."""
         return stage_sums(self._tables, np.asarray(draft.ends), np.asarray(draft.schemes))
 
-    def _value(self, sums: StageSums) -> Value:
-        excess = self._excess(sums.memory_J[None], np.asarray([sums.harm]))[0]
-        return Value(float(excess), self._tables.total(sums.time_J2[:, 0].tolist(), sums.time_J2[:, 1].tolist()))
-
-    def _excess(self, memory_NJ: Array, harm_N: Array) -> Array:
-        t = self._tables
-        over = np.maximum(memory_NJ - t.limit_T, 0.0).sum(1) / max(float(t.limit_T.max()), 1.0)
-        if math.isfinite(t.harm_limit):
-            over = over + np.maximum(harm_N - t.harm_limit, 0.0) / max(t.harm_limit, 1e-12)
-        return np.asarray(over)
-
     def _step(
         self, ends: NDArray[np.intp], schemes: NDArray[np.intp], value: Value, pairs: bool
     ) -> tuple[NDArray[np.intp], NDArray[np.intp], Value] | None:
         sums = stage_sums(self._tables, ends, schemes)
-        changes, moves = self._moves(ends, schemes)
-        if not moves:
-            return None
+        moves = self._moves(ends, schemes)
+        changes = (moves.time_NJ2, moves.memory_NJ, moves.harm_N)
         for m in self._best(sums, changes, value, 1):
-            result = self._apply(ends, schemes, [moves[m]])
+            result = self._apply(ends, schemes, moves, [m])
             if result is not None and result[2].better(value):
                 return result
         if not pairs:
             return None
-        small = np.flatnonzero([move.size <= _SMALL for move in moves])
+        small = np.flatnonzero(moves.size_N <= _SMALL)
         first, second = (small[index] for index in np.triu_indices(len(small), 1))
-        both = tuple(change[first] + change[second] for change in changes)
+        both = (
+            changes[0][first] + changes[0][second],
+            changes[1][first] + changes[1][second],
+            changes[2][first] + changes[2][second],
+        )
         for n in self._best(sums, both, value, _TRIES):
-            result = self._apply(ends, schemes, [moves[first[n]], moves[second[n]]])
+            result = self._apply(ends, schemes, moves, [first[n], second[n]])
             if result is not None and result[2].better(value):
                 return result
         return None
@@ -197,7 +208,7 @@ class Transfers:
         time_NJ2, memory_NJ, harm_N = changes
         times = sums.time_J2 + time_NJ2
         objective_N = self._tables.totals(times[..., 0], times[..., 1])
-        excess_N = self._excess(sums.memory_J + memory_NJ, sums.harm + harm_N)
+        excess_N = _excess(self._tables, sums.memory_J + memory_NJ, sums.harm + harm_N)
         good = (excess_N < value.excess * (1 - 1e-12)) | (
             (excess_N <= value.excess) & (objective_N < value.objective - 0.5)
         )
@@ -208,103 +219,113 @@ class Transfers:
             return np.asarray(index[np.argsort(ratio, kind="stable")[:most]])
         return np.asarray(index[np.lexsort((objective_N[index], excess_N[index]))[:most]])
 
-    def _moves(
+    def _moves(self, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> _Moves:
+        """Every move: groups of one stage, kind and scheme take another scheme, or a border moves."""
+        t, stages = self._tables, len(self.order)
+        new_N, start_N, size_N, by_harm_SG, harm_N = self._scheme_moves(ends, schemes)
+        members = by_harm_SG[new_N, start_N]
+        stage_N, kind_N, old_N = self._stage_G(ends)[members], t.kind_G[members], schemes[members]
+        border_M, shift_M, scheme_M, changes = self._shift_moves(ends, schemes)
+        taken_M2, memory_M, given_M2, more_M, harm_M = changes
+        source_M, target_M = border_M + (shift_M > 0), border_M + (shift_M < 0)
+        count, shifts = len(new_N), np.arange(len(border_M)) + len(new_N)
+        nowhere = np.full(count, -1)
+        time_NJ2, memory_NJ = np.zeros((count + len(shifts), stages, 2)), np.zeros((count + len(shifts), stages))
+        change_N2 = t.time_KTS2[kind_N, stage_N, new_N] - t.time_KTS2[kind_N, stage_N, old_N]
+        time_NJ2[np.arange(count), stage_N] = size_N[:, None] * change_N2
+        memory_NJ[np.arange(count), stage_N] = size_N * (t.memory_KS[kind_N, new_N] - t.memory_KS[kind_N, old_N])
+        time_NJ2[shifts, source_M], time_NJ2[shifts, target_M] = -taken_M2, given_M2
+        memory_NJ[shifts, source_M], memory_NJ[shifts, target_M] = -memory_M, more_M
+        return _Moves(
+            border_N=np.concatenate([nowhere, border_M]),
+            shift_N=np.concatenate([nowhere, shift_M]),
+            scheme_N=np.concatenate([new_N, scheme_M]),
+            start_N=np.concatenate([start_N, np.full(len(shifts), -1)]),
+            size_N=np.concatenate([size_N, np.abs(shift_M)]),
+            by_harm_SG=by_harm_SG,
+            time_NJ2=time_NJ2,
+            memory_NJ=memory_NJ,
+            harm_N=np.concatenate([harm_N, harm_M]),
+        )
+
+    def _stage_G(self, ends: NDArray[np.intp]) -> NDArray[np.intp]:
+        return np.asarray(np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0)))
+
+    def _scheme_moves(
         self, ends: NDArray[np.intp], schemes: NDArray[np.intp]
-    ) -> tuple[tuple[Array, Array, Array], list[_Move]]:
-        """Every move, and its changes of times and memory by stage and of harm."""
-        moves: list[_Move] = []
-        # The two stages that change; times and memory of the first and of the second, and harm.
-        at: list[tuple[int, int]] = []
-        deltas: list[tuple[Array, float, Array, float, float]] = []
-        for move, stages, delta in (*self._scheme_moves(ends, schemes), *self._shift_moves(ends, schemes)):
-            moves.append(move)
-            at.append(stages)
-            deltas.append(delta)
-        count = len(moves)
-        times, memory = np.zeros((count, len(self.order), 2)), np.zeros((count, len(self.order)))
-        harm = np.zeros(count)
-        if count:
-            rows, where = np.arange(count), np.asarray(at)
-            columns = [np.asarray(column) for column in zip(*deltas, strict=True)]
-            times[rows, where[:, 0]] += columns[0]
-            times[rows, where[:, 1]] += columns[2]
-            memory[rows, where[:, 0]] += columns[1]
-            memory[rows, where[:, 1]] += columns[3]
-            harm = columns[4]
-        return (times, memory, harm), moves
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], Array]:
+        """Of the groups of one stage, kind and scheme: the 1, 2, 4, ... least harmful to change to another scheme.
 
-    def _scheme_moves(self, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> Iterator[_Change]:
-        """Of the groups of one stage, kind and scheme: the 1, 2, 4, ... least harmful to change to another scheme."""
+        Returns new scheme, first and number of members in the order of groups that is returned next, and harm.
+        """
         t = self._tables
-        stage_G = np.searchsorted(ends, np.arange(t.groups), side="right")
         kinds, count = t.memory_KS.shape
-        key_G = (stage_G * kinds + t.kind_G) * count + schemes
-        nothing = np.zeros(2)
-        by_key = np.argsort(key_G, kind="stable")
-        keys, starts = np.unique(key_G[by_key], return_index=True)
-        for key, members in zip(keys.tolist(), np.split(by_key, starts[1:]), strict=True):
-            old, kind, stage = key % count, (key // count) % kinds, key // count // kinds
-            for new in range(count):
-                free = members[self._allowed_GS[members, new]]
-                if new == old or not len(free):
-                    continue
-                harm = t.harm_GS[free, new] - t.harm_GS[free, old]
-                order = np.argsort(harm, kind="stable")
-                free, sums = free[order], np.cumsum(harm[order])
-                time_2 = t.time_KTS2[kind, stage, new] - t.time_KTS2[kind, stage, old]
-                memory = float(t.memory_KS[kind, new] - t.memory_KS[kind, old])
-                size = 1
-                while size <= len(free):
-                    delta = (size * time_2, size * memory, nothing, 0.0, float(sums[size - 1]))
-                    yield _Move(-1, 0, new, size, free[:size]), (stage, stage), delta
-                    size *= 2
+        key_G = (self._stage_G(ends) * kinds + t.kind_G) * count + schemes
+        more_SG = np.where(self._allowed_GS, t.harm_GS - t.harm_GS[np.arange(t.groups), schemes][:, None], np.inf).T
+        more_SG[schemes, np.arange(t.groups)] = np.inf
+        # Groups by key and then by harm; those that may not change are the last of their key.
+        by_harm_SG = np.lexsort((more_SG, np.broadcast_to(key_G, more_SG.shape)), axis=-1)
+        sorted_G = np.sort(key_G)
+        first_G = np.searchsorted(sorted_G, sorted_G)
+        size_G = np.arange(1, t.groups + 1) - first_G
+        more_SG = np.take_along_axis(more_SG, by_harm_SG, axis=1)
+        new_N, last_N = np.nonzero(np.isfinite(more_SG) & (size_G & (size_G - 1) == 0))
+        sums_SG = np.zeros((count, t.groups + 1))
+        np.cumsum(np.where(np.isfinite(more_SG), more_SG, 0.0), axis=1, out=sums_SG[:, 1:])
+        start_N = first_G[last_N]
+        return new_N, start_N, size_G[last_N], by_harm_SG, sums_SG[new_N, last_N + 1] - sums_SG[new_N, start_N]
 
-    def _shift_moves(self, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> Iterator[_Change]:
-        """Each border moved by some groups, which keep their schemes or all take one."""
-        t, stages, count = self._tables, len(self.order), self._tables.memory_KS.shape[1]
-        rows = np.arange(t.groups)
-        time_sums = _running(t.time_KTS2[t.kind_G[:, None], np.arange(stages)[None, :], schemes[:, None]])
-        memory_sums = _running(t.memory_KS[t.kind_G, schemes])
-        harm_sums = _running(t.harm_GS[rows, schemes])
-        for j in range(stages - 1):
-            border, low = int(ends[j]), int(ends[j - 1]) if j else 0
-            for size, sign in itertools.product(_SHIFTS, (1, -1)):
-                begin, end = (border, border + size) if sign > 0 else (border - size, border)
-                source, target = (j + 1, j) if sign > 0 else (j, j + 1)
-                if begin <= low or end >= int(ends[j + 1]):
-                    continue
-                lost = time_sums[begin, source] - time_sums[end, source]
-                memory = float(memory_sums[end] - memory_sums[begin])
-                gained = time_sums[end, target] - time_sums[begin, target]
-                yield _Move(j, sign * size, -1, size, None), (source, target), (lost, -memory, gained, memory, 0.0)
-                harm = float(harm_sums[end] - harm_sums[begin])
-                for new in range(count):
-                    if self._banned[end, new] > self._banned[begin, new]:
-                        continue
-                    uniform = self._uniform_time[end, target, new] - self._uniform_time[begin, target, new]
-                    more = float(self._uniform_memory[end, new] - self._uniform_memory[begin, new])
-                    change = float(self._uniform_harm[end, new] - self._uniform_harm[begin, new]) - harm
-                    yield (
-                        _Move(j, sign * size, new, size, None),
-                        (source, target),
-                        (lost, -memory, uniform, more, change),
-                    )
+    def _shift_moves(
+        self, ends: NDArray[np.intp], schemes: NDArray[np.intp]
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], tuple[Array, Array, Array, Array, Array]]:
+        """Each border moved by some groups, which keep their schemes or all take one.
+
+        Returns border, shift and scheme; then times and memory that one stage loses and the other gets, and harm.
+        """
+        t, stages, rows = self._tables, len(self.order), np.arange(self._tables.groups)
+        border_M, shift_M = np.repeat(np.arange(stages - 1), len(_SHIFTS)), np.tile(_SHIFTS, stages - 1)
+        begin_M, end_M = (
+            np.asarray(bound(ends[border_M], ends[border_M] + shift_M)) for bound in (np.minimum, np.maximum)
+        )
+        low_M, high_M = np.concatenate([[0], ends])[border_M], ends[border_M + 1]
+        kept = (begin_M > low_M) & (end_M < high_M)
+        border_M, shift_M, begin_M, end_M = border_M[kept], shift_M[kept], begin_M[kept], end_M[kept]
+        # Sums over the first groups as they are, and in each scheme.
+        now = (t.time_KTS2[t.kind_G[:, None], np.arange(stages), schemes[:, None]], t.memory_KS[t.kind_G, schemes])
+        time_GJC2 = np.concatenate([_running(now[0])[:, :, None], self._uniform_time], axis=2)
+        memory_GC = np.concatenate([_running(now[1])[:, None], self._uniform_memory], axis=1)
+        harm_GC = np.concatenate([_running(t.harm_GS[rows, schemes])[:, None], self._uniform_harm], axis=1)
+        banned_MS = self._banned[end_M] > self._banned[begin_M]
+        m, c = np.nonzero(np.concatenate([np.ones((len(banned_MS), 1), dtype=bool), ~banned_MS], axis=1))
+        begin, end, border, shift = begin_M[m], end_M[m], border_M[m], shift_M[m]
+        source, target = border + (shift > 0), border + (shift < 0)
+        changes = (
+            time_GJC2[end, source, 0] - time_GJC2[begin, source, 0],
+            memory_GC[end, 0] - memory_GC[begin, 0],
+            time_GJC2[end, target, c] - time_GJC2[begin, target, c],
+            memory_GC[end, c] - memory_GC[begin, c],
+            (harm_GC[end, c] - harm_GC[begin, c]) - (harm_GC[end, 0] - harm_GC[begin, 0]),
+        )
+        return border, shift, c - 1, changes
 
     def _apply(
-        self, ends: NDArray[np.intp], schemes: NDArray[np.intp], moves: list[_Move]
+        self, ends: NDArray[np.intp], schemes: NDArray[np.intp], moves: _Moves, chosen: Sequence[int]
     ) -> tuple[NDArray[np.intp], NDArray[np.intp], Value] | None:
         ends, schemes = ends.copy(), schemes.copy()
-        for move in moves:
-            if move.members is not None:
-                schemes[move.members] = move.scheme
+        for n in chosen:
+            border, shift, scheme, start = (
+                int(x[n]) for x in (moves.border_N, moves.shift_N, moves.scheme_N, moves.start_N)
+            )
+            if border < 0:
+                schemes[moves.by_harm_SG[scheme, start : start + int(moves.size_N[n])]] = scheme
                 continue
-            begin, end = sorted((int(ends[move.border]), int(ends[move.border]) + move.shift))
-            if move.scheme >= 0:
-                schemes[begin:end] = move.scheme
-            ends[move.border] += move.shift
-        if (np.diff(np.concatenate([[0], ends])) <= 0).any():
+            begin, end = sorted((int(ends[border]), int(ends[border]) + shift))
+            if scheme >= 0:
+                schemes[begin:end] = scheme
+            ends[border] += shift
+        if (np.diff(ends, prepend=0) <= 0).any():
             return None
-        return ends, schemes, self._value(stage_sums(self._tables, ends, schemes))
+        return ends, schemes, value_of(self._tables, stage_sums(self._tables, ends, schemes))
 
 
 def _running(values: Any) -> Array:

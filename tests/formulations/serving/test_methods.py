@@ -212,3 +212,24 @@ def test_more_memory_never_hurts_the_default_by_more_than_its_gap():
     before, after = qsync_opt.solve(problem), qsync_opt.solve(Problem.from_json(data))
     assert after.bound <= before.objective
     assert after.objective <= before.objective * (1 + after.gap)
+
+
+@settings(max_examples=25)
+@given(problems(groups=7, devices=2, schemes=3), st.booleans())
+def test_listing_the_numbers_of_given_stages_equals_the_program(problem, equal):
+    """With too many plans to try out; ``equal`` harms make many plans as good as each other."""
+    data = problem.to_json()
+    if equal:
+        data["harm"] = {name: {s: 1.0 / (i + 1) for i, s in enumerate(data["schemes"])} for name in data["harm"]}
+    problem = Problem.from_json(data)
+    with mock.patch("qsync_opt.formulations.serving.search._FEW_DRAFTS", 1):
+        exact = qsync_opt.solve(problem, "exact")
+    program = qsync_opt.solve(problem, "ilp")
+    assert (exact.termination, exact.objective) == (program.termination, program.objective)
+
+
+def test_a_large_problem_is_proved_and_the_default_lies_between_its_bound_and_the_optimum():
+    problem = large_problem()
+    exact, default = qsync_opt.solve(problem, "exact"), qsync_opt.solve(problem)
+    assert exact.termination == "optimal"
+    assert default.bound <= exact.objective <= default.objective
