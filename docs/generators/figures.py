@@ -482,6 +482,13 @@ _ROWS = (
         "decoding-acceptance.json",
     ),
     (
+        "Speed of planned speculation over plain decoding, the same model on two threads, answers of 64 tokens: texts "
+        "and texts that repeat themselves, batches 1 and 4; plain decoding over transformers in FP32",
+        "{{ decoding.auto }}; {{ decoding.peer }} x",
+        ">= 0.99",
+        "decoding.json",
+    ),
+    (
         "Step of BERT-base, 16 x 128 tokens: BF16 autocast, BF16 plan, INT8 plan",
         "launched {{ host.bert-base.eager.bf16-autocast }}, {{ host.bert-base.eager.plan-bf16 }}, "
         "{{ host.bert-base.eager.plan-int8 }}; CUDA graphs {{ host.bert-base.graphs.bf16-autocast }}, "
