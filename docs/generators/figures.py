@@ -489,6 +489,13 @@ _ROWS = (
         "decoding.json",
     ),
     (
+        "Serving plans of 80 layers: over 4 devices the default's distance from the best plan in the median and its "
+        "time; over 8 devices with 4 schemes a proved optimum",
+        "{{ serving-solvers.80x4.above }} in {{ serving-solvers.80x4.milliseconds }} ms; {{ serving-solvers.80x8.exact }}",
+        "1 % in 50 ms; 10 s",
+        "serving-solvers.json",
+    ),
+    (
         "Step of BERT-base, 16 x 128 tokens: BF16 autocast, BF16 plan, INT8 plan",
         "launched {{ host.bert-base.eager.bf16-autocast }}, {{ host.bert-base.eager.plan-bf16 }}, "
         "{{ host.bert-base.eager.plan-int8 }}; CUDA graphs {{ host.bert-base.graphs.bf16-autocast }}, "
