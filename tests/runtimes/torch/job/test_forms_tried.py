@@ -168,6 +168,17 @@ def test_the_faster_build_of_the_first_mode_is_that_of_the_next(tried, whole_ns,
     assert [mode.regional for mode in results if mode.compiled] == [bool(taken)] * 2
 
 
+def test_of_two_builds_the_one_that_keeps_the_memory_limit_is_taken(tried):
+    tried.times = {"a, compiled": 700, "a, compiled, by blocks": 800}
+    tried.prepare = lambda mode: replace(type(tried).prepare(tried, mode), needed_bytes=100 if mode.regional else 200)
+    given = [replace(mode, needed_bytes=300) for mode in modes(a=1000) if not mode.captured]
+    results = timing(layers()).compiled_modes(given, float("inf"), 0.0, 150)
+    assert tried == ["a, compiled, by blocks", "a, compiled"]
+    assert [(mode.label, mode.pass_ns) for mode in results if mode.compiled and not mode.captured] == [
+        ("a, compiled, by blocks", 800)
+    ]
+
+
 def test_blocks_are_compiled_where_the_whole_would_take_longer_than_is_left(tried, clock, caplog):
     def prepare(mode):
         clock[0] += 5 if mode.regional else 20
