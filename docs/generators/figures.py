@@ -491,7 +491,8 @@ _ROWS = (
     (
         "Serving plans of 80 layers: over 4 devices the default's distance from the best plan in the median and its "
         "time; over 8 devices with 4 schemes a proved optimum",
-        "{{ serving-solvers.80x4.above }} in {{ serving-solvers.80x4.milliseconds }} ms; {{ serving-solvers.80x8.exact }}",
+        "{{ serving-solvers.80x4.above }} in {{ serving-solvers.80x4.milliseconds }} ms; "
+        "{{ serving-solvers.80x8.exact }}",
         "1 % in 50 ms; 10 s",
         "serving-solvers.json",
     ),
