@@ -92,9 +92,16 @@ def hadamard(size: int) -> Tensor:
 
 
 def rotated_inputs(matrix: Tensor, block: int) -> Tensor:
-    """Blocks of the columns of a matrix times the Hadamard matrix, FP64."""
-    blocks = matrix.double().view(matrix.shape[0], -1, block)
-    return (blocks @ hadamard(block).to(matrix.device)).view(matrix.shape)
+    """Blocks of the columns of a matrix times the `hadamard` matrix, FP64.
+
+    By sums and differences in one order, so that a row has the same bits in any matrix and on any processor; the order
+    of a library's product depends on both.
+    """
+    values, half = matrix.double(), block // 2
+    while half:
+        first, second = values.reshape(*matrix.shape[:-1], -1, 2, half).unbind(-2)
+        values, half = torch.stack([first + second, first - second], -2), half // 2
+    return values.reshape(matrix.shape) / math.sqrt(block)
 
 
 def _check(shape: torch.Size, bits: int, group: int | None) -> int:

@@ -143,7 +143,9 @@ def test_rotations_are_products_with_hadamard_s_matrix(seed, rows, blocks, block
     exact = (x.double().view(-1, block) @ matrix).view(x.shape)
     y = rotate(x, block)
     assert y.dtype is dtype
-    assert torch.allclose(y.double(), exact, rtol=0, atol=float(exact.abs().amax()) * 2 * torch.finfo(dtype).eps)
+    # Rounded once to the type; sums in FP64 are those of a block, here in another order.
+    eps = max(2 * torch.finfo(dtype).eps, block * torch.finfo(torch.float64).eps)
+    assert torch.allclose(y.double(), exact, rtol=0, atol=float(exact.abs().amax()) * eps)
     assert torch.equal(rotate(x[:1], block), y[:1])
     assert torch.allclose(rotate(y, block).double(), x.double(), rtol=0, atol=40 * torch.finfo(dtype).eps)
 
