@@ -82,18 +82,18 @@ def _serving_load(data: Record) -> dict[str, str]:
 def _serving_solvers(data: Record) -> dict[str, str]:
     """How far the default is from the best plan and its bound, how long it takes, and what `exact` proves."""
     rows = [(r["size"], {x["method"]: x for x in r["results"] if x["method"] != "ilp"}) for r in data["records"]]
-    found = {}
+    texts = {}
     for size in dict.fromkeys(size for size, _ in rows):
         own = [methods for of, methods in rows if of == size]
         name = f"serving-solvers.{size.replace(' ', '')}"
         above = [m["chain"]["objective_ns"] / m["exact"]["objective_ns"] - 1 for m in own]
-        found[f"{name}.above"] = f"{100 * statistics.median(above):.2g} %"
-        found[f"{name}.milliseconds"] = span([1e3 * m["chain"]["seconds"] for m in own], ".0f")
-        found[f"{name}.proved"] = f"{sum(m['exact']['termination'] == 'optimal' for m in own)} of {len(own)}"
-        found[f"{name}.exact"] = f"{max(m['exact']['seconds'] for m in own):.2g} s"
+        texts[f"{name}.above"] = f"{100 * statistics.median(above):.2g} %"
+        texts[f"{name}.milliseconds"] = span([1e3 * m["chain"]["seconds"] for m in own], ".0f")
+        texts[f"{name}.proved"] = f"{sum(m['exact']['termination'] == 'optimal' for m in own)} of {len(own)}"
+        texts[f"{name}.exact"] = f"{max(m['exact']['seconds'] for m in own):.2g} s"
     gaps = [100 * methods["chain"]["gap"] for size, methods in rows if size != "small"]
-    found["serving-solvers.gap"] = f"{min(gaps):.0f} to {max(gaps):.0f} %"
-    return found
+    texts["serving-solvers.gap"] = f"{min(gaps):.0f} to {max(gaps):.0f} %"
+    return texts
 
 
 def _serving_harm(data: Record) -> dict[str, str]:
