@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+
+def processors() -> str:
+    """What is measured on where there is no card."""
+    return f"{platform.machine()}, {os.cpu_count()} processors, no card"
 
 
 def results_head(hardware: str, versions: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from rank_correlation import spearman
-from results_head import results_head
+from results_head import processors, results_head
 
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.serving import load_tokenizer, measure_harm, open_model, output_divergence
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="W4")
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "serving-harm.json"))
     options = parser.parse_args()
-    head = results_head("2 shared processors of an Intel Xeon, no card", {"torch": torch.__version__})
+    head = results_head(processors(), {"torch": torch.__version__})
     tokenizer = load_tokenizer(options.model, open_model(options.model)[0])
     if tokenizer is None:
         raise SystemExit(f"{options.model} has no tokenizer")

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from results_head import results_head
+from results_head import processors, results_head
 
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.serving import group_names, sample_config, write_sample
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "serving-load.json"))
     options = parser.parse_args()
-    head = results_head("2 shared processors of an Intel Xeon, no card", {"torch": torch.__version__})
+    head = results_head(processors(), {"torch": torch.__version__})
     names = group_names(SIZES["layers"])
     half = len(names) // 2
     stages = (Stage(device="a", groups=names[:half]), Stage(device="b", groups=names[half:]))

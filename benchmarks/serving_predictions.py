@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_head import results_head
+from results_head import processors, results_head
 
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.serving import (
@@ -209,7 +209,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.only == "peers" and not (options.model or "").endswith(".gguf"):
         parser.error("--only peers needs a .gguf file: --model FILE.gguf")
-    head = results_head("2 shared processors of an Intel Xeon, no card", {"torch": torch.__version__})
+    head = results_head(processors(), {"torch": torch.__version__})
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or str(write_sample(Path(folder) / "made-up", sample_config(**MADE_UP)))
         label = Path(model).stem
