@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qsync_opt.formulations.serving.chain import Prices
-from qsync_opt.formulations.serving.tables import Array, Draft, Tables
+from qsync_opt.formulations.serving.tables import Array, Draft, Tables, stages_of
 from qsync_opt.formulations.serving.transfers import fixed_sums
 
 _MOST_NUMBERS = 300_000
@@ -37,7 +37,7 @@ _HARM_ROUNDING = 1e-12
 def few_numbers(t: Tables, ends: Sequence[int]) -> bool:
     """Whether the numbers of groups of every kind on every stage can be listed."""
     members = np.zeros((len(ends), len(t.memory_KS)), dtype=np.intp)
-    np.add.at(members, (np.searchsorted(ends, np.arange(t.groups), side="right"), t.kind_G), 1)
+    np.add.at(members, (stages_of(ends), t.kind_G), 1)
     return math.prod([int(members.max()) + 1] * (t.memory_KS.shape[1] - 1)) <= _MOST_NUMBERS
 
 
@@ -166,7 +166,7 @@ class GivenStages:
         if mixes is None:
             return bound, None
         cells = _Cells(self._t, prices.harm, theta)
-        found: Sequence[NDArray[np.intp]] | None = None
+        numbers: Sequence[NDArray[np.intp]] | None = None
         least = np.zeros(2)
         for _ in range(_ROUNDS):
             if not all(len(m.harm_N) for m in mixes) or not cells.divide(mixes, least):
@@ -186,8 +186,8 @@ class GivenStages:
             if result is None:
                 lowest = min(lowest, value)
             elif result[0] < upper:
-                upper, found = result[0], [m.number_NK[n] for m, n in zip(mixes, result[1], strict=True)]
-        return lowest, None if found is None else self._draft(found)
+                upper, numbers = result[0], [m.number_NK[n] for m, n in zip(mixes, result[1], strict=True)]
+        return lowest, None if numbers is None else self._draft(numbers)
 
 
 class _Cells:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.formulations.serving.tables import Array, Draft, Tables
+from qsync_opt.formulations.serving.tables import Array, Tables, stages_of
 
 _CLASSES = 4
 """Classes of a kind's groups, and of those on a stage that is given."""
@@ -65,7 +65,7 @@ def solve_fluid(
     fixed_J2[-1] += t.last_T2[-1]
     if stages > 1:
         fixed_J2 += t.link_TT2[np.arange(stages), (np.arange(stages) + 1) % stages]
-    stage_G = None if ends is None else Draft(order, ends, ()).stage_G()
+    stage_G = None if ends is None else stages_of(ends)
     class_G = _classes(t, stage_G)
     first_C = np.unique(class_G, return_index=True)[1]
     kind_C, size_C = t.kind_G[first_C], np.bincount(class_G).astype(np.float64)

@@ -98,12 +98,15 @@ class Node:
 
     def _evaluate(self, prices: Array) -> tuple[float, Draft | None]:
         t = self.tables
-        if self._windows is None:
-            self._windows = Windows.of(t, self.region)
         of_chain = chain_prices(t, prices)
-        value, draft = priced_chain(t, self.region, of_chain, self._windows)
+        value, draft = priced_chain(t, self.region, of_chain, self._region_windows())
         limit = of_chain.harm * t.harm_limit if math.isfinite(t.harm_limit) else 0.0
         return value - limit - _SLACK * (abs(value) + limit), draft
+
+    def _region_windows(self) -> Windows:
+        if self._windows is None:
+            self._windows = Windows.of(self.tables, self.region)
+        return self._windows
 
     def divide(self) -> list[Node]:
         """Nodes that cover this one's choices."""
@@ -136,9 +139,7 @@ class Node:
     def holds(self, draft: Draft) -> bool:
         """Whether a draft with this node's types is in its region."""
         region, depth = self.region, len(self.region.prefix)
-        if self._windows is None:
-            self._windows = Windows.of(self.tables, region)
-        earliest_TG, begins = self._windows.earliest_TG, (0, *draft.ends[:-1])
+        earliest_TG, begins = self._region_windows().earliest_TG, (0, *draft.ends[:-1])
         return (
             draft.order[:depth] == region.prefix
             and (not region.closed or len(draft.order) == depth)

@@ -120,7 +120,7 @@ def _paid(start: Start) -> float:
 def _order_value(start: Start, *, places: bool) -> Callable[[tuple[int, ...]], float]:
     """What links and ends of an order cost at a start's prices, and, with ``places``, its groups."""
     t, fluid = start.tables, start.fluid
-    weights_J2 = stage_weights(t, fluid)
+    weights_J2 = _stage_weights(t, fluid)
     used_T = np.maximum(np.bincount(start.order, minlength=t.types), 1)
     sums_2T = [np.bincount(start.order, weights_J2[:, p], t.types) for p in range(2)]
     weights_T2 = np.stack(sums_2T, axis=1).astype(np.float64) / used_T[:, None]
@@ -156,7 +156,7 @@ def _price_sums(t: Tables, weights_T2: Array, memory_T: Array, harm: float) -> A
     return sums_TG
 
 
-def stage_weights(tables: Tables, fluid: Fluid) -> Array:
+def _stage_weights(tables: Tables, fluid: Fluid) -> Array:
     """What a nanosecond of each stage costs in both phases, at a program's prices."""
     extra = max(tables.steps - 1, 0)
     emphasis = extra * (1 - fluid.theta) * tables.decode_parts + tables.decode_parts - 1

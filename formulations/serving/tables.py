@@ -87,6 +87,11 @@ class Tables:
         )
 
 
+def stages_of(ends: Sequence[int] | NDArray[np.intp]) -> NDArray[np.intp]:
+    """The stage of each group, given where stages end."""
+    return np.asarray(np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0)))
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A candidate plan in numbers: device type and end of each stage, scheme of each group.
@@ -100,7 +105,7 @@ class Draft:
 
     def stage_G(self) -> NDArray[np.intp]:
         """The stage of each group."""
-        return np.searchsorted(np.asarray(self.ends), np.arange(self.ends[-1]), side="right")
+        return stages_of(self.ends)
 
 
 def device_types(problem: Problem) -> list[list[int]]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.formulations.serving.tables import Array, Draft, Tables
+from qsync_opt.formulations.serving.tables import Array, Draft, Tables, stages_of
 
 _SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8)
 """Numbers of groups that a border moves by."""
@@ -86,8 +86,7 @@ def fixed_sums(t: Tables, stages: int) -> tuple[Array, Array]:
 
 def stage_sums(t: Tables, ends: NDArray[np.intp], schemes: NDArray[np.intp]) -> StageSums:
     """Times, memory and harm of stages that are the types of ``t``, in order."""
-    stages = len(ends)
-    stage_G = np.repeat(np.arange(stages), np.diff(ends, prepend=0))
+    stages, stage_G = len(ends), stages_of(ends)
     time_G2, memory_G = t.time_KTS2[t.kind_G, stage_G, schemes], t.memory_KS[t.kind_G, schemes]
     time_J2, memory_J = fixed_sums(t, stages)
     for phase in range(2):
@@ -136,7 +135,7 @@ def best_of_all(
         starts, ends = (0, *inner), (*inner, groups)
         if any(a >= b for a, b in zip(starts, ends, strict=True)):
             continue
-        stage_G = Draft((), ends, ()).stage_G()
+        stage_G = stages_of(ends)
         times_NJ2 = np.add.reduceat(t.time_KTS2[t.kind_G, stage_G, schemes_NG], starts, axis=1) + time_J2
         fits_N = (np.add.reduceat(memory_NG, starts, axis=1) + memory_J <= t.limit_T).all(1)
         objective_N = np.where(fits_N, t.totals(times_NJ2[..., 0], times_NJ2[..., 1]), np.inf)
@@ -160,13 +159,12 @@ class Transfers:
 
     def value(self, draft: Draft) -> Value:
         """What a draft of this order is worth."""
-        sums = stage_sums(self._tables, np.asarray(draft.ends), np.asarray(draft.schemes))
-        return value_of(self._tables, sums)
+        return value_of(self._tables, self.sums(draft))
 
     def improve(self, draft: Draft, *, pairs: bool = True) -> tuple[Draft, Value]:
         """A draft that no move makes better, and its value; with ``pairs`` no two moves either."""
         ends, schemes = np.asarray(draft.ends), np.asarray(draft.schemes)
-        value = value_of(self._tables, stage_sums(self._tables, ends, schemes))
+        value = self.value(draft)
         for _ in range(_MOST_ROUNDS):
             result = self._step(ends, schemes, value, pairs)
             if result is None:
@@ -224,7 +222,7 @@ class Transfers:
         t, stages = self._tables, len(self.order)
         new_N, start_N, size_N, by_harm_SG, harm_N = self._scheme_moves(ends, schemes)
         members = by_harm_SG[new_N, start_N]
-        stage_N, kind_N, old_N = self._stage_G(ends)[members], t.kind_G[members], schemes[members]
+        stage_N, kind_N, old_N = stages_of(ends)[members], t.kind_G[members], schemes[members]
         border_M, shift_M, scheme_M, changes = self._shift_moves(ends, schemes)
         taken_M2, memory_M, given_M2, more_M, harm_M = changes
         source_M, target_M = border_M + (shift_M > 0), border_M + (shift_M < 0)
@@ -248,9 +246,6 @@ class Transfers:
             harm_N=np.concatenate([harm_N, harm_M]),
         )
 
-    def _stage_G(self, ends: NDArray[np.intp]) -> NDArray[np.intp]:
-        return np.asarray(np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0)))
-
     def _scheme_moves(
         self, ends: NDArray[np.intp], schemes: NDArray[np.intp]
     ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], Array]:
@@ -260,7 +255,7 @@ class Transfers:
         """
         t = self._tables
         kinds, count = t.memory_KS.shape
-        key_G = (self._stage_G(ends) * kinds + t.kind_G) * count + schemes
+        key_G = (stages_of(ends) * kinds + t.kind_G) * count + schemes
         more_SG = np.where(self._allowed_GS, t.harm_GS - t.harm_GS[np.arange(t.groups), schemes][:, None], np.inf).T
         more_SG[schemes, np.arange(t.groups)] = np.inf
         # Groups by key and then by harm; those that may not change are the last of their key.
