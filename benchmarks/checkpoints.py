@@ -26,7 +26,6 @@ import importlib.util
 import json
 import mmap
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -43,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed.checkpoint as dcp
-from results_head import results_head
+from results_head import processors, results_head
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -479,7 +478,7 @@ def _file_system(folder: Path) -> str:
 
 def _hardware(device: str) -> str:
     card = f"{torch.cuda.get_device_name()}, " if device == "cuda" else ""
-    return f"{card}{platform.machine()}, {os.cpu_count()} processors"
+    return f"{card}{processors()}"
 
 
 def _order(only: str, sizes: list[int], device: str) -> list[tuple[int, str]]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from results_head import results_head
+from results_head import processors, results_head
 from torch import Tensor, nn
 
 from qsync_opt.gradients import Scheme, Transport, scheme
@@ -164,7 +162,7 @@ def main() -> None:
                 record = {"model": kind, "optimizer": optimizer, "subject": subject, "seed": seed}
                 records.append(record | {"first_loss": losses[0], "final_loss": statistics.mean(last)})
     data = {
-        **results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__}),
+        **results_head(processors(), {"torch": torch.__version__}),
         "settings": {"workers": WORKERS, "steps": arguments.steps, "seeds": arguments.seeds},
         "asked": asked(records),
         "records": records,

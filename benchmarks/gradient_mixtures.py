@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
 from links import records_of_ranks
-from results_head import results_head
+from results_head import processors, results_head
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -266,7 +265,7 @@ def main() -> None:
             for link in arguments.links.split(","):
                 records += of_link(link, workers, 0 if arguments.predict else arguments.rounds)
                 print(workers, link, flush=True)
-    head = results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__})
+    head = results_head(processors(), {"torch": torch.__version__})
     only_predicted = "ms" not in records[0]
     path = arguments.output or (PREDICTIONS if only_predicted else HERE / "results" / "gradient-mixtures.json")
     if only_predicted:

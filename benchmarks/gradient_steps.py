@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 from gradient_mixtures import MENU, RECORDED, SETTLING, Job
 from links import records_of_ranks
-from results_head import results_head
+from results_head import processors, results_head
 
 from qsync_opt.gradients import Reduction, fit_reductions
 from qsync_opt.io import write_json
@@ -136,7 +135,7 @@ def main() -> None:
         gigabits = None if link == "loopback" else float(link)
         inside = [json.dumps(arguments.models.split(","))]
         records += records_of_ranks(__file__, link, inside, port=29557, gigabits=gigabits, timeout_s=1200)
-    head = results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__})
+    head = results_head(processors(), {"torch": torch.__version__})
     rows = asked(records)
     write_json(arguments.output, {**head, "asked": rows, "records": records})
     for each in rows:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from results_head import results_head
+from results_head import processors, results_head
 from torch import Tensor
 
 from qsync_opt.gradients import BLOCK, BucketStatistics, Moments, Scheme, scheme, schemes
@@ -212,7 +210,7 @@ def main() -> None:
     draws = arguments.draws
     records = [*of_schemes(draws), *levels_of_the_paper(draws), *exponent_trees(draws)]
     data = {
-        **results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__}),
+        **results_head(processors(), {"torch": torch.__version__}),
         "asked": asked(records),
         "records": records,
     }

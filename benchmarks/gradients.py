@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
 from links import records_of_ranks
-from results_head import results_head
+from results_head import processors, results_head
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -236,7 +235,7 @@ def main() -> None:
     for link in links:
         records += measure(link, sizes, arguments.rounds)
     data = {
-        **results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__}),
+        **results_head(processors(), {"torch": torch.__version__}),
         "asked": asked(records, links),
         "records": records,
     }

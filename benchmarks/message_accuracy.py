@@ -23,7 +23,6 @@ import copy
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -37,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from links import records_of_ranks
-from results_head import results_head
+from results_head import processors, results_head
 
 import qsync_opt
 from qsync_opt.io import write_json
@@ -289,7 +288,7 @@ def main() -> None:
         "sends": [part.send.numel() for part in parts],
     }  # fmt: skip
     data = {
-        **results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__}),
+        **results_head(processors(), {"torch": torch.__version__}),
         "settings": settings | shape,
         "asked": asked_rows(records),
         "records": records,

@@ -11,8 +11,6 @@ evaluation of the answer.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -22,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
-from results_head import results_head
+from results_head import processors, results_head
 
 import qsync_opt
 from qsync_opt.io import write_json
@@ -98,7 +96,7 @@ def main() -> None:
             ("proved gap of", "<= 1e-5", float(f"{gap:.3g}"), gap <= 1e-5),
         ):
             asked.append({"what": f"{name} {what}", "asked": target, "measured": measured, "met": met, "note": ""})
-    hardware = f"{platform.machine()}, {os.cpu_count()} processors"
+    hardware = processors()
     head = results_head(hardware, {"numpy": np.__version__})
     write_json(arguments.output, {**head, "asked": asked, "records": records})
 

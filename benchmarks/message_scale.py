@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import resource
 import sys
 import tempfile
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
 from links import records_of_ranks
-from results_head import results_head
+from results_head import processors, results_head
 
 import qsync_opt
 from qsync_opt.io import write_json
@@ -143,7 +142,7 @@ def main() -> None:
             f"{epochs[-1]['loss']:.3f} in {len(epochs)} epochs",
         }
     ]  # fmt: skip
-    head = results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__})
+    head = results_head(processors(), {"torch": torch.__version__})
     write_json(arguments.output, {**head, "asked": asked, "records": records})
     for each in [*records, *asked]:
         print(each)

@@ -24,7 +24,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -39,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from links import plain_bytes_s, records_of_ranks
-from results_head import results_head
+from results_head import processors, results_head
 
 import qsync_opt
 from qsync_opt.io import write_json
@@ -360,7 +359,7 @@ def main() -> None:
     asked.row("packing and unpacking on a card", ">= 70 % of copy bandwidth", None, False, "not measured here")
     output = arguments.output or HERE / "results" / "messages.json"
     data = {
-        **results_head(f"{platform.machine()}, {os.cpu_count()} processors", {"torch": torch.__version__}),
+        **results_head(processors(), {"torch": torch.__version__}),
         "settings": settings,
         "asked": asked.rows,
         "records": records,

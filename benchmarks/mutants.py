@@ -19,7 +19,6 @@ import argparse
 import difflib
 import json
 import os
-import platform
 import random
 import signal
 import sys
@@ -33,7 +32,7 @@ sys.path.insert(0, str(HERE))
 
 from mutants_changes import Change, changes_of  # noqa: E402
 from mutants_running import ROOT, Chosen, Copy, coverage_map, idle_asserts  # noqa: E402
-from results_head import results_head  # noqa: E402
+from results_head import processors, results_head  # noqa: E402
 
 WORK = Path(tempfile.gettempdir()) / f"qsync-mutants-{os.getuid()}"
 ASKED = 0.95
@@ -245,7 +244,7 @@ def main() -> None:
     idle = idle_asserts(copy, tests)
     print(f"asserts that no test reaches: {', '.join(idle) or 'none'}", flush=True)
     head = {
-        **results_head(f"{platform.machine()}, {os.cpu_count()} processors"),
+        **results_head(processors()),
         "samples": samples,
         "idle_asserts": idle,
     }

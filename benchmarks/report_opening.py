@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, sync_playwright
+from results_head import processors
 
 from qsync_opt.report import make_report, write_report
 from qsync_opt.testing import stacked_problem
@@ -96,7 +97,7 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "command": f"python benchmarks/report_opening.py --repeats {arguments.repeats} --front {arguments.front}",
             "browser": f"Chromium {browser.version}, headless, 1280 x 900",
-            "machine": f"{platform.machine()}, {os.cpu_count()} processors",
+            "machine": processors(),
             "load_average": round(os.getloadavg()[0], 1),
             "python": platform.python_version(),
             "front": arguments.front,

@@ -13,8 +13,8 @@ from typing import Any
 
 
 def processors() -> str:
-    """What is measured on where there is no card."""
-    return f"{platform.machine()}, {os.cpu_count()} processors, no card"
+    """The kind and number of this machine's processors, as results files name them."""
+    return f"{platform.machine()}, {os.cpu_count()} processors"
 
 
 def results_head(hardware: str, versions: Mapping[str, str] | None = None) -> dict[str, Any]:

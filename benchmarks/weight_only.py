@@ -35,8 +35,8 @@ FORMATS = {"W4A16": (4, "A16"), "W8A16": (8, "A16"), "W4A8": (4, "A8")}
 ROWS = (1, 2, 4, 8, 16, 32, 512, 2048)
 BEYOND_CACHE_BYTES = 200e6
 GROUP = 128
-FEW_ROWS, ASKED = 16, 0.75
-"""Rows up to which a share of the bandwidth of a copy is asked, and the share."""
+FEW_ROWS, LEAST_SHARE = 16, 0.75
+"""Most rows of a small batch, and the share of a copy's bandwidth that its products should reach."""
 
 
 def _in_turn(call: Callable[[Any], Any], weights: list[Any]) -> Callable[[], None]:
@@ -75,8 +75,8 @@ def records(device: torch.device, bandwidth: float | None, quick: bool) -> Itera
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, (outputs, inputs) in (SHAPES if device.type == "cuda" else CPU_SHAPES).items():
         weight = torch.randn((outputs, inputs), device=device)
-        taken_rows = [rows for rows in (ROWS[::3] if quick else ROWS) if device.type == "cuda" or rows <= 512]
-        inputs_of = {rows: torch.randn((rows, inputs), device=device, dtype=half) for rows in taken_rows}
+        row_counts = [rows for rows in (ROWS[::3] if quick else ROWS) if device.type == "cuda" or rows <= 512]
+        inputs_of = {rows: torch.randn((rows, inputs), device=device, dtype=half) for rows in row_counts}
         dense = _copies(weight.to(half), weight.to(half).nbytes, device)
         dense_s = {
             rows: _seconds(lambda w, x=x: torch.nn.functional.linear(x, w), dense, device)
@@ -129,9 +129,9 @@ def asked(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "what": f"{format} {shape}, 1 to {FEW_ROWS} rows: least share of the bandwidth of a copy",
-                    "asked": f">= {ASKED}",
+                    "asked": f">= {LEAST_SHARE}",
                     "measured": least,
-                    "met": least is not None and least >= ASKED,
+                    "met": least is not None and least >= LEAST_SHARE,
                     "note": "" if shares else "not measured",
                 }
             )

@@ -11,8 +11,6 @@ them; ``torch`` is the rule of ``torch.distributed.checkpoint``: each whole shar
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import random
 import sys
 import time
@@ -21,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from results_head import results_head
+from results_head import processors, results_head
 
 from qsync_opt.checkpoints import Box, Piece, Problem, Shard, Writer, assign_boxes, evaluate, replica_problem
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, required_solver
@@ -199,7 +197,7 @@ def main() -> None:
                     print(models[-1], flush=True)
     cases = [random_case(number) for number in range(arguments.cases)]
     data = {
-        **results_head(f"{platform.machine()}, {os.cpu_count()} processors"),
+        **results_head(processors()),
         "asked": asked(cases, models),
         "records": models + cases,
     }

@@ -182,8 +182,10 @@ def _checkpoints(whole: Record, calls: Record) -> dict[str, str]:
         rows = [row for row in data["asked"] if row["what"].startswith(what) and row["measured"] is not None]
         return ", ".join(f"{scale * r['measured']:.3g} {unit} ({r['what'].rpartition(', ')[2]})" for r in rows)
 
+    late = [r["what"].rpartition(", ")[2] for r in calls["asked"] if r["what"].startswith("stall") and not r["met"]]
     return {
         "checkpoints.stall": listed(calls, "stall", "ms", 1e3),
+        "checkpoints.missed": " and ".join(late),
         "checkpoints.durable": listed(whole, "durable against the disk", "x"),
         "checkpoints.steps": listed(whole, "steps beside a save", "%"),
         "checkpoints.memory": listed(whole, "host memory", "MiB"),
@@ -469,7 +471,7 @@ _ROWS = (
     (
         "What its call takes from training",
         "{{ checkpoints.stall }}",
-        "<= 5 ms: missed at 5 GB",
+        "<= 5 ms: missed at {{ checkpoints.missed }}",
         "checkpoints-h200-stall.json",
     ),
     (
