@@ -78,7 +78,8 @@ class Node:
         self._windows: Windows | None = None
 
     def climb(self, steps: int, upper: float) -> None:
-        """Raise the bound; at ``upper`` it is high enough."""
+        """Raise the bound; at ``upper`` it is high enough, and infinite if nothing in the region keeps the limits."""
+        most = self.tables.most_ns()
         del self.drafts[:-_LONG_ROUND]
         for _ in range(steps):
             prices = self.planes.best if math.isinf(self.reached) else self.planes.next(self.reached)
@@ -93,6 +94,8 @@ class Node:
                 self.planes.report(self.reached, bound, prices)
             self.reached = max(self.reached, bound)
             self.bound = max(self.bound, bound)
+            if self.bound > most:
+                self.bound = math.inf
             if self.bound >= upper:
                 return
 

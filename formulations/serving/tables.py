@@ -71,6 +71,13 @@ class Tables:
             prefill_N + (self.steps - 1) * np.maximum(sum_N, parts * most_N) + sum_N + (parts - 1) * most_N
         )
 
+    def most_ns(self) -> float:
+        """An objective that no plan is above: every group, end and link at its slowest."""
+        groups_2 = self.time_KTS2.max((1, 2))[self.kind_G].sum(0)
+        ends_2 = self.first_T2.max(0) + self.last_T2.max(0)
+        prefill, decode = groups_2 + ends_2 + self.link_TT2.max((0, 1)) * float(self.count_T.sum())
+        return float(self.prefill_parts * prefill + self.steps * self.decode_parts * decode)
+
     def in_order(self, order: Sequence[int]) -> Tables:
         """The tables of one order of device types: each stage becomes a type of its own."""
         pick = np.asarray(order)

@@ -228,6 +228,39 @@ def test_listing_the_numbers_of_given_stages_equals_the_program(problem, equal):
     assert (exact.termination, exact.objective) == (program.termination, program.objective)
 
 
+def test_prices_stop_rising_where_no_plan_keeps_both_limits():
+    """Each limit can be kept alone, so that only prices show it: the bound rises without end."""
+    groups = [f"{i}.{KINDS[i % 2]}" for i in range(7)]
+    nothing = [[0, 0]]
+    data = {
+        "format": "qsync-serving/1",
+        "name": "one limit or the other",
+        "new_tokens": 1,
+        "schemes": ["W4", "W8", "W16"],
+        "harm_limit": 3.0,
+        "microbatches": [{"prefill": 1, "decode": 1}],
+        "devices": [{"name": "a", "memory_kib": 40}, {"name": "b", "memory_kib": 100}],
+        "groups": [{"name": name, "kind": name.partition(".")[2]} for name in groups],
+        "weights_kib": {kind: {"W4": 20, "W8": 40, "W16": 60} for kind in KINDS},
+        "state_kib": {kind: [0] for kind in KINDS},
+        "costs": {
+            "a": {
+                "attn": {"W4": [[2, 18]], "W8": nothing, "W16": [[3, 0]]},
+                "mlp": {"W4": [[1, 0]], "W8": [[2, 1]], "W16": [[0, 8]]},
+            },
+            "b": {
+                "attn": {"W4": [[6, 0]], "W8": nothing, "W16": [[0, 25]]},
+                "mlp": {"W4": [[2, 0]], "W8": [[2, 0]], "W16": nothing},
+            },
+        },
+        "ends": {name: {"first_kib": 0, "last_kib": 0, "first": nothing, "last": nothing} for name in "ab"},
+        "links": {"a>b": nothing, "b>a": [[9, 0]]},
+        "harm": {name: {"W4": 1.0, "W8": 0.5, "W16": 1 / 3} for name in groups},
+    }
+    with mock.patch("qsync_opt.formulations.serving.search._FEW_DRAFTS", 1):
+        assert qsync_opt.solve(Problem.from_json(data), "exact").termination == "infeasible"
+
+
 def test_a_large_problem_is_proved_and_the_default_lies_between_its_bound_and_the_optimum():
     problem = large_problem()
     exact, default = qsync_opt.solve(problem, "exact"), qsync_opt.solve(problem)
