@@ -6,7 +6,10 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from qsync_opt.checkpoints import Part, Piece, Plan, Problem, evaluate
+import numpy as np
+from numpy.typing import NDArray
+
+from qsync_opt.checkpoints import Part, Piece, Plan, Problem
 from qsync_opt.formulations.checkpoints.fractional import Fractional, least_time
 from qsync_opt.formulations.checkpoints.moves import Counts, improve
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
@@ -42,12 +45,10 @@ class WrapAroundFormulation:
             improved = improve(problem, counts, bound)
             if (seconds := _seconds(problem, improved)) < objective:
                 best, objective = improved, seconds
-        plan = plan_of_counts(problem, best)
-        objective = evaluate(problem, plan).objective
         gap = relative_gap(objective, bound) or 0.0
         return Answer(
             termination=TerminationStatus.OPTIMAL if gap <= PROOF_GAP else TerminationStatus.FEASIBLE,
-            plan=plan,
+            plan=plan_of_counts(problem, best),
             objective=objective,
             bound=bound,
             solve_seconds=time.monotonic() - started,
@@ -137,10 +138,15 @@ def _wrap(pieces: Sequence[Piece], numbers: Sequence[int], rest: dict[str, float
 
 def _whole_pieces(problem: Problem) -> Counts:
     """Each piece, in order, to the writer that has least to do: how ``torch.distributed.checkpoint`` does it."""
-    loads = dict.fromkeys(problem.writers, 0)
+    names = list(problem.writers)
+    places = {name: place for place, name in enumerate(names)}
+    loads = np.zeros(len(names), dtype=np.int64)
+    holders: dict[tuple[str, ...], NDArray[np.intp]] = {}  # thousands of pieces share thousands of writers
     counts: Counts = []
     for piece in problem.pieces:
-        name = min(piece.writers, key=loads.__getitem__)
-        loads[name] += piece.num_bytes
-        counts.append({name: piece.rows})
+        if (own := holders.get(piece.writers)) is None:
+            own = holders[piece.writers] = np.array([places[name] for name in piece.writers], dtype=np.intp)
+        writer = own[loads[own].argmin()]
+        loads[writer] += piece.num_bytes
+        counts.append({names[writer]: piece.rows})
     return counts

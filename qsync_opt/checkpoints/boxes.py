@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qsync_opt.errors import ProblemError, first_few
 from qsync_opt.io import check_fields
@@ -125,34 +126,41 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box], what: str = "tensor"
     Source: ours.
     """
     boxes = list(boxes)
-    if outside := [box for box in boxes if not box.inside(shape)]:
-        raise ProblemError(f"{what} of shape {tuple(shape)} does not have all of {first_few(list(map(str, outside)))}")
-    filled = sorted(box for box in boxes if box.size)
-    if (pair := _overlap(filled)) is not None:
-        raise ProblemError(f"{what} of shape {tuple(shape)}: {pair[0]} and {pair[1]} overlap; save each element once")
-    missing = math.prod(shape) - sum(box.size for box in filled)
+    if outside := [box for box in boxes if len(box.offsets) != len(shape)]:
+        raise _outside(shape, outside, what)
+    begin_BN = np.array([box.offsets for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    length_BN = np.array([box.lengths for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    size_B = length_BN.prod(axis=1)
+    if (leaves_B := (begin_BN + length_BN > np.asarray(shape, dtype=np.int64)).any(axis=1)).any():
+        raise _outside(shape, [boxes[number] for number in np.flatnonzero(leaves_B)], what)
+    filled = np.flatnonzero(size_B)
+    filled = filled[np.lexsort(begin_BN[filled].T[::-1])] if shape else filled
+    if (pair := _overlap(begin_BN[filled], length_BN[filled])) is not None:
+        first, second = (boxes[filled[number]] for number in pair)
+        raise ProblemError(f"{what} of shape {tuple(shape)}: {first} and {second} overlap; save each element once")
+    missing = math.prod(shape) - int(size_B.sum())
     if missing:
         raise ProblemError(f"{what} of shape {tuple(shape)} lacks {missing} of its elements; give all its shards")
 
 
-def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes, which are sorted and not empty, that share an index; None if there are none.
+def _outside(shape: Sequence[int], boxes: Sequence[Box], what: str) -> ProblemError:
+    return ProblemError(f"{what} of shape {tuple(shape)} does not have all of {first_few(list(map(str, boxes)))}")
+
+
+def _overlap(begin_BN: NDArray[np.int64], length_BN: NDArray[np.int64]) -> tuple[int, int] | None:
+    """Numbers of two boxes, which are sorted and not empty, that share an index; None if there are none.
 
     Each box is compared with the later ones that begin, in the first dimension, before it ends.
     """
-    if not boxes:
-        return None
-    if not boxes[0].lengths:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    begin_BN = np.array([box.offsets for box in boxes], dtype=np.int64)
-    end_BN = np.array([box.ends for box in boxes], dtype=np.int64)
+    count, dimensions = begin_BN.shape
+    if not dimensions:
+        return (0, 1) if count > 1 else None
+    end_BN = begin_BN + length_BN
     until_B = np.searchsorted(begin_BN[:, 0], end_BN[:, 0], side="left")
-    for number in range(len(boxes)):
+    for number in np.flatnonzero(until_B > np.arange(1, count + 1)).tolist():
         later = slice(number + 1, int(until_B[number]))
-        if later.start >= later.stop:
-            continue
         shared = (begin_BN[later] < end_BN[number]) & (begin_BN[number] < end_BN[later])
         hits = np.flatnonzero(shared.all(axis=1))
         if hits.size:
-            return boxes[number], boxes[number + 1 + int(hits[0])]
+            return number, number + 1 + int(hits[0])
     return None
