@@ -89,8 +89,7 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
     """Time the passes of every execution mode; every rank must call it.
 
     With local batches by speed, the joint plan of batches and precisions and the fastest plan of every device type by
-    itself are among them; of a job whose modes
-    were timed before, such plans alone are timed.
+    itself are among them; of a job whose modes were timed before, such plans alone are timed.
 
     Args:
         job: Whose model and batch are used; the model is left as it was.

@@ -338,11 +338,17 @@ def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes, *, compiled
     if sent is None:
         return {}
     mine = sent[[*types.ranks].index(types.mine)]
-    try_it = _compiled_autocast_bytes if compiled else _peak_bytes
-    peaks_bytes = gather_json(together(lambda: try_it(job, mine, measured)))
+    kept_bytes = _kept_bytes(job, measured)
+    room_bytes = measured.limits_bytes[types.mine] - kept_bytes[types.mine]
+
+    def try_it() -> int | None:
+        if compiled:
+            return _compiled_autocast_bytes(job, mine, measured, room_bytes)
+        return _peak_bytes(job, mine, measured)
+
+    peaks_bytes = gather_json(together(try_it))
     excess_bytes: dict[str, int] = {}
     if proposed is not None:
-        kept_bytes = _kept_bytes(job, measured)
         for name, ranks in types.ranks.items():
             own = [peaks_bytes[rank] for rank in ranks]
             if None not in own:
@@ -370,19 +376,29 @@ def _peak_bytes(job: Job, plan: Mapping[str, str] | JobPlan, measured: JobModel)
         return try_plan(job.example, plan, measured.graph, job.options.kernels)
 
 
-def _compiled_autocast_bytes(job: Job, precisions: Mapping[str, str], measured: JobModel) -> int | None:
-    """The least peak of autocast, compiled by blocks or as a whole; None if memory ran out or neither compiles."""
+def _compiled_autocast_bytes(
+    job: Job, precisions: Mapping[str, str], measured: JobModel, room_bytes: int
+) -> int | None:
+    """The peak of autocast compiled by blocks or as a whole: of the first that has room, or else the lower.
+
+    None if memory ran out or neither compiles.
+    """
     carrier = next(precision for precision in AUTOCAST_TYPES if precision in precisions.values())
-    peaks_bytes = []
+    least_bytes: int | None = None
     for regional in builds_of(job.model):
         how = {"autocast": carrier, "compiled": True, "regional": regional}
         try:
-            peaks_bytes.append(try_plan(job.example, precisions, measured.graph, job.options.kernels, **how))
+            peak_bytes = try_plan(job.example, precisions, measured.graph, job.options.kernels, **how)
         except UnsupportedError as failure:
             _LOGGER.warning("compiled passes were not tried: %s", first_line(failure))
+            continue
         finally:
             torch.compiler.reset()
-    return min((num_bytes for num_bytes in peaks_bytes if num_bytes is not None), default=None)
+        if peak_bytes is not None and (least_bytes is None or peak_bytes < least_bytes):
+            least_bytes = peak_bytes
+        if least_bytes is not None and least_bytes <= room_bytes:
+            break
+    return least_bytes
 
 
 def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: JobPlan) -> list[str]:
