@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed.checkpoint as dcp
-from results_head import processors, results_head
+from results_head import asked_row, processors, results_head
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -411,10 +411,6 @@ def _median(records: list[Record], subject: str, num_bytes: int, key: str) -> fl
     return statistics.median(values) if values else None
 
 
-def _row(what: str, asked: str, measured: float | None, met: bool, note: str = "") -> Record:
-    return {"what": what, "asked": asked, "measured": measured, "met": met, "note": note}
-
-
 def asked_of_cpu(records: list[Record]) -> list[Record]:
     """One row for each figure that was set as a target on two processors."""
     num_bytes = next((r["bytes"] for r in records if abs(r["bytes"] - 268e6) < 4e6), None)
@@ -426,7 +422,7 @@ def asked_of_cpu(records: list[Record]) -> list[Record]:
         measured = None if num_bytes is None else _median(records, "background", num_bytes, key)
         met = measured is not None and measured <= most
         note = f"limit {limit} s" if measured is not None else "268 MB was not measured"
-        rows.append(_row(what, f"<= {most} s", measured, met, note))
+        rows.append(asked_row(what, f"<= {most} s", measured, met, note))
     return rows + _memory_rows(records)
 
 
@@ -438,7 +434,7 @@ def _memory_rows(records: list[Record]) -> list[Record]:
         what = f"host memory beyond one copy, {num_bytes / 1e9:.3g} GB"
         beyond = None if most is None else round((most - num_bytes) / 2**20, 1)
         note = "" if beyond is not None else "the system does not tell peaks"
-        rows.append(_row(what, "<= 64 MiB", beyond, beyond is not None and beyond <= 64, note))
+        rows.append(asked_row(what, "<= 64 MiB", beyond, beyond is not None and beyond <= 64, note))
     return rows
 
 
@@ -455,19 +451,19 @@ def asked_of_card(records: list[Record]) -> list[Record]:
         stall = round(statistics.median(stalls), 5)
         most = round(max(0.0, copy - hidden) + 0.005, 5)
         note = f"copy {copy:.3f} s, passes that hide it {hidden:.3f} s"
-        rows.append(_row(f"stall, {size}", f"<= {most} s", stall, stall <= most, note))
+        rows.append(asked_row(f"stall, {size}", f"<= {most} s", stall, stall <= most, note))
         disks = [_median(records, name, num_bytes, "durable_s") for name in ("disk", "disk, direct")]
         own = min((seconds for seconds in disks if seconds is not None), default=None)
         durable = _median(records, "background", num_bytes, "durable_s")
         ratio = None if own is None or durable is None else round(durable / own, 3)
         note = "" if own is None else f"the disk alone {own:.3f} s"
         rows.append(
-            _row(f"durable against the disk, {size}", "<= 1.1", ratio, ratio is not None and ratio <= 1.1, note)
+            asked_row(f"durable against the disk, {size}", "<= 1.1", ratio, ratio is not None and ratio <= 1.1, note)
         )
         later = [step for own_steps in steps["beside_s"] for step in own_steps]
         slower = round(100 * (statistics.fmean(later) / plain - 1), 2)
         note = f"{len(later)} steps beside saves, the first after each call included"
-        rows.append(_row(f"steps beside a save, {size}", "<= 3 % slower", slower, slower <= 3, note))
+        rows.append(asked_row(f"steps beside a save, {size}", "<= 3 % slower", slower, slower <= 3, note))
     return rows + _memory_rows(records)
 
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
 from links import records_of_ranks
-from results_head import processors, results_head
+from results_head import asked_row, processors, results_head
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -221,8 +221,8 @@ def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     count = len(COMBINATIONS)
     part = "" if len(records) == count else f"{len(records)} were measured; "
 
-    def row(what: str, target: str, kept: int, note: str) -> dict[str, Any]:
-        return {"what": what, "asked": target, "measured": kept, "met": kept == count, "note": note}
+    def row(what: str, kept: int, note: str) -> dict[str, Any]:
+        return asked_row(what, f"{count} of {count}", kept, kept == count, note)
 
     within = sum(abs(each["error"]) <= 0.1 for each in verdicts)
     fast = sum(each["behind"] <= 0.02 for each in verdicts)
@@ -230,15 +230,15 @@ def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     errors = sorted(abs(each["error"]) for each in verdicts)
     return [
         row(
-            "combinations whose mixture takes within 10 % of its predicted step", f"{count} of {count}", within,
+            "combinations whose mixture takes within 10 % of its predicted step", within,
             f"{part}median error {100 * statistics.median(errors):.1f} %, largest {100 * errors[-1]:.1f} %",
         ),
         row(
-            "combinations whose mixture is at most 2 % slower than the fastest scheme", f"{count} of {count}", fast,
+            "combinations whose mixture is at most 2 % slower than the fastest scheme", fast,
             f"{part}largest {100 * max(each['behind'] for each in verdicts):.1f} %",
         ),
         row(
-            "combinations in which no scheme as fast has less variance", f"{count} of {count}", quiet,
+            "combinations in which no scheme as fast has less variance", quiet,
             f"{part}variances are bounds from sampled gradients",
         ),
     ]  # fmt: skip

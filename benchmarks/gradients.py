@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
 from links import records_of_ranks
-from results_head import processors, results_head
+from results_head import asked_row, processors, results_head
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -199,9 +199,6 @@ def asked(records: list[dict[str, Any]], links: list[str]) -> list[dict[str, Any
         kept = [r for r in records if all(r.get(key) == value for key, value in wanted.items())]
         return statistics.median(kept[0]["ms"]) if kept else None
 
-    def row(what: str, target: str, measured: float | None, met: bool, note: str = "") -> dict[str, Any]:
-        return {"what": what, "asked": target, "measured": measured, "met": met, "note": note}
-
     rows = []
     for link in links:
         ours = median(what="bucket", link=link, megabytes=CODEC_MB, subject="sum8")
@@ -210,13 +207,13 @@ def asked(records: list[dict[str, Any]], links: list[str]) -> list[dict[str, Any
             theirs = median(what="bucket", link=link, megabytes=CODEC_MB, subject=peer)
             ratio = None if ours is None or theirs is None else round(theirs / ours, 3)
             met = ratio is not None and ratio >= least
-            rows.append(row(f"sum8 against {peer}, 26 MB, two gloo ranks, {place}", f">= {least}", ratio, met))
+            rows.append(asked_row(f"sum8 against {peer}, 26 MB, two gloo ranks, {place}", f">= {least}", ratio, met))
     for name in ("sum8", "packed8"):
         spent = median(what="codec", subject=name)
         met = spent is not None and spent <= 25
-        rows.append(row(f"codec of {name}, 26 MB, one thread", "<= 25 ms", spent, met))
+        rows.append(asked_row(f"codec of {name}, 26 MB, one thread", "<= 25 ms", spent, met))
     note = "needs a card: tests/gpu/test_gradient_codec.py checks bits, not time"
-    return [*rows, row("encode 26 MB on an H200", "<= 11 us", None, False, note)]
+    return [*rows, asked_row("encode 26 MB on an H200", "<= 11 us", None, False, note)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The head of a results file: when, by which command, at which commit and on what it was measured."""
+"""What all results files hold: when, by which command and on what they were measured, and what was asked."""
 
 from __future__ import annotations
 
@@ -40,3 +40,8 @@ def results_head(hardware: str, versions: Mapping[str, str] | None = None) -> di
         "hardware": hardware,
         "versions": {"python": platform.python_version(), **(versions or {})},
     }
+
+
+def asked_row(what: str, asked: str, measured: Any, met: bool, note: str = "") -> dict[str, Any]:
+    """One row of ``asked``: a figure that was set as a target, and what was measured (None: nothing was)."""
+    return {"what": what, "asked": asked, "measured": measured, "met": met, "note": note}

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from results_head import processors, results_head
+from results_head import asked_row, processors, results_head
 
 from qsync_opt.checkpoints import Box, Piece, Problem, Shard, Writer, assign_boxes, evaluate, replica_problem
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, required_solver
@@ -158,26 +158,27 @@ def random_case(number: int) -> Record:
 def asked(cases: list[Record], models: list[Record]) -> list[Record]:
     """One row for each figure that was set as a target."""
 
-    def row(what: str, target: str, measured: float | None, met: bool, note: str = "") -> Record:
-        return {"what": what, "asked": target, "measured": measured, "met": met, "note": note}
-
     beyond = sum(case["bound"] > case["optimum"] * (1 + 1e-9) for case in cases)
     below = sum(case["bound"] < case["relaxed"] * (1 - 1e-6) for case in cases)
     rows = [
-        row(f"bounds above the optimum, {len(cases)} random cases", "0", beyond, beyond == 0, "every plan was tried"),
-        row(f"bounds below the relaxation, {len(cases)} random cases", "0", below, below == 0, "by a linear program"),
+        asked_row(
+            f"bounds above the optimum, {len(cases)} random cases", "0", beyond, beyond == 0, "every plan was tried"
+        ),
+        asked_row(
+            f"bounds below the relaxation, {len(cases)} random cases", "0", below, below == 0, "by a linear program"
+        ),
     ]
     worst = max(models, key=lambda each: each["max_over_mean"])
     where = f"{worst['model']}, {worst['ranks']} ranks in {worst['groups']} groups"
     met = worst["max_over_mean"] <= 1.01
-    rows.append(row("max / mean of bytes, any number of ranks", "<= 1.01", worst["max_over_mean"], met, where))
+    rows.append(asked_row("max / mean of bytes, any number of ranks", "<= 1.01", worst["max_over_mean"], met, where))
     worse = sum(each["max_over_mean"] > each["torch_max_over_mean"] * (1 + 1e-6) for each in models)
-    rows.append(row("models on which torch's rule is better", "0", worse, worse == 0))
+    rows.append(asked_row("models on which torch's rule is better", "0", worse, worse == 0))
     most = max(each["ranks"] for each in models)
     for each in (each for each in models if each["ranks"] == most):
         what = f"planning {each['model']}, {most} ranks in {each['groups']} groups, {each['pieces']} pieces"
         note = f"{each['plan_s']} s by the clock of a shared machine"
-        rows.append(row(what, "<= 1 s", each["plan_processor_s"], each["plan_processor_s"] <= 1.0, note))
+        rows.append(asked_row(what, "<= 1 s", each["plan_processor_s"], each["plan_processor_s"] <= 1.0, note))
     return rows
 
 
