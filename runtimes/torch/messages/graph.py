@@ -386,12 +386,15 @@ class FullGraph:
         dim, device = max((each.dim for each in problem.exchanges), default=1), self.part.x.device
         table = time_codec(sorted({*self.options.menu, EXACT, *used}), dim, device, self.options.backend)
         by_width = codec_by_worker(problem, present, table).get(self.rank, 0.0)
-        step_s, codec_s = (statistics.median(column) for column in zip(*self._step_s, strict=True))
-        values = [step_s, codec_s, max(codec_s - by_width / 1e9, 0.0)]
-        shared = torch.tensor([*values, *(ns for both in table.values() for ns in both)], dtype=torch.float64)
-        shared = shared.to(device)
+        # Each step is as long as that of its slowest worker, which is not the same one in all steps.
+        steps = torch.tensor([*self._step_s], dtype=torch.float64, device=device)
+        dist.all_reduce(steps, dist.ReduceOp.MAX, group=self.group)
+        step_s, codec_s = steps.quantile(0.5, dim=0).tolist()
+        own_s = statistics.median(seconds for _, seconds in self._step_s)
+        values = [max(own_s - by_width / 1e9, 0.0), *(ns for both in table.values() for ns in both)]
+        shared = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
-        step_s, codec_s, fixed_s, *rest = shared.tolist()
+        fixed_s, *rest = shared.tolist()
         compute_s = max(step_s - codec_s - exposed_s, 0.0)
         return StepTimes(compute_s, fixed_s, dict(zip(table, zip(rest[::2], rest[1::2], strict=True), strict=True)))
 
