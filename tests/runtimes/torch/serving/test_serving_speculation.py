@@ -13,6 +13,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from qsync_opt.decoding import (  # noqa: E402
     Acceptance,
+    AcceptanceCounts,
     Choice,
     ControllerOptions,
     Draft,
@@ -546,7 +547,10 @@ def test_an_answer_that_fails_is_an_error(llama):
 
 
 def test_acceptance_is_counted_over_answers(packed):
-    counts = measure_acceptance(packed, "A8", 3, prompts_of(8, 3), 25)
+    texts = measure_acceptance(packed, "A8", 3, prompts_of(8, 3), 25)
+    assert len(texts) == 3
+    assert all(text.judged[0] > 0 for text in texts)
+    counts = AcceptanceCounts.summed(texts)
     assert counts.judged[0] >= counts.judged[1] >= counts.judged[2] > 0
     assert counts.judged[1:] == counts.accepted[:2]
     assert counts.interval(3).mid > 0.5
