@@ -24,6 +24,7 @@ from qsync_opt.decoding import (
     AcceptanceCounts,
     Controller,
     DraftMeasurement,
+    Judged,
     Measurements,
     Problem,
     RegimeTimes,
@@ -54,16 +55,23 @@ class Regime:
         """Of a choice, for who knows the acceptances."""
         if draft is None:
             return float(PLAIN_NS)
-        tokens = reached = 1.0
-        for value in (truth or self.truth)[draft][:length]:
-            reached *= value
-            tokens += reached
-        return (length * self.draft_ns[draft] + self.verify_ns[length + 1]) / tokens
+        return (length * self.draft_ns[draft] + self.verify_ns[length + 1]) / tokens_of(
+            truth or self.truth, draft, length
+        )
 
     def best_ns(self, truth: Truth | None = None) -> float:
         """The least time per token."""
         choices = [self.time_per_token_ns(draft, n, truth) for draft in self.truth for n in LENGTHS]
         return min(float(PLAIN_NS), *choices)
+
+
+def tokens_of(truth: Truth, draft: str | None, length: int) -> float:
+    """Tokens that a cycle yields on average."""
+    tokens = reached = 1.0
+    for value in truth[draft][:length] if draft else ():
+        reached *= value
+        tokens += reached
+    return tokens
 
 
 def some_truth(draw: random.Random) -> Truth:
@@ -118,15 +126,49 @@ def controller_of(problem: Problem) -> Controller:
     return Controller(problem, "r", [(choice.draft, choice.length) for choice in problem.regime("r").choices])
 
 
-def run(controller: Controller, regime: Regime, truth: Truth, cycles: int, draw: random.Random) -> tuple[float, float]:
-    """Nanoseconds and tokens of each sequence over some cycles."""
+class Shadow:
+    """Look-up's drafts of one sequence beside whatever runs: judged by the tokens that come out anyway."""
+
+    def __init__(self) -> None:
+        self.agreed = 0
+
+    def judge(self, draw: random.Random, truth: Sequence[float], tokens: int) -> list[Judged]:
+        """Positions judged by so many new tokens, each with accepted and rejected ones."""
+        judged = []
+        for _ in range(tokens):
+            if self.agreed == len(truth):  # the token after a whole draft
+                self.agreed = 0
+                continue
+            right = draw.random() < truth[self.agreed]
+            judged.append(Judged(self.agreed, int(right), int(not right)))
+            self.agreed = self.agreed + 1 if right else 0
+        return judged
+
+
+def run(
+    controller: Controller, regime: Regime, truth: Truth, cycles: int, draw: random.Random, watched: bool = True
+) -> tuple[float, float]:
+    """Nanoseconds and expected tokens of each sequence; look-up is watched beside what runs, or not.
+
+    Expected tokens of what was chosen, for those that were drawn differ by chance from a controller's merit.
+    """
     time_ns = tokens = 0.0
+    shadows = [Shadow() for _ in range(regime.batch)]
     for _ in range(cycles):
         graph = controller.choose()
         counts = [accepted(draw, truth[graph.draft], graph.length) if graph.draft else 0 for _ in range(regime.batch)]
+        if watched and graph.draft != "lookup":
+            controller.watch(
+                "lookup",
+                [
+                    found
+                    for shadow, count in zip(shadows, counts, strict=True)
+                    for found in shadow.judge(draw, truth["lookup"], count + 1)
+                ],
+            )
         controller.observe(counts)
         time_ns += graph.cycle_ns
-        tokens += 1 + sum(counts) / len(counts)
+        tokens += tokens_of(truth, graph.draft, graph.length)
     return time_ns, tokens
 
 

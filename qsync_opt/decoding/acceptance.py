@@ -121,14 +121,14 @@ def _student(level: float, freedom: int) -> float:
     if freedom == 2:
         return level * math.sqrt(2 / (1 - level * level))
     z = _normal(level)
-    terms = (
+    terms: tuple[float, ...] = (
         z,
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return sum(term / freedom**power for power, term in enumerate(terms))
+    return math.fsum(term / float(freedom) ** power for power, term in enumerate(terms))
 
 
 def _wilson(share: float, trials: float, level: float) -> Acceptance:

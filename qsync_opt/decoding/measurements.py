@@ -193,8 +193,9 @@ def build_problem(measurements: Measurements, confidence: str = "low") -> Proble
     """The speculation problem of measurements.
 
     A draft's acceptance at a length is the interval over its first positions: by how texts differ where their counts
-    are given, else as if tokens were independent. Lengths beyond the largest measured pass of a
-    regime, or beyond the measured positions of a draft, are left out: nothing is extrapolated. Extension keys of the file and of its regimes are kept.
+    are given, else as if tokens were independent. Lengths beyond the largest measured pass of a regime, or beyond the
+    measured positions of a draft, are left out: nothing is extrapolated. Extension keys of the file and of its regimes
+    are kept.
 
     Args:
         measurements: What was measured.

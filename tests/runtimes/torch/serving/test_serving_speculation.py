@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -402,6 +403,49 @@ def test_a_draft_that_is_never_accepted_is_given_up(packed, monkeypatch):
         heard.wait()
         assert heard.tokens == plain
         assert 0 < engine.counts.drafts <= 64
+
+
+def lookup_judged(prompt, new, longest, alone):
+    """Positions of drafts that follow each other, and whether each is right, from the second new token on."""
+    found, done = [], 1
+    while done < len(new):
+        index = TextIndex()
+        index.extend([*prompt, *new[:done]])
+        draft, agreed = index.following(longest), 0
+        while agreed < longest and done < len(new):
+            right = draft[agreed : agreed + 1] == [new[done]]
+            if draft or not alone:
+                found.append((agreed, right))
+            done += 1
+            if not right:
+                break
+            agreed += 1
+        else:
+            done += 1
+    return Counter(found)
+
+
+@pytest.mark.parametrize("prompts", [[[4, 5, 6]], [[4, 5, 6], [7, 7, 7], [1, 2, 3]]])
+def test_lookup_is_watched_while_decoding_is_plain(packed, prompts, monkeypatch):
+    seen = Counter()
+
+    def watch(self, microbatch, judged):
+        for found in judged:
+            seen.update({(found.position, True): found.accepted, (found.position, False): found.rejected})
+
+    monkeypatch.setattr(AdaptiveSpeculation, "watch", watch)
+    speculation = AdaptiveSpeculation(problem_of(draft="lookup", verify_ns=900, low=0.1))
+    assert speculation.watched == 3
+    plain, _ = answer(packed, prompts, 60)
+    tokens, _ = answer(packed, prompts, 60, speculation=speculation)
+    assert tokens == plain
+    expected = Counter()
+    for prompt, new in zip(prompts, plain, strict=True):
+        expected += lookup_judged(prompt, new, 3, alone=len(prompts) == 1)
+    assert expected.total() > 20
+    assert +seen == expected
+    assert AdaptiveSpeculation(problem_of()).watched == 0
+    assert AdaptiveSpeculation(problem_of(draft="lookup"), refused={"lookup": "none"}).watched == 0
 
 
 def test_beliefs_cross_regimes():
