@@ -4,11 +4,12 @@
 
 Each regime has a time of passes that rises with their rows, from nearly not (a card bound by memory) to nearly in
 proportion (a processor bound by computing), two drafts (``A8`` takes a share of a pass, ``lookup`` nothing), and an
-acceptance of each by draft position that no one knows. What ``lookup`` would draft is compared with the tokens that come
-out while it does not run, as a server does. A plan goes by a few hundred measured cycles. A controller begins with that
-plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are nanoseconds of the
-tables, so that nothing here depends on the machine. Families of regimes: those on which the controller's constants were
-chosen, others of the same kind, and others with other costs, batches and acceptances, which rise along a draft.
+acceptance of each by draft position that no one knows. What ``lookup`` would draft is compared with the tokens that
+come out while it does not run, as a server does. A plan goes by a few hundred measured cycles. A controller begins with
+that plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are nanoseconds
+of the tables, so that nothing here depends on the machine. Families of regimes: those on which the controller's
+constants were chosen, others of the same kind, and others with other costs, batches and acceptances, which rise along a
+draft.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def tokens_of(truth: Truth, draft: str | None, length: int) -> float:
 
 
 def some_truth(draw: random.Random, unseen: bool = False) -> Truth:
-    """Acceptances by position, which change a little along a draft; ``unseen``: and rise, as look-up's of real texts do."""
+    """Acceptances by position, which change a little along a draft; ``unseen``: they rise, as look-up's of texts do."""
 
     def positions(least: float, most: float) -> list[float]:
         first, change = draw.uniform(least, most), draw.uniform(0.97, 1.01)
@@ -264,7 +265,8 @@ def rows(regimes: list[dict[str, Any]], changes: list[dict[str, Any]], family: s
         adapted = share([change["cycles"] <= ASKED_CYCLES for change in found])
         asked.append(
             row(f"changes of the kind of text{kind} after which the choice is within {ADAPTED_LOSS:.0%} of the best in "
-                f"{ASKED_CYCLES} cycles", f">= {ASKED_SHARE}", adapted, adapted >= ASKED_SHARE, f"{len(found)} changes, {family}")
+                f"{ASKED_CYCLES} cycles", f">= {ASKED_SHARE}", adapted, adapted >= ASKED_SHARE,
+                f"{len(found)} changes, {family}")
         )  # fmt: skip
     return asked
 
