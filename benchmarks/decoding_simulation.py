@@ -4,9 +4,12 @@
 
 Each regime has a time of passes that rises with their rows, from nearly not (a card bound by memory) to nearly in
 proportion (a processor bound by computing), two drafts (``A8`` takes a share of a pass, ``lookup`` nothing), and an
-acceptance of each by draft position that no one knows. A plan goes by a few hundred measured cycles. A controller
-begins with that plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are
-nanoseconds of the tables, so that nothing here depends on the machine.
+acceptance of each by draft position that no one knows. What ``lookup`` would draft is compared with the tokens that
+come out while it does not run, as a server does. A plan goes by a few hundred measured cycles. A controller begins with
+that plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are nanoseconds
+of the tables, so that nothing here depends on the machine. Families of regimes: those on which the controller's
+constants were chosen, others of the same kind, and others with other costs, batches and acceptances, which rise along a
+draft.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from qsync_opt.decoding import (
     AcceptanceCounts,
     Controller,
     DraftMeasurement,
+    Judged,
     Measurements,
     Problem,
     RegimeTimes,
@@ -54,11 +58,9 @@ class Regime:
         """Of a choice, for who knows the acceptances."""
         if draft is None:
             return float(PLAIN_NS)
-        tokens = reached = 1.0
-        for value in (truth or self.truth)[draft][:length]:
-            reached *= value
-            tokens += reached
-        return (length * self.draft_ns[draft] + self.verify_ns[length + 1]) / tokens
+        return (length * self.draft_ns[draft] + self.verify_ns[length + 1]) / tokens_of(
+            truth or self.truth, draft, length
+        )
 
     def best_ns(self, truth: Truth | None = None) -> float:
         """The least time per token."""
@@ -66,22 +68,38 @@ class Regime:
         return min(float(PLAIN_NS), *choices)
 
 
-def some_truth(draw: random.Random) -> Truth:
-    """Acceptances by position, which change a little along a draft."""
+def tokens_of(truth: Truth, draft: str | None, length: int) -> float:
+    """Tokens that a cycle yields on average."""
+    tokens = reached = 1.0
+    for value in truth[draft][:length] if draft else ():
+        reached *= value
+        tokens += reached
+    return tokens
+
+
+def some_truth(draw: random.Random, unseen: bool = False) -> Truth:
+    """Acceptances by position, which change a little along a draft; ``unseen``: they rise, as look-up's of texts do."""
 
     def positions(least: float, most: float) -> list[float]:
         first, change = draw.uniform(least, most), draw.uniform(0.97, 1.01)
         return [min(0.995, first * change**k) for k in range(max(LENGTHS))]
 
+    def rising(least: float, most: float) -> list[float]:
+        first, last, pace = draw.uniform(least, most), draw.uniform(most, 0.99), draw.uniform(0.2, 0.8)
+        return [last - (last - first) * pace**k for k in range(max(LENGTHS))]
+
+    if unseen:
+        return {"A8": rising(0.3, 0.98), "lookup": rising(0.02, 0.8)}
     return {"A8": positions(0.4, 0.99), "lookup": positions(0.02, 0.9)}
 
 
-def some_regime(draw: random.Random) -> Regime:
-    """A regime with its tables."""
+def some_regime(draw: random.Random, unseen: bool = False) -> Regime:
+    """A regime with its tables; ``unseen``: of a family on which no constant was chosen."""
     slope = 10 ** draw.uniform(-2.7, -0.1)
     verify_ns = {n: round(PLAIN_NS * (1 + slope * (n - 1))) for n in (1, *(length + 1 for length in LENGTHS))}
-    draft_ns = {"A8": round(PLAIN_NS * draw.uniform(0.3, 0.95)), "lookup": 0}
-    return Regime(verify_ns, draft_ns, draw.choice([1, 2, 4, 8]), some_truth(draw))
+    draft_ns = {"A8": round(PLAIN_NS * draw.uniform(*((0.05, 0.6) if unseen else (0.3, 0.95)))), "lookup": 0}
+    batch = draw.choice([1, 3, 6, 16] if unseen else [1, 2, 4, 8])
+    return Regime(verify_ns, draft_ns, batch, some_truth(draw, unseen))
 
 
 def accepted(draw: random.Random, truth: Sequence[float], length: int) -> int:
@@ -118,22 +136,56 @@ def controller_of(problem: Problem) -> Controller:
     return Controller(problem, "r", [(choice.draft, choice.length) for choice in problem.regime("r").choices])
 
 
-def run(controller: Controller, regime: Regime, truth: Truth, cycles: int, draw: random.Random) -> tuple[float, float]:
-    """Nanoseconds and tokens of each sequence over some cycles."""
+class Shadow:
+    """Look-up's drafts of one sequence beside whatever runs: judged by the tokens that come out anyway."""
+
+    def __init__(self) -> None:
+        self.agreed = 0
+
+    def judge(self, draw: random.Random, truth: Sequence[float], tokens: int) -> list[Judged]:
+        """Positions judged by so many new tokens, each with accepted and rejected ones."""
+        judged = []
+        for _ in range(tokens):
+            if self.agreed == len(truth):  # the token after a whole draft
+                self.agreed = 0
+                continue
+            right = draw.random() < truth[self.agreed]
+            judged.append(Judged(self.agreed, int(right), int(not right)))
+            self.agreed = self.agreed + 1 if right else 0
+        return judged
+
+
+def run(
+    controller: Controller, regime: Regime, truth: Truth, cycles: int, draw: random.Random, watched: bool = True
+) -> tuple[float, float]:
+    """Nanoseconds and expected tokens of each sequence; look-up is watched beside what runs, or not.
+
+    Expected tokens of what was chosen, for those that were drawn differ by chance from a controller's merit.
+    """
     time_ns = tokens = 0.0
+    shadows = [Shadow() for _ in range(regime.batch)]
     for _ in range(cycles):
         graph = controller.choose()
         counts = [accepted(draw, truth[graph.draft], graph.length) if graph.draft else 0 for _ in range(regime.batch)]
+        if watched and graph.draft != "lookup":
+            controller.watch(
+                "lookup",
+                [
+                    found
+                    for shadow, count in zip(shadows, counts, strict=True)
+                    for found in shadow.judge(draw, truth["lookup"], count + 1)
+                ],
+            )
         controller.observe(counts)
         time_ns += graph.cycle_ns
-        tokens += 1 + sum(counts) / len(counts)
+        tokens += tokens_of(truth, graph.draft, graph.length)
     return time_ns, tokens
 
 
-def one_regime(seed: int) -> dict[str, Any]:
+def one_regime(seed: int, unseen: bool = False) -> dict[str, Any]:
     """What the plan and the controller lose in one regime."""
     draw = random.Random(seed)
-    regime = some_regime(draw)
+    regime = some_regime(draw, unseen)
     problem, best_ns = problem_of(regime, draw), regime.best_ns()
     plan = solve(problem).plan
     assert plan is not None
@@ -149,11 +201,11 @@ def one_regime(seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def one_change(seed: int) -> dict[str, Any]:
+def one_change(seed: int, unseen: bool = False) -> dict[str, Any]:
     """Cycles until the controller's choice is as good as asked after the kind of text has changed."""
     draw = random.Random(seed)
-    regime = some_regime(draw)
-    controller, truth = controller_of(problem_of(regime, draw)), some_truth(draw)
+    regime = some_regime(draw, unseen)
+    controller, truth = controller_of(problem_of(regime, draw)), some_truth(draw, unseen)
     run(controller, regime, regime.truth, WARM_CYCLES, draw)
     before = controller.current
     enough_ns = (1 + ADAPTED_LOSS) * regime.best_ns(truth)
@@ -178,29 +230,32 @@ def row(what: str, asked: str, measured: Any, met: bool, note: str = "") -> dict
     return {"what": what, "asked": asked, "measured": measured, "met": met, "note": note}
 
 
-def main() -> None:
-    """Simulate and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--regimes", type=int, default=200)
-    parser.add_argument("--output", default=str(RESULTS / "decoding-simulation.json"))
-    options = parser.parse_args()
-    regimes = [one_regime(seed) for seed in range(options.regimes)]
-    changes = [one_change(seed) for seed in range(10**6, 10**6 + options.regimes)]
-    changes = [change for change in changes if change["loss_if_kept"] > ADAPTED_LOSS]  # there is something to learn
+FAMILIES = (
+    ("seeds on which constants were chosen", 0, False),
+    ("other seeds", 50_000, False),
+    ("other costs and acceptances", 90_000, True),
+)
+"""Name, first seed, and whether costs and acceptances are others."""
+
+
+def rows(regimes: list[dict[str, Any]], changes: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
+    """The rows of ``asked`` of one family."""
     off = [r for r in regimes if r["best"] == 1.0]
-    asked = []
+    asked: list[dict[str, Any]] = []
     for who in ("plan", "controller"):
         near = share([r[f"{who}_loss"] <= ASKED_LOSS for r in regimes])
         asked.append(
             row(f"regimes whose {who} is within {ASKED_LOSS:.0%} of the best choice", f">= {ASKED_SHARE}", near,
-                near >= ASKED_SHARE, f"{len(regimes)} synthetic regimes")
+                near >= ASKED_SHARE, f"{len(regimes)} synthetic regimes, {family}")
         )  # fmt: skip
         least = min(r[who] for r in regimes)
-        asked.append(row(f"least speed of the {who} over plain", f">= {ASKED_SPEED}", least, least >= ASKED_SPEED))
+        asked.append(
+            row(f"least speed of the {who} over plain", f">= {ASKED_SPEED}", least, least >= ASKED_SPEED, family)
+        )
     cost = max(1 / r["controller"] - 1 for r in off)
     asked.append(
         row("largest cost of the controller where plain decoding is best", f"< {ASKED_COST}", cost, cost < ASKED_COST,
-            f"{len(off)} regimes, by the clock of the tables: trials of drafts, not the host's time")
+            f"{len(off)} regimes, {family}, by the clock of the tables: trials of drafts, not the host's time")
     )  # fmt: skip
     for kind, found in (
         ("", changes),
@@ -210,12 +265,28 @@ def main() -> None:
         adapted = share([change["cycles"] <= ASKED_CYCLES for change in found])
         asked.append(
             row(f"changes of the kind of text{kind} after which the choice is within {ADAPTED_LOSS:.0%} of the best in "
-                f"{ASKED_CYCLES} cycles", f">= {ASKED_SHARE}", adapted, adapted >= ASKED_SHARE, f"{len(found)} changes")
+                f"{ASKED_CYCLES} cycles", f">= {ASKED_SHARE}", adapted, adapted >= ASKED_SHARE,
+                f"{len(found)} changes, {family}")
         )  # fmt: skip
+    return asked
+
+
+def main() -> None:
+    """Simulate and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regimes", type=int, default=200)
+    parser.add_argument("--output", default=str(RESULTS / "decoding-simulation.json"))
+    options = parser.parse_args()
+    asked, records = [], []
+    for name, first, unseen in FAMILIES:
+        regimes = [one_regime(first + k, unseen) for k in range(options.regimes)]
+        changes = [one_change(10**6 + first + k, unseen) for k in range(options.regimes)]
+        changes = [change for change in changes if change["loss_if_kept"] > ADAPTED_LOSS]  # there is something to learn
+        asked += rows(regimes, changes, name)
+        records.append({"family": name, "regimes": regimes, "changes": changes})
     for line in asked:
         print(line)
-    write_json(options.output, {**results_head("none: a simulated clock", {}), "asked": asked, "records": [
-        {"regimes": regimes, "changes": changes}]})  # fmt: skip
+    write_json(options.output, {**results_head("none: a simulated clock", {}), "asked": asked, "records": records})
 
 
 if __name__ == "__main__":

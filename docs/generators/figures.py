@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -53,19 +54,41 @@ def figures() -> dict[str, str]:
         **_serving_solvers(results["serving-solvers.json"]),
         **_speculation(results["decoding-simulation.json"]),
         **_acceptance(results["decoding-acceptance.json"]),
+        **_acceptance_by_text(results["decoding-acceptance-texts.json"]),
         **_decoding_speed(results["decoding.json"]),
     }
 
 
 def _speculation(data: Record) -> dict[str, str]:
     """How near plans and the controller of speculation come to the best choice, by a simulated clock."""
-    plan, _, controller, least, cost, adapted, *_ = (row["measured"] for row in data["asked"])
+    families = ("tuned", "seeds", "others")
+    each = len(data["asked"]) // len(families)
+    texts = {}
+    for number, family in enumerate(families):
+        values = (row["measured"] for row in data["asked"][each * number : each * (number + 1)])
+        plan, _, controller, least, cost, adapted, drafts, plain = values
+        texts |= {
+            f"speculation.{family}.plan": f"{100 * plan:.1f} %",
+            f"speculation.{family}.controller": f"{100 * controller:.1f} %",
+            f"speculation.{family}.least": f"{least:.3f}",
+            f"speculation.{family}.cost": f"{100 * cost:.2f} %",
+            f"speculation.{family}.adapted": f"{100 * adapted:.1f} %",
+            f"speculation.{family}.from-drafts": f"{100 * drafts:.1f} %",
+            f"speculation.{family}.from-plain": f"{100 * plain:.1f} %",
+        }
+    return texts
+
+
+def _acceptance_by_text(data: Record) -> dict[str, str]:
+    """Intervals of look-up's acceptance by how texts differ and by tokens, and what error two halves differ by."""
+    lookup = next(record for record in data["records"] if record["draft"] == "lookup")
+    first, worst = lookup["lengths"][0], max(lookup["lengths"], key=lambda at: abs(at["error"]))
+    texts = len(lookup["by_text"])
     return {
-        "speculation.plan": f"{100 * plan:.1f} %",
-        "speculation.controller": f"{100 * controller:.1f} %",
-        "speculation.least": f"{least:.3f}",
-        "speculation.cost": f"{100 * cost:.2f} %",
-        "speculation.adapted": f"{100 * adapted:.0f} %",
+        "acceptance.texts": span(first["interval"], ".3f"),
+        "acceptance.tokens": span(first["interval_of_independent_tokens"], ".3f"),
+        "acceptance.chance": f"{100 * worst['error_by_chance']:.0f} %",
+        "acceptance.needed": f"{math.ceil(texts * (worst['error_by_chance'] / 0.03) ** 2):,}",
     }
 
 

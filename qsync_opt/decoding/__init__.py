@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.decoding.acceptance import Acceptance, AcceptanceCounts, expected_tokens, wilson_interval
-    from qsync_opt.decoding.controller import Controller, ControllerOptions, Graph
+    from qsync_opt.decoding.acceptance import (
+        Acceptance,
+        AcceptanceCounts,
+        clustered_interval,
+        expected_tokens,
+        tokens_deviation,
+        wilson_interval,
+    )
+    from qsync_opt.decoding.controller import Controller, ControllerOptions, Graph, Judged
     from qsync_opt.decoding.evaluation import Evaluation, RegimeEvaluation, evaluate
     from qsync_opt.decoding.explanation import explain
     from qsync_opt.decoding.measurements import (
@@ -29,7 +36,7 @@ else:
 
 __all__ = [
     "Acceptance", "AcceptanceCounts", "Choice", "Controller", "ControllerOptions", "Draft", "DraftMeasurement",
-    "Evaluation", "Graph", "Measurements", "Plan", "Problem", "Regime", "RegimeEvaluation", "RegimeTimes", "Selection",
-    "build_problem", "evaluate", "expected_tokens", "explain", "load_measurements", "load_speculation",
-    "wilson_interval",
+    "Evaluation", "Graph", "Judged", "Measurements", "Plan", "Problem", "Regime", "RegimeEvaluation", "RegimeTimes",
+    "Selection", "build_problem", "clustered_interval", "evaluate", "expected_tokens", "explain", 
+    "load_measurements", "load_speculation", "tokens_deviation", "wilson_interval",
 ]  # fmt: skip

@@ -1,9 +1,10 @@
 """The choice of draft and length while a server runs: follows what is accepted, with hysteresis, between given graphs.
 
-Per draft and draft position a Beta posterior says how likely the token there is accepted; its prior is what the draft's
-positions show together, and theirs is the planned acceptance. Where recent cycles contradict older ones, the text is of
-another kind: older ones are forgotten. Drafts that do not run are tried for a cycle now and then, within a fixed share
-of the time; a trial that wins pays for the next one at once.
+Per draft, experts of different memories each keep faded counts by draft position, and their average by how well they
+have foretold what was accepted is believed: while the text stays of one kind the longest memory leads, and where it
+changes a short one within a few cycles. Drafts that cost nothing to make, such as look-up's, are watched: they are
+compared with the tokens that come out anyway. The other ones that do not run are tried for a cycle now and then, within
+a fixed share of the time; a trial that wins pays for the next one at once.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from qsync_opt.decoding.problem import Choice, Problem, Regime
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_fields
 
-_TRIALS_IN_CREDIT = 4
+_TRIALS_IN_CREDIT = 2
 """Most trials that a long time without any saves up for."""
-_CHANGE_DEVIATIONS = 2.0
-"""Standard deviations between recent acceptance and that before which say that the text has changed."""
+_PLANNED_TOKENS, _ALIKE_TOKENS, _DOUBTED_TOKENS = 2.0, 4.0, 8.0
+"""Tokens that the planned acceptance counts as; the positions together, for each one; at most all, once in doubt."""
+_LEAST, _MOST = 0.002, 0.998
+"""Limits of what an expert foretells, so that it can be wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,116 +35,150 @@ class Graph:
     cycle_ns: int
 
 
+class Judged(NamedTuple):
+    """A draft position in one cycle: how many sequences accepted the token there, and how many rejected it."""
+
+    position: int
+    accepted: int
+    rejected: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerOptions:
     """How fast a `Controller` follows and how careful it is.
 
     Attributes:
-        memory_cycles: Cycles after which what was seen counts 1/e, while the text stays of one kind.
-        recent_cycles: The same for what says whether it does.
-        prior_cycles: Cycles that the planned acceptance counts as.
+        memory_cycles: Of each expert, the cycles after which what was seen counts 1/e.
+        change_rate: Share of an expert's weight that is given to all in each cycle: how often the text changes.
         margin: Relative gain in time per token that a change must promise.
         dwell_cycles: Least cycles between two changes, but for the return to plain decoding.
         deviations: Standard deviations below its mean at which a draft's acceptance counts.
+        plain_deviations: The same while decoding is plain.
         trial_share: Largest share of the time that trials of drafts may cost.
 
     Raises:
         ProblemError: A value is out of range.
     """
 
-    memory_cycles: float = 96.0
-    recent_cycles: float = 8.0
-    prior_cycles: float = 4.0
+    memory_cycles: tuple[float, ...] = (8.0, 32.0, 256.0)
+    change_rate: float = 0.001
     margin: float = 0.01
     dwell_cycles: int = 4
-    deviations: float = 0.25
-    trial_share: float = 0.004
+    deviations: float = 0.5
+    plain_deviations: float = 1.0
+    trial_share: float = 0.0025
 
     def __post_init__(self) -> None:
         check_fields(self, "controller options")
         if (
-            self.memory_cycles < 1
-            or self.recent_cycles < 1
-            or self.prior_cycles <= 0
+            not self.memory_cycles
+            or min(self.memory_cycles) < 1
+            or not 0 < self.change_rate < 1
             or self.margin >= 1
             or self.trial_share > 1
         ):
             raise ProblemError(
-                f"controller options: memory_cycles is {self.memory_cycles!r}, recent_cycles {self.recent_cycles!r}, "
-                f"prior_cycles {self.prior_cycles!r}, margin {self.margin!r} and trial_share {self.trial_share!r}, but "
-                "they must be at least 1, at least 1, above 0, below 1 and at most 1"
+                f"controller options: memory_cycles is {self.memory_cycles!r}, change_rate {self.change_rate!r}, "
+                f"margin {self.margin!r} and trial_share {self.trial_share!r}, but they must be at least 1 each, "
+                "between 0 and 1, below 1 and at most 1"
             )
 
 
+class _Expert:
+    """Counts by position that fade at one rate, what they foretell, and how much that is trusted."""
+
+    def __init__(self, planned: float, positions: int, memory_cycles: float, weight: float) -> None:
+        self.planned, self.weight = planned, weight
+        self.fading = math.exp(-1 / memory_cycles)
+        self.accepted, self.rejected = [0.0] * positions, [0.0] * positions
+        self.estimate()
+
+    def scale(self, factor: float) -> None:
+        """Let what was seen count so many times as much."""
+        self.accepted = [factor * count for count in self.accepted]
+        self.rejected = [factor * count for count in self.rejected]
+
+    def estimate(self) -> None:
+        """The mean of each position; its prior is that of all, and theirs is the planned acceptance."""
+        accepted = sum(self.accepted)
+        self.seen = accepted + sum(self.rejected)
+        prior = _ALIKE_TOKENS * (_PLANNED_TOKENS * self.planned + accepted) / (_PLANNED_TOKENS + self.seen)
+        self.means = [
+            min(_MOST, max(_LEAST, (prior + yes) / (_ALIKE_TOKENS + yes + no)))
+            for yes, no in zip(self.accepted, self.rejected, strict=True)
+        ]
+
+    def log_likelihood(self, judged: Sequence[Judged]) -> float:
+        """Of what a cycle showed, by what was foretold."""
+        means = self.means
+        return sum(yes * math.log(means[k]) + no * math.log(1 - means[k]) for k, yes, no in judged)
+
+
 class _Belief:
-    """What is known of one draft: faded counts by position, accepted and rejected; recent ones apart."""
+    """What is known of one draft: experts, and their average by weight.
+
+    Source: M. Herbster and M. Warmuth, "Tracking the best expert", Machine Learning 1998 (fixed share).
+    """
 
     def __init__(self, planned: float, positions: int, options: ControllerOptions) -> None:
-        self.planned = planned
-        self.weight = options.prior_cycles
-        self.fading = [math.exp(-1 / memory) for memory in (options.recent_cycles, options.memory_cycles)]
-        self.recent, self.kept = ([[0.0] * positions, [0.0] * positions] for _ in range(2))
+        self.positions, self.change_rate = positions, options.change_rate
+        count = len(options.memory_cycles)
+        self.experts = [_Expert(planned, positions, memory, 1 / count) for memory in sorted(options.memory_cycles)]
         self._values: dict[float, list[float]] = {}
+        self._changed = False
 
-    @property
-    def positions(self) -> int:
-        """Draft positions that are counted."""
-        return len(self.kept[0])
+    def observe(self, judged: Sequence[Judged]) -> bool:
+        """Add what one cycle showed, sequences one by one: the average of a batch of different texts is what is sought.
 
-    def observe(self, length: int, accepted: Sequence[int]) -> bool:
-        """Add one cycle, which counts as one however large its batch: sequences of a batch are alike.
-
-        Returns whether recent cycles contradict all that are kept: then they alone are.
+        Returns whether the longest memory has just lost its weight: the text has changed.
         """
         self._values.clear()
-        for counts, fading in zip((self.recent, self.kept), self.fading, strict=True):
-            for which, found in enumerate(counts):
-                for position in range(self.positions):
-                    found[position] *= fading
-                    if position < length:
-                        hits = sum((n == position) if which else (n > position) for n in accepted)
-                        found[position] += hits / len(accepted)
-        recent, kept = (tuple(map(sum, counts)) for counts in (self.recent, self.kept))
-        judged = sum(recent)
-        share = (kept[0] + 0.5) / (sum(kept) + 1)
-        z = _CHANGE_DEVIATIONS
-        # As in Wilson's interval: few tokens prove nothing, however near to 0 or 1 the share is.
-        most = z * math.sqrt(share * (1 - share) / judged + (z / (2 * judged)) ** 2)
-        changed = abs(recent[0] / judged - share) > most
-        if changed:
-            self.kept = [list(found) for found in self.recent]
-        return changed
+        likelihoods = [expert.log_likelihood(judged) for expert in self.experts]
+        highest, count = max(likelihoods), len(self.experts)
+        weights = [
+            expert.weight * math.exp(likelihood - highest)
+            for expert, likelihood in zip(self.experts, likelihoods, strict=True)
+        ]
+        total = sum(weights)
+        for expert, weight in zip(self.experts, weights, strict=True):
+            expert.weight = (1 - self.change_rate) * weight / total + self.change_rate / count
+            expert.scale(expert.fading)
+            for position, yes, no in judged:
+                expert.accepted[position] += yes
+                expert.rejected[position] += no
+            expert.estimate()
+        before, self._changed = self._changed, self.experts[-1].weight < 1 / (2 * count)
+        return self._changed and not before
 
     def doubt(self) -> None:
-        """Let what is kept count as little as the prior: the text has changed since it was seen."""
-        total = sum(map(sum, self.kept))
-        factor = min(1.0, self.weight / total) if total else 1.0
-        self.kept = [[factor * count for count in found] for found in self.kept]
+        """Let what was seen count little: the text has changed since."""
         self._values.clear()
+        for expert in self.experts:
+            if expert.seen > _DOUBTED_TOKENS:
+                expert.scale(_DOUBTED_TOKENS / expert.seen)
+                expert.estimate()
 
     def values(self, deviations: float) -> list[float]:
         """The mean of each position, moved by some standard deviations, inside [0, 1]; asked for by every graph."""
         if deviations not in self._values:
-            self._values[deviations] = self._moved(deviations)
+            self._values[deviations] = [self._moved(position, deviations) for position in range(self.positions)]
         return self._values[deviations]
 
-    def _moved(self, deviations: float) -> list[float]:
-        accepted, rejected = self.kept
-        seen = sum(accepted) + sum(rejected)
-        together = (self.weight * self.planned + sum(accepted)) / (self.weight + seen)
-        values = []
-        for yes, no in zip(accepted, rejected, strict=True):
-            mean = (self.weight * together + yes) / (self.weight + yes + no)
+    def _moved(self, position: int, deviations: float) -> float:
+        mean = square = 0.0
+        for expert in self.experts:
+            value = expert.means[position]
+            mean += expert.weight * value
             # Positions are alike, so that those seen say how sure one is that was not.
-            spread = math.sqrt(mean * (1 - mean) / (self.weight + seen + 1))
-            values.append(min(1.0, max(0.0, mean + deviations * spread)))
-        return values
+            square += expert.weight * (value**2 + value * (1 - value) / (_ALIKE_TOKENS + expert.seen + 1))
+        return min(1.0, max(0.0, mean + deviations * math.sqrt(max(0.0, square - mean**2))))
 
 
 class Controller:
     """Chooses between the graphs of one regime, cycle by cycle.
 
-    Call `choose` before a cycle and `observe` after it. Pure Python: the same observations give the same choices.
+    Call `choose` before a cycle and `observe` after it, and between them `watch` for drafts that did not run. Pure
+    Python: the same observations give the same choices.
 
     Args:
         problem: Where times and planned acceptances stand.
@@ -181,9 +219,10 @@ class Controller:
         self._credit_ns = 0.0
         self._since_change = self.options.dwell_cycles
         self._trial: Graph | None = None
-        self.current = self._best(-self.options.deviations)
+        self._watched: set[str] = set()
+        self.current = self._best(-self.options.plain_deviations)
 
-    def _of(self, draft: str) -> list[Graph]:
+    def _of(self, draft: str | None) -> list[Graph]:
         return [graph for graph in self.graphs if graph.draft == draft]
 
     def _planned_beliefs(self, problem: Problem, choices: Sequence[Choice]) -> dict[str, _Belief]:
@@ -210,9 +249,10 @@ class Controller:
 
     def choose(self) -> Graph:
         """The graph of the next cycle."""
-        options, careful = self.options, -self.options.deviations
+        options = self.options
         if self.current.draft is not None and self.time_per_token_ns(self.current) >= self.plain.cycle_ns:
             self._change(self.plain)  # at once: it loses
+        careful = -(options.deviations if self.current.draft else options.plain_deviations)
         best = self._best(careful)
         bar_ns = (1 - options.margin) * self.time_per_token_ns(self.current, careful)
         if self._since_change >= options.dwell_cycles and self.time_per_token_ns(best, careful) < bar_ns:
@@ -224,9 +264,16 @@ class Controller:
         self.current, self._since_change = graph, 0
 
     def _affordable_trial(self) -> Graph | None:
-        """The next draft to try, once enough is saved for a cycle of it that accepts nothing."""
+        """The next draft to try, once enough is saved for a cycle of it that accepts nothing.
+
+        None that runs or is watched, and none that would not gain if all its tokens were accepted.
+        """
+        bar_ns = (1 - self.options.margin) * self.time_per_token_ns(self.current)
         for graph in self._trials:
-            if graph.draft != self.current.draft and self._loss_ns(graph, 1.0) <= self._credit_ns:
+            if graph.draft == self.current.draft or graph.draft in self._watched:
+                continue
+            most_ns = min(other.cycle_ns / (other.length + 1) for other in self._of(graph.draft))
+            if most_ns < bar_ns and self._loss_ns(graph, 1.0) <= self._credit_ns:
                 self._trials.remove(graph)
                 self._trials.append(graph)
                 return graph
@@ -253,14 +300,33 @@ class Controller:
                 )
         if self._trial is not None:
             self._credit_ns -= self._loss_ns(graph, 1 + sum(accepted) / len(accepted))
-        if graph.draft is not None and self._beliefs[graph.draft].observe(graph.length, accepted):
-            self._credit_ns = self._most_credit_ns  # the others are worth a trial, too
-            for draft, belief in self._beliefs.items():
-                if draft != graph.draft:
-                    belief.doubt()
+        if graph.draft is not None:
+            judged = [
+                Judged(k, sum(n > k for n in accepted), sum(n == k for n in accepted)) for k in range(graph.length)
+            ]
+            self._learn(graph.draft, judged)
         self._credit_ns = min(self._credit_ns + self.options.trial_share * graph.cycle_ns, self._most_credit_ns)
         self._since_change += 1
         self._trial = None
+
+    def watch(self, draft: str, judged: Sequence[Judged]) -> None:
+        """Learn what became of drafts that cost nothing and did not run: compared with the tokens that came out anyway.
+
+        A draft that is watched once is not tried at the cost of time any more. Drafts and positions that no graph has
+        are ignored.
+        """
+        if draft not in self._beliefs:
+            return
+        known = [found for found in judged if found.position < self._beliefs[draft].positions]
+        if known:
+            self._watched.add(draft)
+            self._learn(draft, known)
+
+    def _learn(self, draft: str, judged: Sequence[Judged]) -> None:
+        if self._beliefs[draft].observe(judged):
+            for other, belief in self._beliefs.items():
+                if other != draft:
+                    belief.doubt()
 
     def beliefs(self) -> Mapping[str, tuple[float, ...]]:
         """Draft to the mean acceptance believed of each position."""

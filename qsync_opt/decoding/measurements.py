@@ -5,7 +5,9 @@ of each sequence and of one drafted token, and per draft how many tokens each dr
 
     {"format": "qsync-decoding-measurements/1", "name": "h100", "memory_kib": 100, "confidence_level": 0.95,
      "lengths": [1, 2, 3, 4],
-     "drafts": {"A8": {"memory_kib": 40, "accepted": [950, 910], "judged": [1000, 950]}},
+     "drafts": {"A8": {"memory_kib": 40, "accepted": [950, 910], "judged": [1000, 950],
+                       "sequences": [{"accepted": [480, 465], "judged": [500, 480]},
+                                     {"accepted": [470, 445], "judged": [500, 470]}]}},
      "regimes": [{"name": "b1", "weight": 0.7, "verify_ns": {"1": 100, "5": 110}, "draft_ns": {"A8": 30}}]}
 """
 
@@ -13,11 +15,11 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from qsync_opt.decoding.acceptance import AcceptanceCounts
+from qsync_opt.decoding.acceptance import Acceptance, AcceptanceCounts, clustered_interval
 from qsync_opt.decoding.problem import PROBLEM_FORMAT, Choice, Draft, Problem, Regime
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
@@ -47,20 +49,40 @@ def _read_times(data: Any, place: str) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMeasurement:
-    """A draft: its memory, and what became of its tokens by draft position (see `AcceptanceCounts`)."""
+    """A draft: its memory, and what became of its tokens by draft position (see `AcceptanceCounts`).
+
+    ``sequences`` holds the same counts text by text, if they are known; they add up to the others. Tokens of one
+    text are alike, so that without them the interval of the acceptance is too narrow.
+    """
 
     memory_kib: int
     accepted: tuple[int, ...]
     judged: tuple[int, ...]
+    sequences: Annotated[tuple[AcceptanceCounts, ...], Json(omitted=True)] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "draft")
         AcceptanceCounts(accepted=self.accepted, judged=self.judged)
+        object.__setattr__(self, "sequences", tuple(self.sequences))
+        if any(len(found.judged) != len(self.judged) for found in self.sequences):
+            raise ProblemError(f"draft: every one of sequences needs as many positions as judged, {len(self.judged)}")
+        if self.sequences and AcceptanceCounts.summed(self.sequences) != self.counts:
+            raise ProblemError("draft: the counts of sequences do not add up to accepted and judged")
+
+    @classmethod
+    def of_sequences(cls, memory_kib: int, sequences: Sequence[AcceptanceCounts]) -> DraftMeasurement:
+        """From the counts of each text, at least one."""
+        whole = AcceptanceCounts.summed(sequences)
+        return cls(memory_kib=memory_kib, accepted=whole.accepted, judged=whole.judged, sequences=tuple(sequences))
 
     @property
     def counts(self) -> AcceptanceCounts:
         """The counts by position."""
         return AcceptanceCounts(accepted=self.accepted, judged=self.judged)
+
+    def interval(self, length: int, level: float) -> Acceptance:
+        """The acceptance at a length: by how texts differ, or by tokens where fewer than two are known."""
+        return clustered_interval(self.sequences or [self.counts], length, level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +192,10 @@ def load_measurements(path: str | os.PathLike[str]) -> Measurements:
 def build_problem(measurements: Measurements, confidence: str = "low") -> Problem:
     """The speculation problem of measurements.
 
-    A draft's acceptance at a length is the Wilson interval over its first positions. Lengths beyond the largest
-    measured pass of a regime, or beyond the measured positions of a draft, are left out: nothing is extrapolated.
-    Extension keys of the file and of its regimes are kept.
+    A draft's acceptance at a length is the interval over its first positions: by how texts differ where their counts
+    are given, else as if tokens were independent. Lengths beyond the largest measured pass of a regime, or beyond the
+    measured positions of a draft, are left out: nothing is extrapolated. Extension keys of the file and of its regimes
+    are kept.
 
     Args:
         measurements: What was measured.
@@ -187,12 +210,12 @@ def build_problem(measurements: Measurements, confidence: str = "low") -> Proble
     for regime in measurements.regimes:
         choices = []
         for draft, draft_ns in regime.draft_ns.items():
-            counts = measurements.drafts[draft].counts
+            measured = measurements.drafts[draft]
             for length in measurements.lengths:
                 verify_ns = regime.verify(length + 1)
-                if verify_ns is None or length > len(counts.judged):
+                if verify_ns is None or length > len(measured.judged):
                     continue
-                acceptance = counts.interval(length, measurements.confidence_level)
+                acceptance = measured.interval(length, measurements.confidence_level)
                 choices.append(
                     Choice(draft=draft, length=length, draft_ns=draft_ns, verify_ns=verify_ns, acceptance=acceptance)
                 )

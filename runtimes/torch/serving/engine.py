@@ -16,10 +16,11 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from qsync_opt.decoding import Judged
 from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.runtimes.torch.decoding import TextIndex
 from qsync_opt.runtimes.torch.serving.speculation import LONGEST, LOOKUP, PLAIN, Cycle, Speculation
@@ -112,6 +113,8 @@ class Request:
     _random: random.Random | None = None
     _noises: deque[int] = field(default_factory=deque)
     _index: TextIndex | None = None
+    _foretold: list[int] | None = None
+    _agreed: int = 0
 
     def choices(self, count: int) -> list[Choice]:
         """How the next ``count`` tokens are chosen; a token is chosen in the same way however often it is asked for."""
@@ -131,11 +134,37 @@ class Request:
 
     def lookup(self, most: int) -> list[int]:
         """What followed the latest tokens earlier in the text."""
+        self._foretold = None  # it runs, and is not watched
+        return self._indexed(len(self.tokens)).following(most)
+
+    def _indexed(self, count: int) -> TextIndex:
+        """The index of the prompt and so many new tokens; it never had more."""
         if self._index is None:
             self._index = TextIndex()
             self._index.extend(self.prompt)
-        self._index.extend(itertools.islice(self.tokens, len(self._index) - len(self.prompt), None))
-        return self._index.following(most)
+        self._index.extend(itertools.islice(self.tokens, len(self._index) - len(self.prompt), count))
+        return self._index
+
+    def judge_lookup(self, new: int, longest: int, *, alone: bool) -> Iterator[tuple[int, bool]]:
+        """Positions of drafts that look-up would have made and the latest ``new`` tokens judge: whether they are right.
+
+        Such drafts follow each other as if they had run: the token at a wrong one, or after a whole one, is the
+        verifier's. Where there is nothing to look up, a request that is alone would decode plainly, so that this says
+        nothing; in a batch it would be rejected.
+        """
+        for place in range(len(self.tokens) - new, len(self.tokens)):
+            if self._foretold is None:
+                self._foretold, self._agreed = self._indexed(place).following(longest), 0
+            if self._agreed == longest:
+                self._foretold = None
+                continue
+            right = self._foretold[self._agreed : self._agreed + 1] == [self.tokens[place]]
+            if self._foretold or not alone:
+                yield self._agreed, right
+            if right:
+                self._agreed += 1
+            else:
+                self._foretold = None
 
 
 @dataclass(slots=True)
@@ -165,6 +194,10 @@ class Counts:
 _NO_TOKEN = (
     "the model's scores hold NaN, so that no token can be chosen; check its weights and the range of the computing type"
 )
+
+
+_WATCHED = 4
+"""Requests of a micro-batch for which look-up is watched: enough to know it, and no more work for larger batches."""
 
 
 def _most_drafts(request: Request, cycle: Cycle) -> int:
@@ -453,7 +486,12 @@ class Engine:
             return
         now = time.perf_counter()
         tokens, observed = iter(result.tokens), []
-        for request, drafted in zip(members, ended.drafts(result), strict=True):
+        longest = 0  # of the drafts of look-up that are watched
+        if self.speculation is not None and ended.asked and ended.cycle.draft != LOOKUP:
+            longest = self.speculation.watched
+        judged: Counter[tuple[int, bool]] = Counter()
+        for row, (request, drafted) in enumerate(zip(members, ended.drafts(result), strict=True)):
+            before = len(request.tokens)
             if not request.tokens:
                 self.counts.first_token_s += now - request.submitted_s
                 self.counts.first_tokens += 1
@@ -465,10 +503,16 @@ class Engine:
             if step.every and _most_drafts(request, ended.cycle) == ended.cycle.length:
                 observed.append(agreed)  # one that had to be shorter says nothing of the missing tokens
             reason = self._extend(request, new)
+            if longest and row < _WATCHED:
+                judged.update(request.judge_lookup(len(request.tokens) - before, longest, alone=len(members) == 1))
             if reason is not None:
                 with self._changed:
                     batch.running.remove(request)
                     self._finish(request, reason, _NO_TOKEN if reason == "failed" else None)
+        if self.speculation is not None and judged:
+            positions = sorted({position for position, _ in judged})
+            found = [Judged(position, judged[position, True], judged[position, False]) for position in positions]
+            self.speculation.watch(batch.number, found)
         if self.speculation is not None and ended.asked and (observed or not ended.cycle.length):
             self.speculation.observe(batch.number, observed or [0] * len(members))
         batch.under_way = False

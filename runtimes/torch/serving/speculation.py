@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from qsync_opt.decoding import AcceptanceCounts, Controller, ControllerOptions, Problem
+from qsync_opt.decoding import AcceptanceCounts, Controller, ControllerOptions, Judged, Problem
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.steps import SELF_DRAFTS
 
@@ -38,6 +38,10 @@ class Speculation(Protocol):
     def drafts(self) -> frozenset[str]:
         """The drafts that it may choose."""
 
+    @property
+    def watched(self) -> int:
+        """Tokens of look-up's drafts that are compared with what is decoded while look-up does not run; 0 for none."""
+
     def choose(self, microbatch: int, batch: int, context: int) -> Cycle:
         """What a micro-batch drafts next.
 
@@ -49,6 +53,9 @@ class Speculation(Protocol):
 
     def observe(self, microbatch: int, accepted: Sequence[int]) -> None:
         """Learn how many drafted tokens each sequence accepted of those that `choose` last gave this micro-batch."""
+
+    def watch(self, microbatch: int, judged: Sequence[Judged]) -> None:
+        """Learn, before `observe`, what would have become of look-up's drafts in that cycle."""
 
 
 class FixedSpeculation:
@@ -70,6 +77,14 @@ class FixedSpeculation:
     def drafts(self) -> frozenset[str]:
         """See `Speculation`."""
         return frozenset([str(self.cycle.draft)])
+
+    @property
+    def watched(self) -> int:
+        """See `Speculation`: nothing."""
+        return 0
+
+    def watch(self, microbatch: int, judged: Sequence[Judged]) -> None:
+        """See `Speculation`; nothing is learned."""
 
     @property
     def acceptance(self) -> AcceptanceCounts:
@@ -143,6 +158,8 @@ class AdaptiveSpeculation:
             raise ProblemError(
                 f"problem {problem.name!r} has drafts of {longest} tokens, but this server drafts {LONGEST} at most"
             )
+        lookups = [c.length for regime in problem.regimes for c in regime.choices if c.draft == LOOKUP]
+        self.watched = max(lookups, default=0) if LOOKUP in self.drafts else 0
         self._sizes = [_size(problem, regime.name) for regime in problem.regimes]
         self._controllers: dict[tuple[int, str], Controller] = {}
         self._current: dict[int, Controller] = {}
@@ -175,6 +192,10 @@ class AdaptiveSpeculation:
     def observe(self, microbatch: int, accepted: Sequence[int]) -> None:
         """See `Speculation`."""
         self._current[microbatch].observe(accepted)
+
+    def watch(self, microbatch: int, judged: Sequence[Judged]) -> None:
+        """See `Speculation`."""
+        self._current[microbatch].watch(LOOKUP, judged)
 
 
 def _size(problem: Problem, regime: str) -> _Size:

@@ -98,16 +98,19 @@ def answer(
 
 def measure_acceptance(
     workers: Workers, draft: str, length: int, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> AcceptanceCounts:
-    """What became of a draft's tokens by position, over the answers to some prompts, one at a time.
+) -> list[AcceptanceCounts]:
+    """What became of a draft's tokens by position, over the answer to each prompt, one at a time.
 
     Raises:
         ProblemError: An unknown draft or an unusable length.
         StageError: A stage failed.
     """
-    speculation = FixedSpeculation(draft, length)
-    answer(workers, prompts, new_tokens, speculation=speculation, running=1)
-    return speculation.acceptance
+    counts = []
+    for prompt in prompts:
+        speculation = FixedSpeculation(draft, length)
+        answer(workers, [prompt], new_tokens, speculation=speculation, running=1)
+        counts.append(speculation.acceptance)
+    return counts
 
 
 def _step(sequences: int, tokens: int, context: int, longest: int, number: int, draft: SelfDraft | None = None) -> Step:
@@ -234,7 +237,7 @@ def measure_speculation(
             continue
         tell(f"counting what is accepted of {draft}")
         counts = measure_acceptance(workers, draft, max(lengths), prompts, new_tokens)
-        measured[draft] = DraftMeasurement(memory_kib=0, accepted=counts.accepted, judged=counts.judged)
+        measured[draft] = DraftMeasurement.of_sequences(0, counts)
     return Measurements(
         name=name,
         memory_kib=0,

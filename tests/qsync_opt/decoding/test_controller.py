@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qsync_opt.decoding import Acceptance, Choice, Controller, ControllerOptions, Draft, Problem, Regime
+from qsync_opt.decoding import Acceptance, Choice, Controller, ControllerOptions, Draft, Judged, Problem, Regime
 from qsync_opt.errors import ProblemError
 
 LENGTHS = (1, 3, 6)
@@ -94,7 +94,9 @@ def test_impossible_observations_are_refused():
     with pytest.raises(ProblemError, match="accepts 0 to"):
         subject.observe([graph.length + 1])
     with pytest.raises(ProblemError, match="memory_cycles"):
-        ControllerOptions(memory_cycles=0)
+        ControllerOptions(memory_cycles=(8, 0))
+    with pytest.raises(ProblemError, match="memory_cycles"):
+        ControllerOptions(memory_cycles=())
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -131,3 +133,46 @@ def test_what_is_declined_costs_less_than_half_a_percent():
     time_ns, graphs = run(controller(planned=0.2), 0.1, 4_000, np.random.default_rng(5))
     assert any(graph.draft for graph in graphs)  # it is tried now and then
     assert time_ns < 100.5
+
+
+def test_a_draft_that_is_watched_is_found_without_a_trial():
+    random = np.random.default_rng(6)
+    subject = controller(planned=0.1, draft_ns=20)
+
+    def watch(acceptance, cycles):
+        """Plain cycles, and a draft of one token beside each; returns how many there were."""
+        for cycle in range(cycles):
+            if subject.choose().draft is not None:
+                return cycle
+            accepted = int(random.random() < acceptance)
+            subject.watch("A8", [Judged(0, accepted, 1 - accepted)])
+            subject.observe([0])
+        return cycles
+
+    assert watch(0.02, 400) == 400
+    assert 0 < watch(0.6, 400) <= 32
+    subject.watch("A8", [Judged(99, 1, 0)])
+    subject.watch("other", [Judged(0, 1, 0)])
+    assert set(subject.beliefs()) == {"A8"}
+
+
+def test_a_batch_tells_more_than_a_sequence():
+    def cycles_until_plain(batch):
+        """On average over runs."""
+        random, cycles = np.random.default_rng(7), 0
+        for _ in range(20):
+            subject = controller(planned=0.9)
+            run(subject, 0.9, 100, random)
+            while (graph := subject.choose()).draft is not None:
+                wrong = random.random((batch, graph.length + 1)) > 0.25
+                wrong[:, -1] = True
+                subject.observe(wrong.argmax(1).tolist())
+                cycles += 1
+        return cycles / 20
+
+    assert cycles_until_plain(16) < 0.7 * cycles_until_plain(1)
+
+
+def test_what_cannot_gain_is_not_tried():
+    _, graphs = run(controller(planned=0.2, draft_ns=99), 0.1, 4_000, np.random.default_rng(8))
+    assert all(graph.draft is None for graph in graphs)

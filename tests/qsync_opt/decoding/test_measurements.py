@@ -14,10 +14,12 @@ from qsync_opt.decoding import (
     AcceptanceCounts,
     Measurements,
     build_problem,
+    clustered_interval,
     expected_tokens,
     explain,
     load_measurements,
     load_speculation,
+    tokens_deviation,
     wilson_interval,
 )
 from qsync_opt.errors import ProblemError
@@ -81,6 +83,82 @@ def test_counts_of_cycles_give_back_a_geometric_acceptance():
     assert interval.low <= 0.85 <= interval.high
     assert counts.measured_tokens(5) == pytest.approx(1 + np.mean(accepted))
     assert counts.measured_tokens(6) is None
+
+
+def some_texts(random, spread, texts, longest=8, tokens=96):
+    """Counts of texts whose acceptance differs, by a Beta distribution about 0.6, from one to the next."""
+    counts = []
+    for rate in random.beta(0.6 * spread, 0.4 * spread, texts):
+        accepted = []
+        while sum(accepted) + len(accepted) < tokens:
+            accepted.append(min(longest, int(random.geometric(max(1e-9, 1 - rate))) - 1))
+        counts.append(AcceptanceCounts.of_cycles(accepted, longest))
+    return counts
+
+
+@pytest.mark.parametrize("spread", [4, 1000])
+@pytest.mark.parametrize("length", [1, 8])
+def test_intervals_over_texts_cover_whether_texts_differ_or_not(spread, length):
+    random = np.random.default_rng(0)
+    truth = AcceptanceCounts.summed(some_texts(random, spread, 20_000)).interval(length).mid
+    covered = {"texts": 0, "tokens": 0}
+    for _ in range(500):
+        texts = some_texts(random, spread, 24)
+        for which, interval in (
+            ("texts", clustered_interval(texts, length)),
+            ("tokens", AcceptanceCounts.summed(texts).interval(length)),
+        ):
+            covered[which] += interval.low <= truth <= interval.high
+    assert 0.92 <= covered["texts"] / 500 <= 0.985
+    assert (covered["tokens"] / 500 < 0.6) == (spread == 4)  # what texts differ by is more than tokens do
+
+
+def test_deviation_of_tokens_is_that_of_the_jackknife():
+    texts = some_texts(np.random.default_rng(3), 6, 400)
+    left_out = [
+        AcceptanceCounts.summed(texts[:i] + texts[i + 1 :]).measured_tokens(4) for i in range(len(texts))
+    ]  # fmt: skip
+    jackknife = np.std(left_out) * np.sqrt(len(texts) - 1)
+    assert tokens_deviation(texts, 4) == pytest.approx(jackknife, rel=0.02)
+    assert tokens_deviation(texts[:1], 4) is None
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=6), st.integers(1, 3))
+def test_intervals_over_texts_are_never_narrower_than_over_tokens(texts, length):
+    counts = [AcceptanceCounts.of_cycles(text, 3) for text in texts]
+    tokens, clusters = AcceptanceCounts.summed(counts).interval(length), clustered_interval(counts, length)
+    assert clusters.mid == tokens.mid
+    assert 0 <= clusters.low <= tokens.low <= tokens.high <= clusters.high <= 1
+    if len(texts) == 1:
+        assert clusters == tokens
+
+
+def test_a_plan_goes_by_what_texts_differ_by(tmp_path):
+    data = measurements()
+    # As many tokens in all, from two texts that accept nearly everything and nearly nothing.
+    data["drafts"]["A8"] |= {
+        "accepted": [550, 510, 480, 450],
+        "judged": [1000, 550, 510, 480],
+        "sequences": [
+            {"accepted": [500, 480, 460, 440], "judged": [520, 500, 480, 460]},
+            {"accepted": [50, 30, 20, 10], "judged": [480, 50, 30, 20]},
+        ],
+    }
+    measured = Measurements.from_json(data)
+    measured.save(tmp_path / "measured.json")
+    assert load_measurements(tmp_path / "measured.json") == measured
+    del data["drafts"]["A8"]["sequences"]
+    texts, tokens = (
+        build_problem(m).regimes[0].choices[0].acceptance for m in (measured, Measurements.from_json(data))
+    )
+    assert texts.mid == tokens.mid
+    assert texts.low < tokens.low - 0.1
+    data["drafts"]["A8"]["sequences"] = [{"accepted": [1, 1, 1, 1], "judged": [1, 1, 1, 1]}]
+    with pytest.raises(ProblemError, match="do not add up"):
+        Measurements.from_json(data)
+    data["drafts"]["A8"]["sequences"] = [{"accepted": [1], "judged": [1]}]
+    with pytest.raises(ProblemError, match="as many positions"):
+        Measurements.from_json(data)
 
 
 def test_problem_of_measurements():

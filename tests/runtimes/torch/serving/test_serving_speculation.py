@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from qsync_opt.decoding import (  # noqa: E402
     Acceptance,
+    AcceptanceCounts,
     Choice,
     ControllerOptions,
     Draft,
@@ -403,6 +405,49 @@ def test_a_draft_that_is_never_accepted_is_given_up(packed, monkeypatch):
         assert 0 < engine.counts.drafts <= 64
 
 
+def lookup_judged(prompt, new, longest, alone):
+    """Positions of drafts that follow each other, and whether each is right, from the second new token on."""
+    found, done = [], 1
+    while done < len(new):
+        index = TextIndex()
+        index.extend([*prompt, *new[:done]])
+        draft, agreed = index.following(longest), 0
+        while agreed < longest and done < len(new):
+            right = draft[agreed : agreed + 1] == [new[done]]
+            if draft or not alone:
+                found.append((agreed, right))
+            done += 1
+            if not right:
+                break
+            agreed += 1
+        else:
+            done += 1
+    return Counter(found)
+
+
+@pytest.mark.parametrize("prompts", [[[4, 5, 6]], [[4, 5, 6], [7, 7, 7], [1, 2, 3]]])
+def test_lookup_is_watched_while_decoding_is_plain(packed, prompts, monkeypatch):
+    seen = Counter()
+
+    def watch(self, microbatch, judged):
+        for found in judged:
+            seen.update({(found.position, True): found.accepted, (found.position, False): found.rejected})
+
+    monkeypatch.setattr(AdaptiveSpeculation, "watch", watch)
+    speculation = AdaptiveSpeculation(problem_of(draft="lookup", verify_ns=900, low=0.1))
+    assert speculation.watched == 3
+    plain, _ = answer(packed, prompts, 60)
+    tokens, _ = answer(packed, prompts, 60, speculation=speculation)
+    assert tokens == plain
+    expected = Counter()
+    for prompt, new in zip(prompts, plain, strict=True):
+        expected += lookup_judged(prompt, new, 3, alone=len(prompts) == 1)
+    assert expected.total() > 20
+    assert +seen == expected
+    assert AdaptiveSpeculation(problem_of()).watched == 0
+    assert AdaptiveSpeculation(problem_of(draft="lookup"), refused={"lookup": "none"}).watched == 0
+
+
 def test_beliefs_cross_regimes():
     speculation = AdaptiveSpeculation(problem_of(), options=ControllerOptions(trial_share=0.0))
     for _ in range(64):
@@ -546,7 +591,10 @@ def test_an_answer_that_fails_is_an_error(llama):
 
 
 def test_acceptance_is_counted_over_answers(packed):
-    counts = measure_acceptance(packed, "A8", 3, prompts_of(8, 3), 25)
+    texts = measure_acceptance(packed, "A8", 3, prompts_of(8, 3), 25)
+    assert len(texts) == 3
+    assert all(text.judged[0] > 0 for text in texts)
+    counts = AcceptanceCounts.summed(texts)
     assert counts.judged[0] >= counts.judged[1] >= counts.judged[2] > 0
     assert counts.judged[1:] == counts.accepted[:2]
     assert counts.interval(3).mid > 0.5
