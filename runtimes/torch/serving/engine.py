@@ -115,6 +115,7 @@ class Request:
     _index: TextIndex | None = None
     _foretold: list[int] | None = None
     _agreed: int = 0
+    _judged: int = 0
 
     def choices(self, count: int) -> list[Choice]:
         """How the next ``count`` tokens are chosen; a token is chosen in the same way however often it is asked for."""
@@ -152,6 +153,9 @@ class Request:
         verifier's. Where there is nothing to look up, a request that is alone would decode plainly, so that this says
         nothing; in a batch it would be rejected.
         """
+        if self._judged != len(self.tokens) - new:
+            self._foretold = None  # tokens in between were not watched
+        self._judged = len(self.tokens)
         for place in range(len(self.tokens) - new, len(self.tokens)):
             if self._foretold is None:
                 self._foretold, self._agreed = self._indexed(place).following(longest), 0
@@ -490,6 +494,7 @@ class Engine:
         if self.speculation is not None and ended.asked and ended.cycle.draft != LOOKUP:
             longest = self.speculation.watched
         judged: Counter[tuple[int, bool]] = Counter()
+        watched_s = 0.0
         for row, (request, drafted) in enumerate(zip(members, ended.drafts(result), strict=True)):
             before = len(request.tokens)
             if not request.tokens:
@@ -504,15 +509,17 @@ class Engine:
                 observed.append(agreed)  # one that had to be shorter says nothing of the missing tokens
             reason = self._extend(request, new)
             if longest and row < _WATCHED:
+                began = time.perf_counter()
                 judged.update(request.judge_lookup(len(request.tokens) - before, longest, alone=len(members) == 1))
+                watched_s += time.perf_counter() - began
             if reason is not None:
                 with self._changed:
                     batch.running.remove(request)
                     self._finish(request, reason, _NO_TOKEN if reason == "failed" else None)
-        if self.speculation is not None and judged:
+        if self.speculation is not None and longest:
             positions = sorted({position for position, _ in judged})
             found = [Judged(position, judged[position, True], judged[position, False]) for position in positions]
-            self.speculation.watch(batch.number, found)
+            self.speculation.watch(batch.number, found, watched_s)
         if self.speculation is not None and ended.asked and (observed or not ended.cycle.length):
             self.speculation.observe(batch.number, observed or [0] * len(members))
         batch.under_way = False

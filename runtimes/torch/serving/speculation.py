@@ -7,6 +7,7 @@ reads ``off``, ``lookup:N`` or ``A8:N`` with at most N tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -54,8 +55,14 @@ class Speculation(Protocol):
     def observe(self, microbatch: int, accepted: Sequence[int]) -> None:
         """Learn how many drafted tokens each sequence accepted of those that `choose` last gave this micro-batch."""
 
-    def watch(self, microbatch: int, judged: Sequence[Judged]) -> None:
-        """Learn, before `observe`, what would have become of look-up's drafts in that cycle."""
+    def watch(self, microbatch: int, judged: Sequence[Judged], seconds: float) -> None:
+        """Learn, before `observe`, what would have become of look-up's drafts in that cycle.
+
+        Args:
+            microbatch: As `choose` had it.
+            judged: By position; empty if there was nothing to look up.
+            seconds: What finding that out took.
+        """
 
 
 class FixedSpeculation:
@@ -83,7 +90,7 @@ class FixedSpeculation:
         """See `Speculation`: nothing."""
         return 0
 
-    def watch(self, microbatch: int, judged: Sequence[Judged]) -> None:
+    def watch(self, microbatch: int, judged: Sequence[Judged], seconds: float) -> None:
         """See `Speculation`; nothing is learned."""
 
     @property
@@ -127,6 +134,10 @@ class _Size:
     context: int
 
 
+_WATCHING_SHARE = 0.001
+"""Largest share of the time that watching look-up may take of the host."""
+
+
 class AdaptiveSpeculation:
     """Chooses by a controller per micro-batch and regime; regimes share what they know of acceptance.
 
@@ -159,7 +170,8 @@ class AdaptiveSpeculation:
                 f"problem {problem.name!r} has drafts of {longest} tokens, but this server drafts {LONGEST} at most"
             )
         lookups = [c.length for regime in problem.regimes for c in regime.choices if c.draft == LOOKUP]
-        self.watched = max(lookups, default=0) if LOOKUP in self.drafts else 0
+        self._longest_lookup = max(lookups, default=0) if LOOKUP in self.drafts else 0
+        self._watching_credit_s = 0.0
         self._sizes = [_size(problem, regime.name) for regime in problem.regimes]
         self._controllers: dict[tuple[int, str], Controller] = {}
         self._current: dict[int, Controller] = {}
@@ -168,6 +180,11 @@ class AdaptiveSpeculation:
     def drafts(self) -> frozenset[str]:
         """See `Speculation`."""
         return frozenset(self.problem.drafts) - frozenset(self.refused)
+
+    @property
+    def watched(self) -> int:
+        """See `Speculation`: nothing while watching has taken more than its share of the time."""
+        return self._longest_lookup if self._watching_credit_s >= 0 else 0
 
     def regime(self, batch: int, context: int) -> str:
         """The regime of a pass."""
@@ -191,11 +208,17 @@ class AdaptiveSpeculation:
 
     def observe(self, microbatch: int, accepted: Sequence[int]) -> None:
         """See `Speculation`."""
-        self._current[microbatch].observe(accepted)
+        controller = self._current[microbatch]
+        controller.observe(accepted)
+        # Time that was not used is not saved up.
+        credit_s = self._watching_credit_s + _WATCHING_SHARE * controller.current.cycle_ns / 1e9
+        self._watching_credit_s = min(credit_s, 0.0)
 
-    def watch(self, microbatch: int, judged: Sequence[Judged]) -> None:
+    def watch(self, microbatch: int, judged: Sequence[Judged], seconds: float) -> None:
         """See `Speculation`."""
+        began = time.perf_counter()
         self._current[microbatch].watch(LOOKUP, judged)
+        self._watching_credit_s -= seconds + time.perf_counter() - began
 
 
 def _size(problem: Problem, regime: str) -> _Size:

@@ -429,7 +429,7 @@ def lookup_judged(prompt, new, longest, alone):
 def test_lookup_is_watched_while_decoding_is_plain(packed, prompts, monkeypatch):
     seen = Counter()
 
-    def watch(self, microbatch, judged):
+    def watch(self, microbatch, judged, seconds):
         for found in judged:
             seen.update({(found.position, True): found.accepted, (found.position, False): found.rejected})
 
@@ -446,6 +446,30 @@ def test_lookup_is_watched_while_decoding_is_plain(packed, prompts, monkeypatch)
     assert +seen == expected
     assert AdaptiveSpeculation(problem_of()).watched == 0
     assert AdaptiveSpeculation(problem_of(draft="lookup"), refused={"lookup": "none"}).watched == 0
+
+
+def test_watching_pauses_until_it_has_taken_no_more_than_its_share():
+    problem = problem_of(draft="lookup", verify_ns=900, low=0.1)
+    speculation = AdaptiveSpeculation(problem)
+    plain_s = problem.regimes[0].plain_ns / 1e9
+    assert speculation.choose(0, 1, 1).draft is None
+    speculation.watch(0, [], 50 * plain_s)
+    passes = 0
+    while not speculation.watched:
+        speculation.choose(0, 1, 1)
+        speculation.observe(0, [0])
+        passes += 1
+    assert passes >= 50 / 0.001
+
+
+def test_after_a_pause_watching_begins_with_a_new_draft():
+    request = Heard([1, 2, 3, 4, 5, 6], 10).request
+    request.tokens = [1, 2, 3]
+    assert list(request.judge_lookup(1, 4, alone=True)) == [(0, True)]
+    request.tokens += [4]
+    assert list(request.judge_lookup(1, 4, alone=True)) == [(1, True)]
+    request.tokens += [7, 1, 2, 3]
+    assert list(request.judge_lookup(1, 4, alone=True)) == [(0, True)]
 
 
 def test_beliefs_cross_regimes():
