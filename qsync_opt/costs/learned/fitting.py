@@ -208,7 +208,9 @@ def _intervals(names: Sequence[str], scores: dict[tuple[str, int], NDArray[np.fl
     ends = np.empty((len(names), len(SIZES) + 1, 2))
     for (i, name), size in itertools.product(enumerate(names), range(len(SIZES) + 1)):
         level = Level.of(name)
-        of_law, of_size = scores.get((name, size), ()), pooled.get((level, size), ())
+        # What is exchangeable are workloads, devices and families: many for a kernel on a device, few for wider laws.
+        of_law = scores.get((name, size), ()) if level == Level.DEVICE_KERNEL else ()
+        of_size = pooled.get((level, size), ())
         enough = next((logs for logs in (of_law, of_size) if len(logs) >= MIN_SCORES), pooled.get((level, None)))
         ends[i, size] = widest if enough is None else conformal_ends(enough)
     return ends
