@@ -36,8 +36,10 @@ from qsync_opt.costs.learned import (
     Phase,
     Split,
     TimeEstimate,
+    class_name,
     fit_laws,
     group_keys,
+    kernel_of,
     learned_profile,
     load_record,
     merge_records,
@@ -125,6 +127,7 @@ def _errors(record: CostRecord, networks: bool) -> list[dict[str, Any]]:
         predictions: dict[str, list[float]] = defaultdict(list)
         estimates: list[TimeEstimate] = []
         actual: list[float] = []
+        classes: list[str] = []
         without_law = 0
         for name, train_places, test_places in parts(record, split):
             train = record.select(train_places)
@@ -136,12 +139,14 @@ def _errors(record: CostRecord, networks: bool) -> list[dict[str, Any]]:
                 continue
             estimates += predict_samples(model, test)
             actual += [sample.ns for sample in test.samples]
+            classes += [class_name(program).partition(" ")[0] for program, _, _ in test.programs()]
             for peer, predict in PEERS.items():
                 # Trees and networks take long: they are compared where little and where most is new.
                 fitted = split in (Split.WORKLOAD, Split.DEVICE) and (networks or predict is _trees)
                 if fitted or predict in (_reference, _scaled_peaks):
                     predictions[peer] += predict(train, test).tolist()
-        rows.append({"split": str(split), "peer": "laws", **summary(actual, estimates), "without_law": without_law})
+        row = {"split": str(split), "peer": "laws", **summary(actual, estimates), "without_law": without_law}
+        rows.append(row | {"median_by_class": _by_class(classes, estimates, actual)})
         for peer, values in predictions.items():
             errors = np.abs(np.array(values) - actual) / actual
             errors_of_peer = {
@@ -151,6 +156,13 @@ def _errors(record: CostRecord, networks: bool) -> list[dict[str, Any]]:
             }
             rows.append({"split": str(split), "peer": peer, **errors_of_peer})
     return rows
+
+
+def _by_class(classes: list[str], estimates: list[TimeEstimate], actual: list[float]) -> dict[str, float]:
+    errors: dict[str, list[float]] = defaultdict(list)
+    for name, estimate, ns in zip(classes, estimates, actual, strict=True):
+        errors[name].append(abs(estimate.ns - ns) / ns)
+    return {name: round(statistics.median(values), 4) for name, values in sorted(errors.items())}
 
 
 def _repeats(records: list[CostRecord]) -> dict[str, float]:
@@ -218,9 +230,19 @@ def _after_profiles(record: CostRecord) -> list[dict[str, Any]]:
             held = record.select([i for i in test if shapes[i] not in known])
             programs = [program for program, _, _ in measured.programs()]
             corrected = model.corrected(device, programs, [sample.ns for sample in measured.samples])
-            errors = summary([sample.ns for sample in held.samples], predict_samples(corrected, held))
+            actual, estimates = [sample.ns for sample in held.samples], predict_samples(corrected, held)
+            errors = summary(actual, estimates) | {"known_factors": _known_factors(held, estimates)}
             rows.append({"device": name, "profiles": count, "times": len(measured), **errors})
     return rows
+
+
+def _known_factors(held: CostRecord, estimates: Sequence[TimeEstimate]) -> float:
+    """Median error if the best factor of every kernel on the device were known from all its held-out times."""
+    left: dict[str, list[float]] = defaultdict(list)
+    for (program, _, sample), estimate in zip(held.programs(), estimates, strict=True):
+        left[kernel_of(program)].append(estimate.ns / sample.ns)
+    errors = [abs(ratio / statistics.median(ratios) - 1) for ratios in left.values() for ratio in ratios]
+    return round(statistics.median(errors), 4)
 
 
 # ------------------------------------------------------------------ plans

@@ -138,8 +138,12 @@ def _learned_costs(name: str, data: Record) -> dict[str, str]:
         if row["peer"] == "laws":
             result[f"{name}.{row['split']}"] = percent(row["median"])
             result[f"{name}.{row['split']}.coverage"] = percent(row["coverage"])
-    profiled = [row["median"] for row in parts["profiles"] if row["profiles"] == 30]
-    result[f"{name}.profiled"] = percent(sum(profiled) / len(profiled))
+            result[f"{name}.{row['split']}.refused"] = str(row["without_law"])
+            for of_class, median in row["median_by_class"].items():
+                result[f"{name}.{row['split']}.{of_class}"] = percent(median)
+    for what, key in (("profiled", "median"), ("known", "known_factors")):
+        values = [row[key] for row in parts["profiles"] if row["profiles"] == 30]
+        result[f"{name}.{what}"] = percent(sum(values) / len(values))
     return result
 
 

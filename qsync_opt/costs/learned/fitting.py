@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from qsync_opt.costs.learned.devices import DeviceVector
 from qsync_opt.costs.learned.intervals import conformal_ends
 from qsync_opt.costs.learned.laws import fit_law
-from qsync_opt.costs.learned.model import LearnedModel, Level, ModelCard, TimeEstimate, law_name
+from qsync_opt.costs.learned.model import SIZES, LearnedModel, Level, ModelCard, TimeEstimate, law_name, size_of
 from qsync_opt.costs.learned.programs import Program
 from qsync_opt.costs.learned.records import CostRecord, check_times
 from qsync_opt.costs.learned.terms import FEATURE_VERSION, TERMS, Matrix, terms_of
@@ -26,7 +26,11 @@ from qsync_opt.errors import ProblemError
 
 FOLDS = 4
 MIN_SCORES = 39
-"""Held-out times of a law from which on its interval is its own; otherwise it is that of its level."""
+"""Held-out times of a law and size from which on their interval is their own; otherwise it is that of the level."""
+_ONE_BY_ONE = 997
+"""Folds that part families, which are few, one from another."""
+_CLASSES = (Level.DEVICE_CLASS, Level.CLASS)
+_Scores = dict[tuple[str, int], list[NDArray[np.float64]]]
 
 
 class Split(enum.StrEnum):
@@ -79,7 +83,8 @@ def fit_laws(record: CostRecord, *, errors: bool = True, rounds: int = FOLDS) ->
     """Fit a model to a record; equal records give equal models, and nothing is drawn at random.
 
     The interval of a law of one device is calibrated on workloads that were held out, that of a kernel on any device on
-    held-out devices, and that of a class of kernels on held-out families (cross-conformal).
+    held-out devices, and that of a class of kernels on held-out families, each in turn (cross-conformal), all of them
+    by the size of the predicted time.
 
     Args:
         record: Measured times.
@@ -97,15 +102,16 @@ def fit_laws(record: CostRecord, *, errors: bool = True, rounds: int = FOLDS) ->
     rows = Rows(record)
     everything = np.arange(len(record))
     laws = _laws(rows, everything)
-    scores: dict[str, list[NDArray[np.float64]]] = {}
-    for split in (Split.WORKLOAD, Split.DEVICE, Split.FAMILY):
+    scores: _Scores = {}
+    for split in (Split.WORKLOAD, Split.DEVICE):
         for _, train, test in itertools.islice(parts(record, split), rounds):
-            held = _laws(rows, np.array(train))
             known = {rows.devices[i].name for i in train} if split is Split.DEVICE else None
-            for name, logs in _scores(rows, np.array(test), held, known).items():
-                scores.setdefault(name, []).append(logs)
+            _add_scores(scores, rows, test, _laws(rows, np.array(train)), known)
+    for _, train, test in parts(record, Split.FAMILY, _ONE_BY_ONE):
+        classes = {rows.names[i][-1] for i in test}
+        near = [i for i in train if rows.names[i][-1] in classes]
+        _add_scores(scores, rows, test, _laws(rows, np.array(near, dtype=int), _CLASSES), None)
     names = tuple(sorted(laws))
-    ends_L2 = _intervals(names, {name: np.concatenate(parts) for name, parts in scores.items()})
     launches = rows.terms / np.array([[device.launch_ns] for device in rows.devices])
     most = {name: launches[places].max(axis=0) for name, places in _groups(rows, everything).items()}
     card = ModelCard(
@@ -122,7 +128,7 @@ def fit_laws(record: CostRecord, *, errors: bool = True, rounds: int = FOLDS) ->
         card=card,
         names=names,
         weights_LT=np.array([laws[name] for name in names]),
-        ends_L2=ends_L2,
+        ends_LS2=_intervals(names, {key: np.concatenate(logs) for key, logs in scores.items()}),
         most_LT=np.array([most[name] for name in names]),
     )
 
@@ -144,19 +150,19 @@ class Rows:
         self.ns: Matrix = np.maximum(self.floor, [float(sample.ns) for _, _, sample in triples])
 
 
-def _groups(rows: Rows, places: NDArray[np.int64]) -> dict[str, list[int]]:
+def _groups(rows: Rows, places: NDArray[np.int64], levels: Sequence[Level] = tuple(Level)) -> dict[str, list[int]]:
     """Name of each law to the rows that it is fitted to, among ``places``; the widest laws first."""
     groups: dict[str, list[int]] = {}
-    for level in reversed(range(len(Level))):
-        for i in places.tolist():
-            groups.setdefault(rows.names[i][level], []).append(i)
+    for number, level in reversed(list(enumerate(Level))):
+        for i in places.tolist() if level in levels else ():
+            groups.setdefault(rows.names[i][number], []).append(i)
     return groups
 
 
-def _laws(rows: Rows, places: NDArray[np.int64]) -> dict[str, Matrix]:
-    """The weights of every law; each is held near the next wider one."""
+def _laws(rows: Rows, places: NDArray[np.int64], levels: Sequence[Level] = tuple(Level)) -> dict[str, Matrix]:
+    """The weights of every law of some levels; each is held near the next wider one."""
     laws: dict[str, Matrix] = {}
-    groups = _groups(rows, places)
+    groups = _groups(rows, places, levels)
     for name, members in groups.items():
         names = rows.names[members[0]]
         wider = names[names.index(name) + 1 :]
@@ -167,35 +173,47 @@ def _laws(rows: Rows, places: NDArray[np.int64]) -> dict[str, Matrix]:
     return laws
 
 
-def _scores(
-    rows: Rows, places: NDArray[np.int64], laws: dict[str, Matrix], known: set[str] | None
-) -> dict[str, NDArray[np.float64]]:
-    """Logarithms of measured over predicted times by the law that predicts; ``known`` devices have their own laws."""
+def _add_scores(
+    scores: _Scores, rows: Rows, places: Sequence[int], laws: dict[str, Matrix], known: set[str] | None
+) -> None:
+    """Add logarithms of measured over predicted times by the law that predicts, and size.
+
+    ``known`` devices, or all, have their own laws.
+    """
     groups: dict[str, list[int]] = {}
-    for i in places.tolist():
+    for i in places:
         own = known is None or rows.devices[i].name in known
         names = (name for level, name in zip(Level, rows.names[i], strict=True) if own or not level.of_device)
         if (name := next((name for name in names if name in laws), None)) is not None:
             groups.setdefault(name, []).append(i)
-    return {
-        name: np.log(rows.ns[i] / np.maximum(rows.terms[i] @ laws[name], np.maximum(rows.floor[i], 1.0)))
-        for name, i in groups.items()
-    }
+    for name, members in groups.items():
+        raw = rows.terms[members] @ laws[name]
+        logs = np.log(rows.ns[members] / np.maximum(raw, np.maximum(rows.floor[members], 1.0)))
+        sizes = np.array([size_of(ns, rows.devices[i]) for ns, i in zip(raw, members, strict=True)])
+        for size in np.unique(sizes).tolist():
+            scores.setdefault((name, size), []).append(logs[sizes == size])
 
 
-def _intervals(names: Sequence[str], scores: dict[str, NDArray[np.float64]]) -> Matrix:
-    """Logarithms of both ends over the prediction, shape (L, 2), per law."""
-    of_level: dict[str, list[NDArray[np.float64]]] = {}
-    for name, logs in scores.items():
-        of_level.setdefault(Level.of(name), []).append(logs)
-    pooled = {level: conformal_ends(np.concatenate(logs)) for level, logs in of_level.items()}
-    beyond = [conformal_ends(np.concatenate(of_level[level])) for level in of_level if level != Level.DEVICE_KERNEL]
+def _intervals(names: Sequence[str], scores: dict[tuple[str, int], NDArray[np.float64]]) -> Matrix:
+    """Logarithms of both ends over the prediction, shape (L, S, 2), per law and size."""
+    pools: dict[tuple[str, int | None], list[NDArray[np.float64]]] = {}
+    for (name, size), logs in scores.items():
+        for key in ((Level.of(name), size), (Level.of(name), None)):
+            pools.setdefault(key, []).append(logs)
+    pooled = {key: np.concatenate(logs) for key, logs in pools.items()}
+    beyond = [
+        conformal_ends(logs) for (level, size), logs in pooled.items() if level != Level.DEVICE_KERNEL and size is None
+    ]
     widest = (min((a for a, _ in beyond), default=-math.log(10.0)), max((b for _, b in beyond), default=math.log(10.0)))
-    ends = []
-    for name in names:
-        own = scores.get(name, np.zeros(0))
-        ends.append(conformal_ends(own) if len(own) >= MIN_SCORES else pooled.get(Level.of(name), widest))
-    return np.array(ends).reshape(len(names), 2)
+    ends = np.empty((len(names), len(SIZES) + 1, 2))
+    for (i, name), size in itertools.product(enumerate(names), range(len(SIZES) + 1)):
+        level = Level.of(name)
+        # What is exchangeable are workloads, devices and families: many for a kernel on a device, few for wider laws.
+        of_law = scores.get((name, size), ()) if level == Level.DEVICE_KERNEL else ()
+        of_size = pooled.get((level, size), ())
+        enough = next((logs for logs in (of_law, of_size) if len(logs) >= MIN_SCORES), pooled.get((level, None)))
+        ends[i, size] = widest if enough is None else conformal_ends(enough)
+    return ends
 
 
 def predict_samples(model: LearnedModel, record: CostRecord) -> tuple[TimeEstimate, ...]:
@@ -228,7 +246,10 @@ def summary(actual_ns: Sequence[float], estimates: Sequence[TimeEstimate]) -> di
 def held_out_errors(
     record: CostRecord, fit: Callable[[CostRecord], LearnedModel] | None = None
 ) -> dict[str, dict[str, float]]:
-    """`summary` of each split over all its parts; a split of which the record has one part only is left out."""
+    """`summary` of each split over all its parts; a split of which the record has one part only is left out.
+
+    Times without a law, which a model refuses, do not count.
+    """
     fit = fit or (lambda part: fit_laws(part, errors=False, rounds=2))
     result = {}
     for split in Split:
@@ -237,9 +258,10 @@ def held_out_errors(
         for _, train, test in parts(record, split):
             if len(train) < len(test) // 4 or len(train) < 40:
                 continue
-            test_record = record.select(test)
-            estimates += predict_samples(fit(record.select(train)), test_record)
-            actual += [sample.ns for sample in test_record.samples]
+            model, held = fit(record.select(train)), record.select(test)
+            known = [i for i, (program, device, _) in enumerate(held.programs()) if model.knows(program, device)]
+            estimates += predict_samples(model, held.select(known))
+            actual += [held.samples[i].ns for i in known]
         if estimates:
             result[str(split)] = summary(actual, estimates)
     return result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -19,9 +17,7 @@ def conformal_ends(scores: ArrayLike) -> tuple[float, float]:
 
     Source: Barber et al., "Predictive inference with the jackknife+" (2021).
     """
-    logs = np.asarray(scores)
     tail = (1 - COVERAGE) / 2
-    rank = min(1.0, math.ceil((len(logs) + 1) * (1 - tail)) / len(logs))
-    low = -float(np.quantile(-logs, rank, method="higher"))
-    high = float(np.quantile(logs, rank, method="higher"))
-    return min(0.0, low), max(0.0, high)
+    # Of N + 1 exchangeable values the last one is below the k-th smallest with probability k / (N + 1).
+    low, high = np.quantile(np.asarray(scores), (tail, 1 - tail), method="weibull")
+    return min(0.0, float(low)), max(0.0, float(high))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_opt.costs.learned.programs import Phase, Program
+from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
 from qsync_opt.costs.learned.terms import Matrix
 from qsync_opt.errors import NotInstalledError
 from qsync_opt.numerics import number_format
@@ -24,8 +24,15 @@ _SMALL_ERROR = 0.05
 
 
 def class_of(program: Program) -> str:
-    """What the main work of a program is: ``product`` or ``stream``."""
-    return "product" if any(leaf.kind.is_product for leaf in program.leaves) else "stream"
+    """What the main work of a program is: ``product``, ``pointwise`` or ``stream``; casts and sums are apart.
+
+    On a card their times are those of the host where it takes longer, and so tell nothing about operators.
+    """
+    if program.phase in (Phase.CAST, Phase.SUM):
+        return str(program.phase)
+    if any(leaf.kind.is_product for leaf in program.leaves):
+        return "product"
+    return "pointwise" if all(leaf.kind is LeafKind.POINTWISE for leaf in program.leaves) else "stream"
 
 
 def kernel_of(program: Program) -> str:

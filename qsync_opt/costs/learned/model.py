@@ -31,11 +31,13 @@ from qsync_opt.costs.learned.terms import FEATURE_VERSION, TERMS, Matrix, terms_
 from qsync_opt.errors import NotReadyError, ProblemError, reason_of
 from qsync_opt.io import Name, check_fields, check_number, decode, encode, freeze, parse_json, read_bounded, write_bytes
 
-MODEL_FORMAT = "qsync-learned-costs/2"
+MODEL_FORMAT = "qsync-learned-costs/3"
 LARGEST_MODEL_BYTES = 64 * 2**20
 SHIPPED = "laws.npz"
 _OUTSIDE = 1.5
 """How far a term may exceed the largest in the training data, as a factor."""
+SIZES = (4.0, 32.0)
+"""Times in launches at which the sizes of programs are parted: each size has an interval of its own."""
 _NO_TIME = 1e-3
 """Share of a launch that a term may have where the training data had nothing of it."""
 _Z = NormalDist().inv_cdf((1 + COVERAGE) / 2)
@@ -135,6 +137,11 @@ def law_name(level: Level, program: Program, device: DeviceVector) -> str:
     return f"{level}: {kernel} on {device.name if level.of_device else device.kind}"
 
 
+def size_of(ns_Q: Matrix, device: DeviceVector) -> NDArray[np.int64]:
+    """Of which size a time predicted by a law is: launches alone, launches and work, or work."""
+    return np.searchsorted(SIZES, ns_Q / device.launch_ns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
     """L laws with their intervals.
@@ -143,18 +150,18 @@ class LearnedModel:
         card: What they were fitted to.
         names: Of the laws; see `law_name`.
         weights_LT: Weights of the T terms, not negative.
-        ends_L2: Logarithms of the ends of the intervals over the prediction.
+        ends_LS2: Logarithms of the ends of the intervals over the prediction, by size; see `size_of`.
         most_LT: Largest value of each term in the training data, as a multiple of the device's launch time.
-        corrections: What a device was found to differ by, see `corrected`; not written into the file.
+        corrections: What a device was found to differ by, in turn, see `corrected`; not written into the file.
         places: Of the laws, by name.
     """
 
     card: ModelCard
     names: tuple[str, ...]
     weights_LT: Matrix
-    ends_L2: Matrix
+    ends_LS2: Matrix
     most_LT: Matrix
-    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    corrections: Mapping[str, tuple[Correction, ...]] = field(default_factory=dict)
     places: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -177,10 +184,20 @@ class LearnedModel:
         terms_QT = terms_of(busy, device)
         floor_Q = np.array([device.floor_ns(program) for program in busy])
         raw_Q = (terms_QT * self.weights_LT[places]).sum(axis=1)
-        ends_Q2 = self.ends_L2[places]
-        reasons = self._reasons(busy, device, places, terms_QT, unlike)
-        if (correction := self.corrections.get(device.name)) is not None:
-            raw_Q = raw_Q * np.exp([correction.shift(program) for program in busy])
+        size_Q = size_of(raw_Q, device)
+        ends_Q2 = self.ends_LS2[places, size_Q]
+        outside_QT = np.greater(terms_QT / device.launch_ns, _OUTSIDE * self.most_LT[places] + _NO_TIME)
+        # Sizes that were not measured are as uncertain as a device that was not.
+        far = np.flatnonzero(outside_QT.any(axis=1)) if not unlike else np.empty(0, dtype=np.int64)
+        if len(far):
+            far_F2 = self.ends_LS2[self._places([busy[i] for i in far], device, known=False), size_Q[far]]
+            ends_Q2[far, 0] = np.minimum(ends_Q2[far, 0], far_F2[:, 0])
+            ends_Q2[far, 1] = np.maximum(ends_Q2[far, 1], far_F2[:, 1])
+        reasons = self._reasons(busy, places, outside_QT, unlike)
+        for correction in self.corrections.get(device.name, ()):
+            raw_Q = np.maximum(floor_Q, raw_Q)
+            logs = [correction.log(program, ns) for program, ns in zip(busy, raw_Q.tolist(), strict=True)]
+            raw_Q = raw_Q * np.exp(logs)
             if correction.ends and unlike:
                 ends_Q2 = np.broadcast_to(np.array(correction.ends), ends_Q2.shape)
         middle_Q = np.maximum(floor_Q, raw_Q)
@@ -201,9 +218,9 @@ class LearnedModel:
     ) -> LearnedModel:
         """The model with what some measured times on a device tell about its other kernels.
 
-        Factors are found for all times, then for each precision and pass, class, and kernel in turn, each from what the
-        factors before it leave, and nearer to one the fewer times there are. The intervals on a device that the model
-        was not fitted to then come from these times, each left out in turn.
+        Factors are found for all times, then for each class and kernel in turn, each from what the factors before it
+        leave, and nearer to one the fewer times there are; those of classes are powers of the time. The intervals on a
+        device that the model was not fitted to then come from these times, each left out in turn.
 
         Source: ours; the shrinkage is that of a random effect.
         """
@@ -211,10 +228,10 @@ class LearnedModel:
         if not known:
             return self
         estimates = self.predict([programs[i] for i in known], device)
-        logs = [math.log(max(1.0, measured_ns[i]) / e.ns) for i, e in zip(known, estimates, strict=True)]
-        earlier = self.corrections.get(device.name)
-        new = fit_correction([programs[i] for i in known], logs, earlier)
-        return replace(self, corrections={**self.corrections, device.name: new})
+        predicted = [max(1.0, estimate.ns) for estimate in estimates]
+        new = fit_correction([programs[i] for i in known], predicted, [max(1.0, measured_ns[i]) for i in known])
+        earlier = self.corrections.get(device.name, ())
+        return replace(self, corrections={**self.corrections, device.name: (*earlier, new)})
 
     def _unlike(self, device: DeviceVector) -> str:
         """Why a device is none of the training data's; empty if it is one."""
@@ -245,14 +262,12 @@ class LearnedModel:
     def _reasons(
         self,
         programs: Sequence[Program],
-        device: DeviceVector,
         places: NDArray[np.int64],
-        terms_QT: Matrix,
+        outside_QT: NDArray[np.bool_],
         unlike: str,
     ) -> list[str]:
-        outside = terms_QT / device.launch_ns > _OUTSIDE * self.most_LT[places] + _NO_TIME
         reasons = []
-        for program, place, row in zip(programs, places.tolist(), outside, strict=True):
+        for program, place, row in zip(programs, places.tolist(), outside_QT, strict=True):
             parts = [unlike] if unlike else []
             if Level.of(self.names[place]) in (Level.DEVICE_CLASS, Level.CLASS):
                 parts.append(f"family {program.family}")
@@ -279,7 +294,7 @@ class LearnedModel:
 
 
 _NOTHING = TimeEstimate(ns=0.0, low_ns=0.0, high_ns=0.0, in_domain=True)
-_ARRAYS = ("weights_LT", "ends_L2", "most_LT")
+_ARRAYS = ("weights_LT", "ends_LS2", "most_LT")
 
 
 def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -329,15 +344,16 @@ def _check_arrays(arrays: Mapping[str, NDArray[Any]], names: Any, where: str) ->
     """Refuse arrays that prediction could not follow: a digest can be written anew with them."""
     levels = {str(level) for level in Level}
     named = isinstance(names, list) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    shapes = {name: (len(names) if named else 0, 2 if name == "ends_L2" else len(TERMS)) for name in _ARRAYS}
+    count = len(names) if named else 0
+    shapes = {"weights_LT": (count, len(TERMS)), "ends_LS2": (count, len(SIZES) + 1, 2), "most_LT": (count, len(TERMS))}
     fits = (
         named
         and all(name.partition(": ")[0] in levels for name in names)
         and all(arrays[name].dtype == np.float64 and arrays[name].shape == shapes[name] for name in _ARRAYS)
         and all(np.isfinite(array).all() for array in arrays.values())
-        and all((arrays[name] >= 0).all() for name in _ARRAYS if name != "ends_L2")
-        and (arrays["ends_L2"][:, 0] <= 0).all()
-        and (arrays["ends_L2"][:, 1] >= 0).all()
+        and all((arrays[name] >= 0).all() for name in _ARRAYS if name != "ends_LS2")
+        and (arrays["ends_LS2"][..., 0] <= 0).all()
+        and (arrays["ends_LS2"][..., 1] >= 0).all()
     )
     if not fits:
         raise ProblemError(f"{where}: the arrays do not fit each other or the terms; fit the model again")

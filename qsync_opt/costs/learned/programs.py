@@ -45,6 +45,7 @@ class LeafKind(enum.StrEnum):
     PRODUCT = "product"
     ATTENTION = "attention"
     LOOKUP = "lookup"
+    POINTWISE = "pointwise"
     STREAM = "stream"
     CAST = "cast"
     QUANTIZE = "quantize"
@@ -344,10 +345,14 @@ def _stream_leaves(work: Workload, kind: str, format_name: str) -> tuple[tuple[L
     width = number_format(format_name).num_bytes
     moved = (_elements(work.inputs) + _elements(work.outputs)) * width
     moved += _other_bytes(work.inputs) + _other_bytes(work.outputs)
+    # Norms, softmax and losses, which reduce over a dimension before they return one, are fixed in FP32.
+    largest = max((spec.elements for spec in work.inputs), default=0)
+    alike = work.role is not Role.FIXED and not work.weight_elements and _elements(work.outputs) == largest
+    leaf_kind = LeafKind.POINTWISE if alike else LeafKind.STREAM
     # Rows are those of the largest tensor: a reduction works along the rows of its input.
     shape = max(((s.elements, s.shape) for s in (*work.inputs, *work.outputs)), default=(1, (1,)))[1] or (1,)
     sizes = {"rows": math.prod(shape[:-1]), "columns": shape[-1]}
-    forward = Leaf(kind=LeafKind.STREAM, number_format=format_name, flops=work.flops, num_bytes=moved, **sizes)
+    forward = Leaf(kind=leaf_kind, number_format=format_name, flops=work.flops, num_bytes=moved, **sizes)
     if not gradient:
         return (forward,), ()
     if kind not in SAVES_NOTHING:

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from qsync_opt.costs.learned.devices import DeviceVector
 from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
 
-FEATURE_VERSION = 2
+FEATURE_VERSION = 3
 """Changes with the meaning of any term; models of another version are refused."""
 Matrix = NDArray[np.float64]
 TERMS = (
-    "launch", "launch per leaf", "launch per product", "launch per tile",
-    "operations", "operations in large tiles", "operations in small tiles",
+    "launch", "launch per leaf", "launch per product", "launch per 256 steps of depth",
+    "operations", "operations in waves of tiles", "operations in small tiles",
     "elements of results", "elements of left operands", "elements of right operands",
     "bytes of products", "bytes of casts", "bytes of quantizations", "bytes of streams",
     "elements", "rows", "padded rows",
@@ -28,13 +28,14 @@ TERMS = (
 )  # fmt: skip
 """Names of the columns of `terms_of`."""
 _CACHES = (1 / 512, 1 / 32, 1 / 8, 1 / 2, 2.0)
-_LARGE, _SMALL = (32, 64, 64), (8, 16, 32)
-_TILE = 64
+_SMALL = (8, 16, 32)
+_TILE = 128
+_STEPS = 256
 _WORD = 4.0
 _ROW = 16
 _BYTES = {
     LeafKind.PRODUCT: 10, LeafKind.ATTENTION: 10, LeafKind.CAST: 11, LeafKind.QUANTIZE: 12, LeafKind.LOOKUP: 13,
-    LeafKind.STREAM: 13, LeafKind.VIEW: 13,
+    LeafKind.POINTWISE: 13, LeafKind.STREAM: 13, LeafKind.VIEW: 13,
 }  # fmt: skip
 
 
@@ -60,10 +61,13 @@ def _row(program: Program, device: DeviceVector) -> list[float]:
             peak_ns = 1e9 / device.peak(leaf.number_format)
             sizes = leaf.rows, leaf.columns, leaf.depth
             tiles = leaf.batch * -(-leaf.rows // _TILE) * -(-leaf.columns // _TILE)
-            row[2:4] = leaf.batch * launch, tiles * launch
+            # A wave, one tile per multiprocessor, takes as long when it is not full; within a tile, depth is serial.
+            in_waves = -(-tiles // device.multiprocessors) * device.multiprocessors
+            row[2:4] = leaf.batch * launch, leaf.depth * launch / _STEPS
             row[4:7] = (
                 leaf.flops * peak_ns,
-                *(2.0 * leaf.batch * _padded(sizes, t) * peak_ns for t in (_LARGE, _SMALL)),
+                2.0 * in_waves * _TILE * _TILE * leaf.depth * peak_ns,
+                2.0 * leaf.batch * _padded(sizes, _SMALL) * peak_ns,
             )
             for k, (a, b) in enumerate(((0, 1), (0, 2), (2, 1))):
                 row[7 + k] = leaf.batch * sizes[a] * sizes[b] * _WORD * byte_ns
