@@ -11,7 +11,7 @@ from typing import Any
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch, measure_batches
 from qsync_opt.runtimes.torch.serving.pipeline import Pipeline
-from qsync_opt.runtimes.torch.serving.profiling import profile_serving, steady_allocator
+from qsync_opt.runtimes.torch.serving.profiling import profile_serving
 from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
 from qsync_opt.serving import (
     KINDS,
@@ -156,7 +156,9 @@ def measure_plan(
     head: str | None = None,
     label: str = "planned",
 ) -> ServingMeasurement:
-    """Serve a plan's workload on this machine: the median of some rounds, and memory of each stage's process.
+    """Serve a plan's workload on this machine: the median of some rounds, and the most memory of each stage's process.
+
+    Loading counts too.
 
     Args:
         model: A model folder or a ``.gguf`` file.
@@ -170,17 +172,17 @@ def measure_plan(
         StageError: A process failed.
     """
     workload, option = planned.workload, planned.problem.microbatches[plan.microbatch]
-    with steady_allocator():
-        pipeline = Pipeline(model, plan, threads=[threads[stage.device] for stage in plan.stages], head=head)
-    with pipeline, MemoryWatch(pipeline.pids) as watch:
-        speeds = measure_batches(
-            pipeline,
-            prompts=workload.prompts,
-            prompt_tokens=workload.prompt_tokens,
-            new_tokens=workload.new_tokens,
-            prefill=option.prefill,
-            decode=option.decode,
-        )
+    with MemoryWatch() as watch:
+        given = [threads[stage.device] for stage in plan.stages]
+        with Pipeline(model, plan, threads=given, head=head, started=watch.add) as pipeline:
+            speeds = measure_batches(
+                pipeline,
+                prompts=workload.prompts,
+                prompt_tokens=workload.prompt_tokens,
+                new_tokens=workload.new_tokens,
+                prefill=option.prefill,
+                decode=option.decode,
+            )
     memory = dict(zip((stage.device for stage in plan.stages), watch.peaks_kib.values(), strict=True))
     return ServingMeasurement(
         label=label,

@@ -66,7 +66,7 @@ class StageModel:
 
     Args:
         config: Of the model.
-        source: Where weights are read, one matrix at a time.
+        source: Where weights are read, some rows at a time.
         stage: The groups to hold.
         schemes: Weight scheme by group.
         dtype: Type of hidden states, norms and ends.
@@ -150,6 +150,9 @@ class StageModel:
 
     def reserve(self, pages: int) -> None:
         """Make so many empty pages, page 0 included; earlier ones are forgotten."""
+        for group in self.groups:  # all earlier pages go before new ones come
+            if isinstance(group, Attention):
+                group.cache = None
         for group in self.groups:
             group.reserve(pages, self._kv_bits)
         if self._graphs is not None:

@@ -11,7 +11,7 @@ import datetime
 import multiprocessing
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from types import TracebackType
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from qsync_opt.errors import ProblemError, QSyncError
+from qsync_opt.runtimes.torch.serving.allocator import give_back_freed_memory, reuse_freed_memory
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.stage import Progress, StageModel, check_plan
 from qsync_opt.runtimes.torch.serving.steps import Step, drafted
@@ -207,6 +208,7 @@ def _meeting_point(port: int | None = None) -> Any:
 def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
     """The life of a stage: load, say so, then run passes until the caller goes."""
     torch.set_num_threads(setup.threads)
+    reuse_freed_memory()
     if setup.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(setup.device).index or 0)
     plan, options = Plan.from_json(setup.plan), setup.options
@@ -234,6 +236,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
                 world_size=links.stages,
                 timeout=datetime.timedelta(seconds=options.timeout_s),
             )
+        give_back_freed_memory()
         pipe.send(("ready", stage.bytes, stage.draft_refusals))
         # gloo sends when the receiver is ready: the next pass's hidden states come while this one's are computed.
         orders: deque[tuple[Step | int | None, _Arriving | None]] = deque()
@@ -246,6 +249,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
                 break
             if isinstance(order, int):
                 stage.reserve(order)
+                give_back_freed_memory()  # what stood between earlier pages does not add to what new passes need
                 pipe.send(("reserved", stage.cache_bytes))
                 continue
             x, drafted = _run(stage, order, None if arriving is None else arriving.wait(stage.device))
@@ -273,6 +277,7 @@ class StageProcesses:
         plan: A serving plan for that model.
         options: How the stages run.
         progress: Told of every loaded group of any stage.
+        started: Told of the number of every process before it loads.
 
     Raises:
         ProblemError: The plan is for another model, or an option does not fit it.
@@ -282,7 +287,13 @@ class StageProcesses:
     """
 
     def __init__(
-        self, model: str, plan: Plan, options: StageOptions | None = None, *, progress: Progress | None = None
+        self,
+        model: str,
+        plan: Plan,
+        options: StageOptions | None = None,
+        *,
+        progress: Progress | None = None,
+        started: Callable[[int], None] | None = None,
     ) -> None:
         options = options or StageOptions()
         self.config, _ = open_model(model)
@@ -315,6 +326,8 @@ class StageProcesses:
                     target=_stage_process, args=(setup, other), daemon=True, name=f"stage {plan.stages[rank].device}"
                 )
                 process.start()
+                if started is not None and process.pid is not None:
+                    started(process.pid)
                 other.close()
                 self._pipes.append(own)
                 self._processes.append(process)
