@@ -27,6 +27,5 @@ else:
 
 __all__ = [
     "ACTIVATIONS", "UNIT", "WIDE", "PackedWeight", "codes_of", "explain", "hadamard", "linear", "pack", "pack_codes",
-    "pack_parts",
-    "rotate", "rotated_inputs", "unpack",
+    "pack_parts", "rotate", "rotated_inputs", "unpack",
 ]  # fmt: skip
