@@ -92,7 +92,8 @@ def run_serving_demo(
         say: Called with a line before every step.
 
     Returns:
-        The plan and what was measured of it, of the same stages' number split evenly, and of equal bits everywhere.
+        The plan and what was measured of it, of the same stages' number split evenly, and of equal bits everywhere; of
+        equal plans only the first is served.
 
     Raises:
         ProblemError: Nothing fits, or a model cannot be read.
@@ -132,7 +133,7 @@ def _run(model: str, threads: tuple[int, ...], head: str | None, tell: Say) -> S
     if even is not None:
         plans["even split, 8 bits"] = (planned, even)
     uniform = plan_serving(sizes, devices, WORKLOAD, harm_limit=limit, schemes=("W8",))
-    if uniform.plan is not None:
+    if uniform.plan is not None and uniform.plan not in [plan for _, plan in plans.values()]:
         plans["planned, 8 bits everywhere"] = (uniform, uniform.plan)
     measured, predicted = [], []
     by_name = dict(zip((d.name for d in devices), threads, strict=True))

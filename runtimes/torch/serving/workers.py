@@ -248,8 +248,11 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
             if order is None:
                 break
             if isinstance(order, int):
+                before = stage.cache_bytes
                 stage.reserve(order)
-                give_back_freed_memory()  # what stood between earlier pages does not add to what new passes need
+                if stage.cache_bytes != before:
+                    # What stood between the earlier pages does not add to what new passes need.
+                    give_back_freed_memory()
                 pipe.send(("reserved", stage.cache_bytes))
                 continue
             x, drafted = _run(stage, order, None if arriving is None else arriving.wait(stage.device))
