@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
+import queue
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,6 +202,34 @@ class _Links:
         return _Arriving(dist.irecv(x.view(torch.uint8), self.rank - 1), x)
 
 
+_Order = tuple[Step | int | Exception | None, _Arriving | None]
+
+
+def _listen(
+    pipe: connection.Connection, links: _Links, hidden: int, dtype: torch.dtype, orders: queue.Queue[_Order]
+) -> None:
+    """Take orders until there is none, or what went wrong.
+
+    gloo sends when the receiver is ready: the next pass's hidden states come while this one's are computed, also where
+    its order comes meanwhile.
+    """
+    order: Step | int | None = 0
+    while order is not None:
+        try:
+            order = pipe.recv()
+            orders.put((order, links.expect(order, hidden, dtype)))
+        except Exception as failure:
+            orders.put((failure, None))
+            return
+
+
+def _next(orders: queue.Queue[_Order]) -> tuple[Step | int | None, _Arriving | None]:
+    order, arriving = orders.get()
+    if isinstance(order, Exception):
+        raise order
+    return order, arriving
+
+
 def _meeting_point(port: int | None = None) -> Any:
     """Where stages find each other: the store that listens at a port, or a new one with its ``port``."""
     return dist.TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -238,13 +268,11 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
             )
         give_back_freed_memory()
         pipe.send(("ready", stage.bytes, stage.draft_refusals))
-        # gloo sends when the receiver is ready: the next pass's hidden states come while this one's are computed.
-        orders: deque[tuple[Step | int | None, _Arriving | None]] = deque()
+        orders: queue.Queue[_Order] = queue.Queue(maxsize=1)
+        listening = (pipe, links, config.hidden, stage.dtype, orders)
+        threading.Thread(target=_listen, args=listening, name="orders", daemon=True).start()
         while True:
-            while not orders or (len(orders) == 1 and pipe.poll()):
-                order = pipe.recv()
-                orders.append((order, links.expect(order, config.hidden, stage.dtype)))
-            order, arriving = orders.popleft()
+            order, arriving = _next(orders)
             if order is None:
                 break
             if isinstance(order, int):
