@@ -57,11 +57,14 @@ class RandomWeights:
     def names(self) -> Iterable[str]:
         return ()
 
-    def read(self, name: str) -> torch.Tensor:
-        shape = next((shape for part, shape in self._shapes.items() if f"{part}." in name), None)
-        if shape is None:
-            return torch.ones(self._hidden, device="cuda")
-        return torch.randn(shape, device="cuda").mul_(0.02)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return next((shape for part, shape in self._shapes.items() if f"{part}." in name), (self._hidden,))
+
+    def read(self, name: str, rows: slice = slice(None)) -> torch.Tensor:
+        height, *width = self.shape(name)
+        if not width:
+            return torch.ones(height, device="cuda")
+        return torch.randn(len(range(*rows.indices(height))), *width, device="cuda").mul_(0.02)
 
 
 def step_of(rows: int, context: int) -> Step:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         hadamard,
         pack,
         pack_codes,
+        pack_parts,
         rotated_inputs,
     )
     from qsync_opt.kernels.weight_only.operators import explain, linear, unpack
@@ -26,5 +27,5 @@ else:
 
 __all__ = [
     "ACTIVATIONS", "UNIT", "WIDE", "PackedWeight", "codes_of", "explain", "hadamard", "linear", "pack", "pack_codes",
-    "rotate", "rotated_inputs", "unpack",
+    "pack_parts", "rotate", "rotated_inputs", "unpack",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ not negative. CPUs read the same buffer.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,6 +160,42 @@ def pack(weight: Tensor, bits: int, group: int | None = 128, *, rotate: bool = F
     scales = scales.clamp_min(torch.finfo(torch.float32).tiny)
     codes = (grouped / scales[..., None]).round_().clamp_(-highest, highest).to(torch.int8)
     return pack_codes(codes.view(outputs, padded)[:, :inputs], scales, bits, group)
+
+
+def pack_parts(
+    parts: Iterable[Tensor], outputs: int, bits: int, group: int | None = 128, *, rotate: bool = False
+) -> PackedWeight:
+    """The same as `pack` of a whole weight, which is never held at once.
+
+    Args:
+        parts: Rows of the weight in order; each part but the last has a multiple of 64.
+        outputs: Rows of all parts.
+        bits: As of `pack`.
+        group: As of `pack`.
+        rotate: As of `pack`.
+
+    Raises:
+        UnsupportedError: As `pack` does, or the parts have other rows.
+    """
+    whole: PackedWeight | None = None
+    rows = 0
+    for part in parts:
+        packed = pack(part, bits, group, rotate=rotate)
+        if whole is None:
+            high = -(-outputs // TILE)
+            codes = packed.codes.new_empty((high, *packed.codes.shape[1:]))
+            scales = packed.scales.new_empty((packed.scales.shape[0], high * TILE))
+            whole = replace(packed, codes=codes, scales=scales, out_features=outputs)
+        end = rows + part.shape[0]
+        if rows % TILE or end > outputs:
+            raise UnsupportedError(f"a part has rows {rows} to {end} of {outputs}, but it must begin at whole tiles")
+        whole.codes[rows // TILE : -(-end // TILE)] = packed.codes
+        whole.scales[:, rows : -(-end // TILE) * TILE] = packed.scales
+        rows = end
+    if whole is None or rows < outputs:
+        raise UnsupportedError(f"the parts have {rows} rows, but the weight has {outputs}")
+    # Anew, which waits for the copies.
+    return replace(whole)
 
 
 def pack_codes(codes: Tensor, scales: Tensor, bits: int, group: int | None = 128) -> PackedWeight:

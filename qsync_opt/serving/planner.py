@@ -323,11 +323,16 @@ def predict(problem: Problem, plan: Plan, workload: ServeWorkload, devices: Sequ
     evaluation = evaluate(problem, plan)
     profiles = {device.name: device.profile for device in devices}
     shape = _Shape.of(workload, problem.microbatches[plan.microbatch])
+    kinds = {group.name: group.kind for group in problem.groups}
     stages = []
     for stage, times in zip(plan.stages, evaluation.stages, strict=True):
         counts: dict[str, int] = {}
         for name in stage.groups:
             counts[plan.schemes[name]] = counts.get(plan.schemes[name], 0) + 1
+        profile, held_kib = profiles[stage.device], evaluation.memory_kib[stage.device]
+        # While it loads, a stage has no caches yet.
+        caches_kib = sum(problem.state_kib[kinds[name]][plan.microbatch] for name in stage.groups)
+        more_kib = max(_passes_kib(profile, [shape]), profile.load_kib - caches_kib)
         stages.append(
             StagePrediction(
                 device=stage.device,
@@ -335,7 +340,7 @@ def predict(problem: Problem, plan: Plan, workload: ServeWorkload, devices: Sequ
                 schemes=counts,
                 prefill_s=times.prefill_ns / 1e9,
                 decode_s=times.decode_ns / 1e9,
-                memory_kib=evaluation.memory_kib[stage.device] + _process_kib(profiles[stage.device], [shape]),
+                memory_kib=profile.base_kib + held_kib + more_kib,
             )
         )
     steps = workload.new_tokens - 1
@@ -383,10 +388,13 @@ class _Shape:
 
 def _process_kib(profile: ServingProfile, shapes: Sequence[_Shape]) -> int:
     """KiB of a stage's process beside weights and caches: itself, and passes or loading, whichever needs more."""
-    passes = max(
-        max(profile.workspace.at(s.prefill_rows, s.prompt), profile.workspace.at(s.decode_rows, 1)) for s in shapes
+    return profile.base_kib + max(_passes_kib(profile, shapes), profile.load_kib)
+
+
+def _passes_kib(profile: ServingProfile, shapes: Sequence[_Shape]) -> int:
+    return math.ceil(
+        max(max(profile.workspace.at(s.prefill_rows, s.prompt), profile.workspace.at(s.decode_rows, 1)) for s in shapes)
     )
-    return profile.base_kib + max(math.ceil(passes), profile.load_kib)
 
 
 def _sizes(model: ServeModel) -> tuple[int, ...]:

@@ -111,8 +111,9 @@ class ServingProfile(Document):
     """What one kind of device needs for a model's layers, its ends, and a link.
 
     ``base_kib`` is what a process holds before it holds anything of a model, ``load_kib`` what loading needs for a
-    moment beside the weights, ``workspace`` what a pass needs, in KiB by rows and length. ``cache_bytes_per_number`` is
-    the size of a number in the cache. A message to the next stage takes ``link_ns`` and ``link_ns_per_kib``.
+    moment beside that and the weights, while there are no caches yet, ``workspace`` what a pass needs, in KiB by
+    rows and length. ``cache_bytes_per_number`` is the size of a number in the cache. A message to the next stage
+    takes ``link_ns`` and ``link_ns_per_kib``.
     """
 
     FORMAT: ClassVar = PROFILE_FORMAT

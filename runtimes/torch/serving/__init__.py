@@ -37,11 +37,9 @@ if TYPE_CHECKING:
         microbatch_rows,
     )
     from qsync_opt.runtimes.torch.serving.profiling import (
-        process_memory,
         profile_serving,
         random_state,
         serve_model,
-        steady_allocator,
     )
     from qsync_opt.runtimes.torch.serving.protocol import read_ask
     from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
@@ -87,6 +85,7 @@ if TYPE_CHECKING:
         StateSource,
         WeightSource,
         open_model,
+        row_parts,
     )
     from qsync_opt.runtimes.torch.serving.workers import (
         LocalWorkers,
@@ -111,8 +110,8 @@ __all__ = [
     "fingerprint", "first_differences", "generate", "generate_here", "group_names", "linear", "load_test",
     "load_tokenizer", "make_app", "measure_acceptance", "measure_batches", "measure_harm", "measure_model",
     "measure_plan", "measure_speculation", "measure_times", "metrics_text", "microbatch_rows", "open_model",
-    "output_divergence", "pack", "pages_of", "parse_speculation", "percentiles", "process_memory", "profile_serving",
-    "random_prompts", "random_state", "read_ask", "read_config", "run_serving_demo", "run_step", "sample_config",
+    "output_divergence", "pack", "pages_of", "parse_speculation", "percentiles", "profile_serving", "random_prompts",
+    "random_state", "read_ask", "read_config", "row_parts", "run_serving_demo", "run_step", "sample_config",
     "scheme_bits", "serve", "serve_model", "serve_quietly", "start_engine", "start_speculation", "start_stages",
-    "steady_allocator", "uniform_plan", "unpack", "write_sample",
+    "uniform_plan", "unpack", "write_sample",
 ]  # fmt: skip

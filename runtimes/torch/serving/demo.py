@@ -11,7 +11,7 @@ from typing import Any
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch, measure_batches
 from qsync_opt.runtimes.torch.serving.pipeline import Pipeline
-from qsync_opt.runtimes.torch.serving.profiling import profile_serving, steady_allocator
+from qsync_opt.runtimes.torch.serving.profiling import profile_serving
 from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
 from qsync_opt.serving import (
     KINDS,
@@ -92,7 +92,8 @@ def run_serving_demo(
         say: Called with a line before every step.
 
     Returns:
-        The plan and what was measured of it, of the same stages' number split evenly, and of equal bits everywhere.
+        The plan and what was measured of it, of the same stages' number split evenly, and of equal bits everywhere; of
+        equal plans only the first is served.
 
     Raises:
         ProblemError: Nothing fits, or a model cannot be read.
@@ -132,7 +133,7 @@ def _run(model: str, threads: tuple[int, ...], head: str | None, tell: Say) -> S
     if even is not None:
         plans["even split, 8 bits"] = (planned, even)
     uniform = plan_serving(sizes, devices, WORKLOAD, harm_limit=limit, schemes=("W8",))
-    if uniform.plan is not None:
+    if uniform.plan is not None and uniform.plan not in [plan for _, plan in plans.values()]:
         plans["planned, 8 bits everywhere"] = (uniform, uniform.plan)
     measured, predicted = [], []
     by_name = dict(zip((d.name for d in devices), threads, strict=True))
@@ -156,7 +157,9 @@ def measure_plan(
     head: str | None = None,
     label: str = "planned",
 ) -> ServingMeasurement:
-    """Serve a plan's workload on this machine: the median of some rounds, and memory of each stage's process.
+    """Serve a plan's workload on this machine: the median of some rounds, and the most memory of each stage's process.
+
+    Loading counts too.
 
     Args:
         model: A model folder or a ``.gguf`` file.
@@ -170,17 +173,17 @@ def measure_plan(
         StageError: A process failed.
     """
     workload, option = planned.workload, planned.problem.microbatches[plan.microbatch]
-    with steady_allocator():
-        pipeline = Pipeline(model, plan, threads=[threads[stage.device] for stage in plan.stages], head=head)
-    with pipeline, MemoryWatch(pipeline.pids) as watch:
-        speeds = measure_batches(
-            pipeline,
-            prompts=workload.prompts,
-            prompt_tokens=workload.prompt_tokens,
-            new_tokens=workload.new_tokens,
-            prefill=option.prefill,
-            decode=option.decode,
-        )
+    with MemoryWatch() as watch:
+        given = [threads[stage.device] for stage in plan.stages]
+        with Pipeline(model, plan, threads=given, head=head, started=watch.add) as pipeline:
+            speeds = measure_batches(
+                pipeline,
+                prompts=workload.prompts,
+                prompt_tokens=workload.prompt_tokens,
+                new_tokens=workload.new_tokens,
+                prefill=option.prefill,
+                decode=option.decode,
+            )
     memory = dict(zip((stage.device for stage in plan.stages), watch.peaks_kib.values(), strict=True))
     return ServingMeasurement(
         label=label,

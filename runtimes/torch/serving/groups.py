@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from qsync_opt.runtimes.torch.serving.cache import PagedCache
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary
-from qsync_opt.runtimes.torch.serving.packing import PackedWeight, has_reproducible, linear, pack
+from qsync_opt.runtimes.torch.serving.packing import PackedWeight, has_reproducible, join_parts, linear, pack_parts
 from qsync_opt.runtimes.torch.serving.steps import PAGE, Layout, pages_of
-from qsync_opt.runtimes.torch.serving.weights import WeightSource
+from qsync_opt.runtimes.torch.serving.weights import StateSource, WeightSource, row_parts
 
 
 def fused(function: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
@@ -64,7 +64,7 @@ def _product(x: torch.Tensor, weight: PackedWeight, layout: Layout, bias: torch.
 
 
 class Group:
-    """What one entry of a plan runs; its weights are read, packed and moved one matrix at a time."""
+    """What one entry of a plan runs; its weights are read, moved and packed some rows at a time."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Group:
         return Norm(weight, self.config.epsilon, gemma=self.config.gemma)
 
     def _packed(self, names: tuple[str, ...], scheme: str) -> PackedWeight:
-        weights = [self._source.read(f"{self._prefix}{name}.weight").to(self.device) for name in names]
-        return pack(torch.cat(weights) if len(weights) > 1 else weights[0], scheme)
+        shape, parts = row_parts(self._source, [f"{self._prefix}{name}.weight" for name in names], self.device)
+        return pack_parts(parts, shape, scheme)
 
     def _bias(self, names: tuple[str, ...]) -> torch.Tensor | None:
         present = [f"{self._prefix}{name}.bias" for name in names]
@@ -270,7 +270,8 @@ class Embedding:
     def __init__(
         self, config: DecoderConfig, source: WeightSource, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        self.weight = source.read("model.embed_tokens.weight").to(device, dtype)
+        shape, parts = row_parts(source, ["model.embed_tokens.weight"], device)
+        self.weight = join_parts(parts, shape, dtype)
         self._scale = torch.tensor(math.sqrt(config.hidden), dtype=dtype, device=device) if config.gemma else None
 
     def __call__(self, tokens_N: torch.Tensor) -> torch.Tensor:
@@ -293,12 +294,18 @@ class Head:
     ) -> None:
         norm = source.read("model.norm.weight").to(device, dtype)
         self.norm = Norm(norm, config.epsilon, gemma=config.gemma)
+        name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+        self.weight: torch.Tensor | PackedWeight
         if config.tied and embedding is not None:
-            weight = embedding.weight  # one copy where both ends are here
+            if scheme is None:
+                self.weight = embedding.weight  # one copy where both ends are here
+                return
+            source = StateSource({name: embedding.weight})
+        shape, parts = row_parts(source, [name], device)
+        if scheme is None:
+            self.weight = join_parts(parts, shape, dtype)
         else:
-            name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-            weight = source.read(name).to(device, dtype)
-        self.weight = weight if scheme is None else pack(weight, scheme)
+            self.weight = pack_parts((part.to(dtype) for part in parts), shape, scheme)
 
     def __call__(self, x_SH: torch.Tensor) -> torch.Tensor:
         """The scores (S, vocabulary) of every token."""

@@ -63,7 +63,7 @@ class MemoryWatch:
         peaks_kib: The most that each process had at a time.
     """
 
-    def __init__(self, pids: Sequence[int], every_s: float = 0.01) -> None:
+    def __init__(self, pids: Sequence[int] = (), every_s: float = 0.01) -> None:
         self.peaks_kib = dict.fromkeys(pids, 0)
         self._every_s = every_s
         self._totals_kib: list[int] = []
@@ -78,6 +78,10 @@ class MemoryWatch:
         self._ended.set()
         self._thread.join()
 
+    def add(self, pid: int) -> None:
+        """Watch one more process."""
+        self.peaks_kib[pid] = 0
+
     def summary(self) -> dict[str, float] | None:
         """MiB of all processes after a tenth of the time, at the end, and at most; None without samples."""
         if not self._totals_kib:
@@ -89,8 +93,8 @@ class MemoryWatch:
         while True:
             with contextlib.suppress(OSError):  # no such file system, or a process has ended
                 total_kib = 0
-                for pid, peak_kib in self.peaks_kib.items():
-                    own_kib = _anonymous_kib(pid)
+                for pid, peak_kib in [*self.peaks_kib.items()]:
+                    own_kib = anonymous_kib(pid)
                     self.peaks_kib[pid] = max(peak_kib, own_kib)
                     total_kib += own_kib
                 self._totals_kib.append(total_kib)
@@ -98,6 +102,7 @@ class MemoryWatch:
                 return
 
 
-def _anonymous_kib(pid: int) -> int:
+def anonymous_kib(pid: int) -> int:
+    """Memory of its own that a process has now."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)

@@ -7,6 +7,7 @@ and the bits of activations where they are rounded: W4 (or W4A16), W4A8, W4H, W4
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,6 +91,34 @@ def pack(weight: torch.Tensor, scheme: str, group: int | None = GROUP) -> Packed
         return PackedWeight(scheme, packed=weight_only.pack(weight, bits, group, rotate=SCHEMES[scheme].rotated))
     kept = torch.bfloat16 if bits == 16 else torch.float32
     return PackedWeight(scheme, plain=weight.to(kept).contiguous())
+
+
+def pack_parts(parts: Iterable[torch.Tensor], shape: tuple[int, int], scheme: str) -> PackedWeight:
+    """The same as `pack` of a matrix (out, in) that comes in parts of its rows and is never held at once.
+
+    Every part but the last has a multiple of 64 rows.
+
+    Raises:
+        UnsupportedError: As `pack` does.
+    """
+    bits = scheme_bits(scheme)
+    if bits <= 8:
+        rotated = SCHEMES[scheme].rotated
+        return PackedWeight(scheme, packed=weight_only.pack_parts(parts, shape[0], bits, GROUP, rotate=rotated))
+    return PackedWeight(scheme, plain=join_parts(parts, shape, torch.bfloat16 if bits == 16 else torch.float32))
+
+
+def join_parts(parts: Iterable[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A matrix of parts of its rows, on their device."""
+    whole: torch.Tensor | None = None
+    rows = 0
+    for part in parts:
+        if whole is None:
+            whole = torch.empty(shape, dtype=dtype, device=part.device)
+        whole[rows : rows + len(part)] = part
+        rows += len(part)
+    assert whole is not None and rows == shape[0], "parts are the rows of the matrix"
+    return whole
 
 
 def unpack(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:

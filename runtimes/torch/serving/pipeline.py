@@ -143,6 +143,7 @@ class Pipeline(StageProcesses):
         head: Weight scheme of the head; None: as ``dtype``.
         devices: torch's device of each stage; all on the CPU by default.
         progress: Told of every loaded group.
+        started: Told of the number of every process before it loads.
 
     Raises:
         ProblemError: The plan is for another model.
@@ -163,11 +164,12 @@ class Pipeline(StageProcesses):
         head: str | None = None,
         devices: Sequence[str] | None = None,
         progress: Progress | None = None,
+        started: Callable[[int], None] | None = None,
     ) -> None:
         options = StageOptions(
             dtype=dtype, threads=threads, timeout_s=timeout_s, kv_bits=kv_bits, head=head, devices=devices
         )
-        super().__init__(model, plan, options, progress=progress)
+        super().__init__(model, plan, options, progress=progress, started=started)
 
     def __enter__(self) -> Pipeline:
         return self

@@ -1,10 +1,12 @@
 """Costs of a model's layers on this machine: random weights of its sizes, timed through the runtime itself.
 
-A few layers of every scheme run the passes of a workload in turn, and a clock around each group, around the head and
-around the whole pass says what each takes; what is left over is what a pass costs by itself. The first layer counts
-there: it computes what all layers of a pass share, such as the rotary angles. What passes between processes is measured
-on two stages that compute next to nothing, and memory on two stages of the model's matrix sizes. Stages on one machine
-share its memory's bandwidth, so other processes may compute the same passes meanwhile.
+A few layers of every scheme run the passes of a workload in turn, in a process like those of stages, and a clock around
+each group, around the head and around the whole pass says what each takes; what is left over is what a pass costs by
+itself. The first layer counts there: it computes what all layers of a pass share, such as the rotary angles. Serving
+takes the sum of many passes, so means count, of passes that are spread over the time of measuring: a machine that
+others share is slower for a second, then faster again. What passes between processes is measured on two stages that
+compute next to nothing, and memory on two stages of the model's matrix sizes. Stages on one machine share its memory's
+bandwidth, so other processes may compute the same passes meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,10 @@ from typing import Any
 import torch
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.runtimes.torch.serving.allocator import give_back_freed_memory, reuse_freed_memory
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
-from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch
+from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch, anonymous_kib
+from qsync_opt.runtimes.torch.serving.packing import scheme_bits
 from qsync_opt.runtimes.torch.serving.pipeline import Pipeline
 from qsync_opt.runtimes.torch.serving.stage import StageModel, group_names
 from qsync_opt.runtimes.torch.serving.steps import GREEDY, Step, pages_of
@@ -47,18 +53,14 @@ from qsync_opt.serving import (
 _KIB = 1024
 _LAYERS = 4
 """Layers of the models that are timed, so many that their weights do not stay in the processor's nearest cache."""
-_DECODE_PASSES = 8
+_DECODE_PASSES = 4
 """Passes of decoding for one of prefilling."""
 _LONG_TOKENS = 256
 """Prompts from which on two lengths are measured."""
-_KEPT_BYTES = 4 << 20
-"""Bytes from which glibc asks the system for each block, and most of freed memory that it keeps."""
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
 _LINK_PASSES = 60
 """Passes through two stages that compute next to nothing."""
-
-Progress = Callable[[int, int, str], None]
 
 
 def serve_model(config: DecoderConfig, name: str) -> ServeModel:
@@ -120,8 +122,7 @@ def profile_serving(
     beside: Sequence[int] = (),
     head: str | None = None,
     dtype: torch.dtype = torch.float32,
-    repeats: int = 3,
-    progress: Progress | None = None,
+    repeats: int = 6,
 ) -> ServingProfile:
     """Measure a model's layers on this machine's CPU, for micro-batches of a workload.
 
@@ -135,8 +136,7 @@ def profile_serving(
             pipeline on this machine will: they share its memory.
         head: Weight scheme of the head, which the stages must then be given too; None: as ``dtype``.
         dtype: Type of hidden states and caches.
-        repeats: Times that every pass of prefilling is measured; of decoding, eight times as often. Medians count.
-        progress: Called before every round of passes.
+        repeats: Times that every pass of prefilling is measured; of decoding, four times as often. Means count.
 
     Returns:
         The profile. It holds for stages that are alone on their cores.
@@ -144,7 +144,7 @@ def profile_serving(
     Raises:
         ProblemError: An argument is out of range.
         UnsupportedError: The runtime has no such scheme, or does not run the model.
-        StageError: A process beside could not start.
+        StageError: A process could not start.
 
     Source: ours.
     """
@@ -152,42 +152,46 @@ def profile_serving(
         raise ProblemError(f"repeats is {repeats} and threads is {threads}, but both must be at least 1")
     if any(count < 1 for count in beside):
         raise ProblemError(f"beside is {list(beside)}, but each process needs at least 1 thread; leave it out")
+    for scheme in (*schemes, *([] if head is None else [head])):
+        scheme_bits(scheme)  # refuses an unknown one
+    path = None if isinstance(model, DecoderConfig) else str(model)
     if isinstance(model, DecoderConfig):
         config, label = model, model.kind
     else:
         config, label = open_model(model)[0], Path(model).name
     sizes = serve_model(config, label)
-    base_kib, workspace = process_memory(sizes, workload, threads=threads)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        bench = _Bench(config, workload, schemes, dtype, head)
-        with _computing_beside(beside, (config, workload, tuple(schemes), dtype, head)):
-            for k in range(repeats):
-                if progress is not None:
-                    progress(k, repeats, "passes")
-                bench.round()
-        link_ns, link_ns_per_kib = link_costs(config.hidden, workload, threads=threads)
-    finally:
-        torch.set_num_threads(before)
+    memory = process_memory(sizes, workload, threads=threads)
+    arguments = (config, workload, tuple(schemes), dtype, head)
+    with (
+        _computing_beside(beside, arguments),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+    ):
+        try:
+            measured = pool.submit(_measure, path, threads, arguments, repeats).result()
+        except BrokenProcessPool:
+            raise StageError(
+                "the process that measures has ended; there may be too little memory for a few layers in each scheme: "
+                "profile fewer schemes"
+            ) from None
+    link_ns, link_ns_per_kib = link_costs(config.hidden, workload, threads=threads)
     end_kib = -(-sizes.vocabulary * sizes.hidden * dtype.itemsize // _KIB)
-    head_kib = end_kib if head is None else bench.head_kib()
+    head_kib = end_kib if head is None else measured.head_kib
     scores_kib = -(-workload.prompts * sizes.vocabulary * dtype.itemsize // _KIB)
     return ServingProfile(
         name=name,
         source="measured",
         model=sizes,
         threads=threads,
-        base_kib=base_kib,
-        load_kib=0,
+        base_kib=memory.base_kib + measured.opening_kib,
+        load_kib=memory.load_kib,
         cache_bytes_per_number=dtype.itemsize,
-        weights_kib={kind: {s: bench.weights_kib(kind, s) for s in schemes} for kind in KINDS},
-        costs={kind: {s: bench.costs(kind, s) for s in schemes} for kind in KINDS},
-        workspace=workspace,
+        weights_kib=measured.weights_kib,
+        costs=measured.costs,
+        workspace=memory.workspace,
         first_kib=end_kib,
         last_kib=head_kib + scores_kib,
-        first=bench.costs("begin"),
-        last=bench.costs("end"),
+        first=measured.first,
+        last=measured.last,
         link_ns=link_ns,
         link_ns_per_kib=link_ns_per_kib,
     )
@@ -234,6 +238,10 @@ class _Cell:
             pages=tuple(tuple(range(1 + row * pages, 1 + (row + 1) * pages)) for row in range(self.rows)),
             choices=(GREEDY,) * self.rows,
         )
+
+
+_Arguments = tuple[DecoderConfig, ServeWorkload, tuple[str, ...], torch.dtype, str | None]
+"""Of a `_Bench`."""
 
 
 class _Bench:
@@ -303,11 +311,12 @@ class _Bench:
 
     def round(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Every pass of every scheme in turn: a machine that is slower for a while is so for all of them."""
-        for cell, scheme in itertools.product(self._cells, self._schemes):
-            for _ in range(_DECODE_PASSES if cell.decodes else 1):
+        for k in range(_DECODE_PASSES):
+            for cell, scheme in itertools.product(self._cells, self._schemes):
                 if ended():
                     return
-                self._pass(cell, scheme)
+                if cell.decodes or k == 0:
+                    self._pass(cell, scheme)
 
     def _pass(self, cell: _Cell, scheme: str) -> None:
         step = cell.step()
@@ -318,7 +327,6 @@ class _Bench:
         seconds = {"head": taken["head"][0]}
         left -= seconds["head"]
         for kind in KINDS:
-            # The mean of a pass: what counts are sums over layers, and those that are slow at times are among them.
             seconds[kind] = statistics.mean(taken[kind][1:])
             left -= seconds[kind] * len(taken[kind])
         # Two stages of a pipeline prepare a pass each, the first and the last.
@@ -327,13 +335,13 @@ class _Bench:
             self._seconds.setdefault((part, scheme, cell), []).append(value)
 
     def costs(self, part: str, scheme: str | None = None) -> PhaseCosts:
-        """Medians over passes of one part's times, over one scheme or all of them."""
+        """Means over passes of one part's times, over one scheme or all of them."""
         schemes = self._schemes if scheme is None else (scheme,)
 
         def table(decodes: bool) -> Table:
             def ns(rows: int, length: int) -> int:
                 cell = _Cell(rows, length, decodes)
-                seconds = statistics.median(s for x in schemes for s in self._seconds[part, x, cell])
+                seconds = statistics.mean(s for x in schemes for s in self._seconds[part, x, cell])
                 return max(round(1e9 * seconds), 0)
 
             lengths = self._lengths[decodes]
@@ -343,8 +351,51 @@ class _Bench:
         return PhaseCosts(prefill=table(False), decode=table(True))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What a `_Bench` found out, and what the process has more once it has opened the model's file."""
+
+    opening_kib: int
+    weights_kib: Mapping[str, Mapping[str, int]]
+    head_kib: int
+    costs: Mapping[str, Mapping[str, PhaseCosts]]
+    first: PhaseCosts
+    last: PhaseCosts
+
+
+def _measure(path: str | None, threads: int, arguments: _Arguments, repeats: int) -> _Measured:
+    """Run the passes of a `_Bench` in this process, as a stage would."""
+    torch.set_num_threads(threads)
+    reuse_freed_memory()
+    opening_kib = 0 if path is None else _opening_kib(path)
+    bench, schemes = _Bench(*arguments), arguments[2]
+    give_back_freed_memory()
+    for _ in range(repeats):
+        bench.round()
+    return _Measured(
+        opening_kib=opening_kib,
+        weights_kib={kind: {s: bench.weights_kib(kind, s) for s in schemes} for kind in KINDS},
+        head_kib=bench.head_kib(),
+        costs={kind: {s: bench.costs(kind, s) for s in schemes} for kind in KINDS},
+        first=bench.costs("begin"),
+        last=bench.costs("end"),
+    )
+
+
+def _opening_kib(path: str) -> int:
+    """Memory that a model's open file has, with what reads it; 0 where the system does not say."""
+    try:
+        before = anonymous_kib(os.getpid())
+        opened = open_model(path)
+        after = anonymous_kib(os.getpid())
+    except FileNotFoundError:
+        return 0
+    del opened
+    return max(after - before, 0)
+
+
 @contextlib.contextmanager
-def _computing_beside(beside: Sequence[int], arguments: tuple[Any, ...]) -> Iterator[None]:
+def _computing_beside(beside: Sequence[int], arguments: _Arguments) -> Iterator[None]:
     """Processes, of so many threads each, that run the passes of a `_Bench` with these arguments."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -372,10 +423,12 @@ def _computing_beside(beside: Sequence[int], arguments: tuple[Any, ...]) -> Iter
             process.join()
 
 
-def _compute_beside(threads: int, arguments: tuple[Any, ...], pipe: connection.Connection) -> None:
+def _compute_beside(threads: int, arguments: _Arguments, pipe: connection.Connection) -> None:
     """Run passes until the other end of the pipe is closed."""
     torch.set_num_threads(threads)
+    reuse_freed_memory()
     bench = _Bench(*arguments)
+    give_back_freed_memory()
     with contextlib.suppress(BrokenPipeError, EOFError, KeyboardInterrupt):
         pipe.send("computing")
         while not pipe.poll():
@@ -414,7 +467,7 @@ def link_costs(hidden: int, workload: ServeWorkload, *, threads: int = 1) -> tup
 
 
 def _pass_s(workers: Workers, cell: _Cell) -> float:
-    """The median time of one pass after another."""
+    """The mean time of one pass after another, without those that are slow because they are the first."""
     workers.reserve(1 + cell.rows * pages_of(cell.length + 1))
     seconds, step = [], cell.step()
     for _ in range(_LINK_PASSES if cell.decodes else _LINK_PASSES // 10):
@@ -422,37 +475,29 @@ def _pass_s(workers: Workers, cell: _Cell) -> float:
         workers.submit(step)
         workers.result()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return statistics.mean(seconds[len(seconds) // 10 + 1 :])
 
 
-@contextlib.contextmanager
-def steady_allocator() -> Iterator[None]:
-    """Processes that start within give freed memory back soon, so that what they hold can be predicted.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMemory:
+    """What a stage's process holds beside weights, caches and ends, in KiB.
 
-    By itself glibc keeps up to 64 MiB, or nothing, as the order of requests has it. Other C libraries take no notice.
+    Attributes:
+        base_kib: While it serves the smallest micro-batches.
+        load_kib: What it has more than that for a moment while it loads.
+        workspace: What it has more with larger micro-batches, by rows and length.
     """
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(_KEPT_BYTES)))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+
+    base_kib: int
+    load_kib: int
+    workspace: Table
 
 
-def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int = 1) -> tuple[int, Table]:
+def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int = 1) -> ProcessMemory:
     """Memory that a stage's process holds beside weights, caches and ends, as measured on two stages.
 
-    They prefill a workload's prompts in micro-batches of more and more rows, with a Llama of the model's matrix sizes,
-    but of few layers and a small vocabulary. What the allocator keeps of loading and of passes is part of it, and what
-    it may keep once more is allowed for.
-
-    Returns:
-        KiB of the process with the smallest micro-batches, and what it has more by their rows.
+    They load a Llama of the model's matrix sizes, but of few layers and a small vocabulary, and prefill a workload's
+    prompts in micro-batches of more and more rows. What the allocator keeps of passes is part of it.
 
     Raises:
         StageError: A process could not start.
@@ -481,17 +526,23 @@ def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int =
     peaks = []
     with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
         write_sample(folder, config)
-        with steady_allocator():
-            pipeline = Pipeline(folder, plan, threads=[threads] * 2)
+        with MemoryWatch() as loading:
+            pipeline = Pipeline(folder, plan, threads=[threads] * 2, started=loading.add)
         with pipeline:
             for count in counts:
                 with MemoryWatch(pipeline.pids) as watch:
                     for _ in range(3):
                         pipeline.generate(prompts, new_tokens, prefill=count)
                 peaks.append(max(watch.peaks_kib.values()))
-        weights = max(pipeline.weight_bytes)
-    cache = small.layers // 2 * workload.prompts * small.cache_bytes(workload.prompt_tokens + new_tokens)
+        weights = [size // _KIB for size in pipeline.weight_bytes]
+    loads = [peak - held for peak, held in zip(loading.peaks_kib.values(), weights, strict=True)]
+    cache_kib = small.layers // 2 * workload.prompts * small.cache_bytes(workload.prompt_tokens + new_tokens) // _KIB
     rows = tuple(-(-workload.prompts // count) for count in counts)
     lengths = tuple(sorted({1, workload.prompt_tokens}))
     more = tuple((0, max(peak - peaks[0], 0))[-len(lengths) :] for peak in peaks)
-    return peaks[0] + (_KEPT_BYTES - weights - cache) // _KIB, Table(rows=rows, lengths=lengths, values=more)
+    base_kib = peaks[0] - max(weights) - cache_kib
+    return ProcessMemory(
+        base_kib=base_kib,
+        load_kib=max(max(loads) - base_kib, 0),
+        workspace=Table(rows=rows, lengths=lengths, values=more),
+    )

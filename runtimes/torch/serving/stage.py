@@ -66,7 +66,7 @@ class StageModel:
 
     Args:
         config: Of the model.
-        source: Where weights are read, one matrix at a time.
+        source: Where weights are read, some rows at a time.
         stage: The groups to hold.
         schemes: Weight scheme by group.
         dtype: Type of hidden states, norms and ends.
@@ -113,6 +113,7 @@ class StageModel:
                 progress(done, len(stage.groups), name)
         self._embedding = Embedding(config, source, dtype, self.device) if self.first else None
         self._head = Head(config, source, dtype, self._embedding, self.device, head) if self.last else None
+        self._pages = 0
         self._reproducible = reproducible
         captured = capture and not reproducible and self.device.type == "cuda"
         self._graphs = DecodeGraphs(self._decode) if captured else None
@@ -150,8 +151,16 @@ class StageModel:
 
     def reserve(self, pages: int) -> None:
         """Make so many empty pages, page 0 included; earlier ones are forgotten."""
-        for group in self.groups:
-            group.reserve(pages, self._kv_bits)
+        if pages == self._pages:
+            for group in self.groups:
+                group.wipe(range(pages))
+        else:
+            for group in self.groups:  # all earlier pages go before new ones come
+                if isinstance(group, Attention):
+                    group.cache = None
+            for group in self.groups:
+                group.reserve(pages, self._kv_bits)
+            self._pages = pages
         if self._graphs is not None:
             self._graphs.clear()
 

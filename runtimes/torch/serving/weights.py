@@ -1,4 +1,4 @@
-"""Weights of a model, read one tensor at a time: safetensors (also in shards), or GGUF through the ``gguf`` package.
+"""Weights of a model, read a tensor or some of its rows at a time: safetensors, also in shards, or GGUF by ``gguf``.
 
 Tensors have the names of transformers, such as ``model.layers.0.self_attn.q_proj.weight``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,19 +17,58 @@ from qsync_opt.errors import ModelError, NotInstalledError, UnsupportedError
 from qsync_opt.io import near_match
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig, config_from_json, read_config
 
+ALL = slice(None)
+"""All rows of a tensor."""
+_PART_BYTES, _ROWS = 2 << 20, 64
+"""Bytes in FP32 of the rows that are read at a time, and what their number is a multiple of."""
+
 
 class WeightSource(Protocol):
-    """Named tensors, each read when it is asked for."""
+    """Named tensors, each or some rows of it read when they are asked for."""
 
     def names(self) -> Iterable[str]:
         """All names."""
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read.
+
+        Raises:
+            ModelError: It is missing.
+        """
+
+    def read(self, name: str, rows: slice = ALL) -> torch.Tensor:
+        """One tensor, or some of its rows.
 
         Raises:
             ModelError: It is missing or unreadable.
         """
+
+
+def row_parts(
+    source: WeightSource, names: Sequence[str], device: torch.device | str = "cpu"
+) -> tuple[tuple[int, int], Iterator[torch.Tensor]]:
+    """Matrices of one width, one below another: their shape together, and their rows, some MiB at a time, on a device.
+
+    Every part but the last has a multiple of 64 rows.
+
+    Raises:
+        ModelError: One is missing.
+    """
+    shapes = [source.shape(name) for name in names]
+    total, width = sum(shape[0] for shape in shapes), shapes[0][1]
+    step = max(_PART_BYTES // (4 * width * _ROWS), 1) * _ROWS
+
+    def parts() -> Iterator[torch.Tensor]:
+        for begin in range(0, total, step):
+            pieces, top = [], 0
+            for name, (height, _) in zip(names, shapes, strict=True):
+                first, last = max(begin - top, 0), min(begin + step - top, height)
+                if first < last:
+                    pieces.append(source.read(name, slice(first, last)).to(device))
+                top += height
+            yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    return (total, width), parts()
 
 
 class SafetensorsSource:
@@ -57,22 +96,15 @@ class SafetensorsSource:
         """All names."""
         return self._files
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor; see `WeightSource`."""
-        if name not in self._files:
-            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._files)}")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor
-
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read.
+        """The shape of a tensor; see `WeightSource`."""
+        return tuple(_found(self._files, name).get_slice(name).get_shape())
 
-        Raises:
-            ModelError: It is missing.
-        """
-        if name not in self._files:
-            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._files)}")
-        return tuple(self._files[name].get_slice(name).get_shape())
+    def read(self, name: str, rows: slice = ALL) -> torch.Tensor:
+        """One tensor; see `WeightSource`."""
+        file = _found(self._files, name)
+        tensor: torch.Tensor = file.get_tensor(name) if rows == ALL else file.get_slice(name)[rows]
+        return tensor
 
 
 _GGUF_NAMES = {
@@ -196,20 +228,24 @@ class GgufSource:
         """All names."""
         return self._tensors
 
-    def read(self, name: str) -> torch.Tensor:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; see `WeightSource`."""
+        return tuple(int(size) for size in reversed(_found(self._tensors, name).shape))
+
+    def read(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One tensor in FP32; see `WeightSource`."""
-        if name not in self._tensors:
-            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._tensors)}")
-        tensor = self._tensors[name]
-        values = torch.from_numpy(self._dequantize(tensor.data, tensor.tensor_type).copy()).float()
-        if self._architecture == "gemma3" and name.endswith("norm.weight"):
-            return values - 1  # GGUF stores 1 + weight
+        tensor = _found(self._tensors, name)
+        wanted: Any = rows
         if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = self._value("llama.attention.head_count")
             if name.endswith("k_proj.weight"):
                 heads = self._value("llama.attention.head_count_kv", heads)
             # GGUF interleaves the two halves of rotary pairs.
-            return values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+            order = torch.arange(len(tensor.data)).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+            wanted = order[rows].numpy()
+        values = torch.from_numpy(self._dequantize(tensor.data[wanted], tensor.tensor_type).copy()).float()
+        if self._architecture == "gemma3" and name.endswith("norm.weight"):
+            return values - 1  # GGUF stores 1 + weight
         return values
 
 
@@ -223,11 +259,21 @@ class StateSource:
         """All names."""
         return self._state
 
-    def read(self, name: str) -> torch.Tensor:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; see `WeightSource`."""
+        return tuple(_found(self._state, name).shape)
+
+    def read(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One tensor; see `WeightSource`."""
-        if name not in self._state:
-            raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, self._state)}")
-        return self._state[name].detach()
+        tensor = _found(self._state, name).detach()
+        wanted: torch.Tensor = tensor if rows == ALL else tensor[rows]
+        return wanted
+
+
+def _found(tensors: Mapping[str, Any], name: str) -> Any:
+    if name not in tensors:
+        raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, tensors)}")
+    return tensors[name]
 
 
 def open_model(path: str | Path) -> tuple[DecoderConfig, WeightSource]:

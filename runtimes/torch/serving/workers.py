@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
+import queue
+import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from types import TracebackType
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from qsync_opt.errors import ProblemError, QSyncError
+from qsync_opt.runtimes.torch.serving.allocator import give_back_freed_memory, reuse_freed_memory
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.stage import Progress, StageModel, check_plan
 from qsync_opt.runtimes.torch.serving.steps import Step, drafted
@@ -199,6 +202,34 @@ class _Links:
         return _Arriving(dist.irecv(x.view(torch.uint8), self.rank - 1), x)
 
 
+_Order = tuple[Step | int | Exception | None, _Arriving | None]
+
+
+def _listen(
+    pipe: connection.Connection, links: _Links, hidden: int, dtype: torch.dtype, orders: queue.Queue[_Order]
+) -> None:
+    """Take orders until there is none, or what went wrong.
+
+    gloo sends when the receiver is ready: the next pass's hidden states come while this one's are computed, also where
+    its order comes meanwhile.
+    """
+    order: Step | int | None = 0
+    while order is not None:
+        try:
+            order = pipe.recv()
+            orders.put((order, links.expect(order, hidden, dtype)))
+        except Exception as failure:
+            orders.put((failure, None))
+            return
+
+
+def _next(orders: queue.Queue[_Order]) -> tuple[Step | int | None, _Arriving | None]:
+    order, arriving = orders.get()
+    if isinstance(order, Exception):
+        raise order
+    return order, arriving
+
+
 def _meeting_point(port: int | None = None) -> Any:
     """Where stages find each other: the store that listens at a port, or a new one with its ``port``."""
     return dist.TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -207,6 +238,7 @@ def _meeting_point(port: int | None = None) -> Any:
 def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
     """The life of a stage: load, say so, then run passes until the caller goes."""
     torch.set_num_threads(setup.threads)
+    reuse_freed_memory()
     if setup.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(setup.device).index or 0)
     plan, options = Plan.from_json(setup.plan), setup.options
@@ -234,18 +266,21 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
                 world_size=links.stages,
                 timeout=datetime.timedelta(seconds=options.timeout_s),
             )
+        give_back_freed_memory()
         pipe.send(("ready", stage.bytes, stage.draft_refusals))
-        # gloo sends when the receiver is ready: the next pass's hidden states come while this one's are computed.
-        orders: deque[tuple[Step | int | None, _Arriving | None]] = deque()
+        orders: queue.Queue[_Order] = queue.Queue(maxsize=1)
+        listening = (pipe, links, config.hidden, stage.dtype, orders)
+        threading.Thread(target=_listen, args=listening, name="orders", daemon=True).start()
         while True:
-            while not orders or (len(orders) == 1 and pipe.poll()):
-                order = pipe.recv()
-                orders.append((order, links.expect(order, config.hidden, stage.dtype)))
-            order, arriving = orders.popleft()
+            order, arriving = _next(orders)
             if order is None:
                 break
             if isinstance(order, int):
+                before = stage.cache_bytes
                 stage.reserve(order)
+                if stage.cache_bytes != before:
+                    # What stood between the earlier pages does not add to what new passes need.
+                    give_back_freed_memory()
                 pipe.send(("reserved", stage.cache_bytes))
                 continue
             x, drafted = _run(stage, order, None if arriving is None else arriving.wait(stage.device))
@@ -273,6 +308,7 @@ class StageProcesses:
         plan: A serving plan for that model.
         options: How the stages run.
         progress: Told of every loaded group of any stage.
+        started: Told of the number of every process before it loads.
 
     Raises:
         ProblemError: The plan is for another model, or an option does not fit it.
@@ -282,7 +318,13 @@ class StageProcesses:
     """
 
     def __init__(
-        self, model: str, plan: Plan, options: StageOptions | None = None, *, progress: Progress | None = None
+        self,
+        model: str,
+        plan: Plan,
+        options: StageOptions | None = None,
+        *,
+        progress: Progress | None = None,
+        started: Callable[[int], None] | None = None,
     ) -> None:
         options = options or StageOptions()
         self.config, _ = open_model(model)
@@ -315,6 +357,8 @@ class StageProcesses:
                     target=_stage_process, args=(setup, other), daemon=True, name=f"stage {plan.stages[rank].device}"
                 )
                 process.start()
+                if started is not None and process.pid is not None:
+                    started(process.pid)
                 other.close()
                 self._pipes.append(own)
                 self._processes.append(process)

@@ -15,6 +15,7 @@ from qsync_opt.kernels.weight_only import (
     linear,
     pack,
     pack_codes,
+    pack_parts,
     rotate,
     rotated_inputs,
     unpack,
@@ -55,6 +56,17 @@ def test_packing_rounds_to_the_nearest_code(bits, group):
     highest = RANGES[bits][1] - 1
     assert int(codes_of(packed).abs().amax()) == highest
     assert packed.memory_bytes < weight.nbytes
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("group", [64, None])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_parts_are_packed_as_the_whole(bits, group, rotated):
+    weight = torch.randn((200, 100), generator=torch.Generator().manual_seed(4))
+    whole = pack(weight, bits, group, rotate=rotated)
+    parts = pack_parts(iter(weight.split([64, 128, 8])), 200, bits, group, rotate=rotated)
+    assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
+    assert (parts.shape, parts.group, parts.rotation) == (whole.shape, whole.group, whole.rotation)
 
 
 def test_zeros_and_tiny_weights_stay_finite():
@@ -219,6 +231,9 @@ def test_shapes_and_bias():
         (lambda w, p: pack(w * float("nan"), 4), "NaN"),
         (lambda w, p: pack_codes(torch.full((2, 64), 8), torch.ones(2, 1), 4), "from -8 to 7"),
         (lambda w, p: pack_codes(torch.zeros((2, 64), dtype=torch.int8), torch.ones(2, 2), 4), "scales have the shape"),
+        (lambda w, p: pack_parts([w, w], 8, 4), "begin at whole tiles"),
+        (lambda w, p: pack_parts([w], 3, 4), "rows 0 to 4 of 3"),
+        (lambda w, p: pack_parts([w], 5, 4), "the parts have 4 rows, but the weight has 5"),
         (lambda w, p: linear(torch.ones(2, 63), p), "64 inputs"),
         (lambda w, p: linear(torch.ones(2, 64, dtype=torch.int32), p), "x is torch.int32"),
         (lambda w, p: linear(torch.ones(2, 64), p, activations="A6"), "allowed are A16, A8, F8, A4"),

@@ -48,6 +48,21 @@ def devices(memory=(40_000, 20_000), **options):
     ]
 
 
+def test_caches_and_what_loading_needs_are_not_there_at_once():
+    def predicted(load_kib):
+        loading = dataclasses.replace(profile(), base_kib=1000, load_kib=load_kib)
+        result = plan_serving(MODEL, [ServingDevice(name="d", memory_kib=100_000, profile=loading)], WORKLOAD)
+        (stage,), plan = result.predict().stages, result.plan
+        caches = sum(result.problem.state_kib[name.partition(".")[2]][plan.microbatch] for name in stage.groups)
+        return stage.memory_kib, result.predict().evaluation.memory_kib["d"], caches
+
+    served, held, caches = predicted(0)
+    assert caches > 100 and served > held + 1000
+    assert predicted(caches)[0] == served
+    # Weights and the ends, and what loading needs.
+    assert predicted(50_000)[0] == held - caches + 1000 + 50_000
+
+
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 20), st.integers(0, 20))
 def test_tables_never_decrease_and_meet_their_points(rows, length, more_rows, more):
     table = Table(rows=(2, 8, 16), lengths=(4, 16), values=((5, 9), (4, 30), (20, 25)))

@@ -18,6 +18,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     Pipeline,
     StageError,
     StageModel,
+    StateSource,
     Step,
     choose,
     config_from_json,
@@ -381,6 +382,22 @@ def write_gguf(path, model):
     writer.close()
 
 
+def rows_are_read_alone(source):
+    for name in source.names():
+        whole = source.read(name)
+        assert source.shape(name) == tuple(whole.shape)
+        assert torch.equal(source.read(name, slice(3, 10)), whole[3:10])
+
+
+def test_rows_of_weights_are_read_alone(llama):
+    _, folder = llama
+    source = open_model(folder)[1]
+    rows_are_read_alone(source)
+    rows_are_read_alone(StateSource({name: source.read(name) for name in source.names()}))
+    with pytest.raises(ModelError, match=r"lack the tensor 'model.norm.weights'; did you mean 'model.norm.weight'"):
+        source.shape("model.norm.weights")
+
+
 def test_gguf_gives_the_tokens_of_transformers(tmp_path):
     import transformers
 
@@ -394,6 +411,7 @@ def test_gguf_gives_the_tokens_of_transformers(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, model)
     assert generate_here(load(path, make_plan(2, (1,))), PROMPTS, NEW) == reference(model)
+    rows_are_read_alone(open_model(path)[1])
     (tmp_path / "short.gguf").write_bytes(path.read_bytes()[:3000])
     with pytest.raises(ModelError, match="truncated"):
         open_model(tmp_path / "short.gguf")
