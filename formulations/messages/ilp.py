@@ -33,6 +33,8 @@ MOST_ITEMS = 20_000
 """Messages or groups beyond which the program is refused."""
 GROUP = 100
 """Messages of a group of the paper's method."""
+_NEGLIGIBLE = 1e-12
+"""Weight of one goal, as a share of the other's, below which the program leaves it out."""
 GROUPED_S = 60.0
 """Most seconds of ``grouped`` where no time limit is given."""
 
@@ -136,6 +138,9 @@ def _program(problem: Problem, items: list) -> tuple[LinearModel, list[dict[int,
     if problem.time_weight is not None:
         scale = max(problem.variance_weight * variance_unit, problem.time_weight * time_unit, 1e-300)
         weigh, time_cost = problem.variance_weight / scale, problem.time_weight * time_unit / scale
+        # Solvers scale by the least cost, and fail where it is next to nothing.
+        weigh = weigh if weigh * variance_unit > _NEGLIGIBLE else 0.0
+        time_cost = time_cost if time_cost > _NEGLIGIBLE else 0.0
     else:
         scale = variance_unit if problem.variance_limit is None else time_unit
         weigh, time_cost = (1 / variance_unit, 0.0) if problem.variance_limit is None else (0.0, 1.0)
