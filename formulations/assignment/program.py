@@ -46,9 +46,13 @@ def linear_program(model: AssignmentModel) -> LinearModel:
     loads_SZ[model.load_T, model.entry_T] = model.value_T
     for row, (amounts_Z, limit) in enumerate(zip(model.rows_RS @ loads_SZ, model.limits_R.tolist(), strict=True)):
         program.add_row(f"limit[{row}]", dict(enumerate(amounts_Z.tolist())), upper=float(limit))
+    begins = np.concatenate([model.offset_N, model.offset_E])
     for number, maximum in enumerate(model.maxima):
-        column = program.add_column(f"m[{number}]", lower=-math.inf, upper=math.inf, cost=maximum.weight)
-        for row, amounts_Z in enumerate(maximum.rows_KS @ loads_SZ):
+        amounts_KZ = maximum.rows_KS @ loads_SZ
+        # A bound that changes nothing: PuLP takes no column without one.
+        least = float(np.minimum.reduceat(amounts_KZ, begins, axis=1).sum(axis=1).max())
+        column = program.add_column(f"m[{number}]", lower=least, upper=math.inf, cost=maximum.weight)
+        for row, amounts_Z in enumerate(amounts_KZ):
             terms = {**dict(enumerate(amounts_Z.tolist())), column: -1.0}
             program.add_row(f"maximum[{number},{row}]", terms, upper=0.0)
     return program
