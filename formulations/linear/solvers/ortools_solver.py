@@ -19,8 +19,8 @@ _TOLERANCE = 1e-9
 """Feasibility tolerance: rows are scaled to about 1e3, so that this is far below one nanosecond or KiB."""
 
 _SMALL_COLUMNS = 300
-"""Up to so many columns HiGHS does not presolve: of 12,000 random programs of some 50 columns, that of OR-Tools 9.15 was
-wrong about 3 (infeasible, or another plan the best), and without presolving, which saves little there, about none."""
+"""Up to so many columns HiGHS does not presolve: of 12,000 random programs of some 50 columns, that of OR-Tools 9.15
+was wrong about 3 (infeasible, or another plan the best); without presolving, which saves little there, about none."""
 _POLL_S = 0.2
 
 # MathOpt's own reasons, by name, to ours; a test walks the whole native enum.
