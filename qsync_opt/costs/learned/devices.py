@@ -176,7 +176,8 @@ def with_observed_rates(vector: DeviceVector, times: Iterable[tuple[Program, flo
 
     Source: ours.
     """
-    for program, ns in times:
+    # Largest first: what goes beyond the cache raises both rates, and what stays in it that of the cache alone.
+    for program, ns in sorted(times, key=lambda pair: -pair[0].num_bytes):
         factor = vector.computed_ns(program) / ns
         if factor > 1:
             raised = {

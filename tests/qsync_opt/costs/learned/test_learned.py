@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qsync_opt.cluster import DATA_SHEETS
@@ -451,6 +451,7 @@ def test_the_roofline_grows_with_every_size() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(8, 2048), st.floats(1e2, 1e7)), min_size=1, max_size=8))
+@example([(168, 100.0), (358, 100.0)])  # a rate was raised by one program, and again by a larger one
 def test_observed_rates_make_the_roofline_a_floor(seen: list[tuple[int, float]]) -> None:
     """And no rate is raised by more than the largest factor by which a program beat it."""
     device = make_device_vector()
