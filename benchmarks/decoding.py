@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from decoding_replay import fill, replay_lookup, replay_self
-from results_head import results_head
+from results_head import asked_row, results_head
 
 from qsync_opt.decoding import (
     AcceptanceCounts,
@@ -122,7 +122,9 @@ def _acceptance_record(served: str, draft: str, drafted: int, by_text: Sequence[
 
 def _acceptance_asked(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     least = min(r["drafted"] for r in records)
-    asked = [row("drafted tokens of every choice, Gemma 3 270M", f">= {ASKED_DRAFTED}", least, least >= ASKED_DRAFTED)]
+    asked = [
+        asked_row("drafted tokens of every choice, Gemma 3 270M", f">= {ASKED_DRAFTED}", least, least >= ASKED_DRAFTED)
+    ]
     for record in records:
         measured = [at for at in record["lengths"] if at["error"] is not None]
         worst = max(measured, key=lambda at: abs(at["error"]))
@@ -136,7 +138,7 @@ def _acceptance_asked(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
                 note += (
                     f", within {ASKED_ERROR} with {math.ceil(texts * (chance / ASKED_ERROR) ** 2)} texts, not {texts}"
                 )
-        asked.append(row(what, f"<= {ASKED_ERROR}", error, error <= ASKED_ERROR, note))
+        asked.append(asked_row(what, f"<= {ASKED_ERROR}", error, error <= ASKED_ERROR, note))
     return asked
 
 
@@ -246,13 +248,13 @@ def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
     autos = [r["speedup"] for r in records if r["way"] == "auto"]
     same = all(r["answers_equal_plain"].split(" of ")[0] == str(r["batch"]) for r in records)
     asked = [
-        row("tokens/s of auto over plain, the least of topics and repeats at batches 1 and 4", f">= {ASKED_SPEEDUP}",
-            min(autos), min(autos) >= ASKED_SPEEDUP),
-        row("time of the engine for a controller that declines, as a share of a pass", f"< {ASKED_COST}", cost,
+        asked_row("tokens/s of auto over plain, the least of topics and repeats at batches 1 and 4",
+            f">= {ASKED_SPEEDUP}", min(autos), min(autos) >= ASKED_SPEEDUP),
+        asked_row("time of the engine for a controller that declines, as a share of a pass", f"< {ASKED_COST}", cost,
             cost < ASKED_COST),
-        row("answers equal to plain decoding's", "all", "all" if same else "not all", same,
+        asked_row("answers equal to plain decoding's", "all", "all" if same else "not all", same,
             "FP32, not in the mode that is equal by construction"),
-        row("tokens/s beside llama.cpp", "stated", None, False, "there is no llama.cpp here"),
+        asked_row("tokens/s beside llama.cpp", "stated", None, False, "there is no llama.cpp here"),
     ]  # fmt: skip
     result = {"asked": asked, "reasons": reasons, "measured": measured.to_json(), "host_s": host, "records": records}
     return {**result, "peer": peer(model, texts, new_tokens)}
@@ -293,11 +295,6 @@ def peer(model: str, texts: dict[str, list[list[int]]], new_tokens: int) -> list
             )  # fmt: skip
             print(records[-1], flush=True)
     return records
-
-
-def row(what: str, asked: str, measured: Any, met: bool, note: str = "") -> dict[str, Any]:
-    """A row of ``asked``."""
-    return {"what": what, "asked": asked, "measured": measured, "met": met, "note": note}
 
 
 def main() -> None:

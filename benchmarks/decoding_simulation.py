@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from results_head import results_head
+from results_head import asked_row, results_head
 
 from qsync_opt.decoding import (
     AcceptanceCounts,
@@ -225,11 +225,6 @@ def share(values: Sequence[bool]) -> float:
     return sum(values) / len(values)
 
 
-def row(what: str, asked: str, measured: Any, met: bool, note: str = "") -> dict[str, Any]:
-    """A row of ``asked``."""
-    return {"what": what, "asked": asked, "measured": measured, "met": met, "note": note}
-
-
 FAMILIES = (
     ("seeds on which constants were chosen", 0, False),
     ("other seeds", 50_000, False),
@@ -241,34 +236,49 @@ FAMILIES = (
 def rows(regimes: list[dict[str, Any]], changes: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
     """The rows of ``asked`` of one family."""
     off = [r for r in regimes if r["best"] == 1.0]
-    asked: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for who in ("plan", "controller"):
         near = share([r[f"{who}_loss"] <= ASKED_LOSS for r in regimes])
-        asked.append(
-            row(f"regimes whose {who} is within {ASKED_LOSS:.0%} of the best choice", f">= {ASKED_SHARE}", near,
-                near >= ASKED_SHARE, f"{len(regimes)} synthetic regimes, {family}")
-        )  # fmt: skip
+        result.append(
+            asked_row(
+                f"regimes whose {who} is within {ASKED_LOSS:.0%} of the best choice",
+                f">= {ASKED_SHARE}",
+                near,
+                near >= ASKED_SHARE,
+                f"{len(regimes)} synthetic regimes, {family}",
+            )
+        )
         least = min(r[who] for r in regimes)
-        asked.append(
-            row(f"least speed of the {who} over plain", f">= {ASKED_SPEED}", least, least >= ASKED_SPEED, family)
+        result.append(
+            asked_row(f"least speed of the {who} over plain", f">= {ASKED_SPEED}", least, least >= ASKED_SPEED, family)
         )
     cost = max(1 / r["controller"] - 1 for r in off)
-    asked.append(
-        row("largest cost of the controller where plain decoding is best", f"< {ASKED_COST}", cost, cost < ASKED_COST,
-            f"{len(off)} regimes, {family}, by the clock of the tables: trials of drafts, not the host's time")
-    )  # fmt: skip
-    for kind, found in (
+    result.append(
+        asked_row(
+            "largest cost of the controller where plain decoding is best",
+            f"< {ASKED_COST}",
+            cost,
+            cost < ASKED_COST,
+            f"{len(off)} regimes, {family}, by the clock of the tables: trials of drafts, not the host's time",
+        )
+    )
+    for kind, group in (
         ("", changes),
         (" from a draft", [change for change in changes if change["from"] != "plain"]),
         (" from plain decoding", [change for change in changes if change["from"] == "plain"]),
     ):
-        adapted = share([change["cycles"] <= ASKED_CYCLES for change in found])
-        asked.append(
-            row(f"changes of the kind of text{kind} after which the choice is within {ADAPTED_LOSS:.0%} of the best in "
-                f"{ASKED_CYCLES} cycles", f">= {ASKED_SHARE}", adapted, adapted >= ASKED_SHARE,
-                f"{len(found)} changes, {family}")
-        )  # fmt: skip
-    return asked
+        adapted = share([change["cycles"] <= ASKED_CYCLES for change in group])
+        result.append(
+            asked_row(
+                f"changes of the kind of text{kind} after which the choice is within {ADAPTED_LOSS:.0%} of the "
+                f"best in {ASKED_CYCLES} cycles",
+                f">= {ASKED_SHARE}",
+                adapted,
+                adapted >= ASKED_SHARE,
+                f"{len(group)} changes, {family}",
+            )
+        )
+    return result
 
 
 def main() -> None:

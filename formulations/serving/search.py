@@ -79,7 +79,7 @@ class Node:
 
     def climb(self, steps: int, upper: float) -> None:
         """Raise the bound; at ``upper`` it is high enough, and infinite if nothing in the region keeps the limits."""
-        most = self.tables.most_ns()
+        most = self.tables.most_ns() if math.isinf(upper) else math.inf  # else it is cut off by ``upper`` before
         del self.drafts[:-_LONG_ROUND]
         for _ in range(steps):
             prices = self.planes.best if math.isinf(self.reached) else self.planes.next(self.reached)

@@ -37,6 +37,6 @@ else:
 __all__ = [
     "Acceptance", "AcceptanceCounts", "Choice", "Controller", "ControllerOptions", "Draft", "DraftMeasurement",
     "Evaluation", "Graph", "Judged", "Measurements", "Plan", "Problem", "Regime", "RegimeEvaluation", "RegimeTimes",
-    "Selection", "build_problem", "clustered_interval", "evaluate", "expected_tokens", "explain", 
+    "Selection", "build_problem", "clustered_interval", "evaluate", "expected_tokens", "explain",
     "load_measurements", "load_speculation", "tokens_deviation", "wilson_interval",
 ]  # fmt: skip

@@ -20,9 +20,9 @@ def simulation():
 
 def test_a_change_of_the_text_is_answered_within_64_cycles(simulation):
     changes = [simulation.one_change(seed) for seed in range(FIRST, FIRST + REGIMES)]
-    found = [change["cycles"] <= 64 for change in changes if change["loss_if_kept"] > 0.05]
-    assert len(found) > 20
-    assert sum(found) >= 0.92 * len(found)
+    in_time = [change["cycles"] <= 64 for change in changes if change["loss_if_kept"] > 0.05]
+    assert len(in_time) > 20
+    assert sum(in_time) >= 0.92 * len(in_time)
 
 
 def test_the_controller_is_near_the_best_and_never_far_below_plain(simulation):

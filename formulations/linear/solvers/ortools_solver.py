@@ -80,9 +80,7 @@ class OrtoolsSolver:
         native.objective.offset = model.constant
         try:
             solver_type = mathopt.SolverType[self.engine.value]
-            parameters = self._parameters(options)
-            if self.engine is Engine.HIGHS and len(model.columns) <= _SMALL_COLUMNS:
-                parameters.highs.string_options["presolve"] = "off"
+            parameters = self._parameters(options, len(model.columns))
             result = _interruptible(lambda: mathopt.solve(native, solver_type, params=parameters))
         except Exception as failure:  # MathOpt turns native failures into many kinds, some by mishap
             detail = failure.__context__ or failure
@@ -100,7 +98,7 @@ class OrtoolsSolver:
             native=f"{reason.name} {result.termination.detail}".strip(),
         )
 
-    def _parameters(self, options: LinearOptions) -> Any:
+    def _parameters(self, options: LinearOptions, columns: int) -> Any:
         from ortools.math_opt.python import mathopt
 
         parameters = mathopt.SolveParameters(
@@ -121,6 +119,8 @@ class OrtoolsSolver:
             doubles["dual_feasibility_tolerance"] = _TOLERANCE
             doubles["mip_feasibility_tolerance"] = _TOLERANCE
             parameters.highs.bool_options["mip_allow_restart"] = options.restarts
+            if columns <= _SMALL_COLUMNS:
+                parameters.highs.string_options["presolve"] = "off"
         elif self.engine is Engine.SCIP:
             parameters.gscip.real_params["numerics/feastol"] = _TOLERANCE
             parameters.gscip.real_params["numerics/dualfeastol"] = _TOLERANCE

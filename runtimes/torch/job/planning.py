@@ -384,7 +384,7 @@ def _compiled_autocast_bytes(
     None if memory ran out or neither compiles.
     """
     carrier = next(precision for precision in AUTOCAST_TYPES if precision in precisions.values())
-    least_bytes: int | None = None
+    peaks_bytes: list[int] = []
     for regional in builds_of(job.model):
         how = {"autocast": carrier, "compiled": True, "regional": regional}
         try:
@@ -394,11 +394,11 @@ def _compiled_autocast_bytes(
             continue
         finally:
             torch.compiler.reset()
-        if peak_bytes is not None and (least_bytes is None or peak_bytes < least_bytes):
-            least_bytes = peak_bytes
-        if least_bytes is not None and least_bytes <= room_bytes:
-            break
-    return least_bytes
+        if peak_bytes is not None:
+            peaks_bytes.append(peak_bytes)
+            if peak_bytes <= room_bytes:
+                break
+    return min(peaks_bytes, default=None)
 
 
 def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: JobPlan) -> list[str]:

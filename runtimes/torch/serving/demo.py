@@ -174,8 +174,8 @@ def measure_plan(
     """
     workload, option = planned.workload, planned.problem.microbatches[plan.microbatch]
     with MemoryWatch() as watch:
-        given = [threads[stage.device] for stage in plan.stages]
-        with Pipeline(model, plan, threads=given, head=head, started=watch.add) as pipeline:
+        counts = [threads[stage.device] for stage in plan.stages]
+        with Pipeline(model, plan, threads=counts, head=head, started=watch.add) as pipeline:
             speeds = measure_batches(
                 pipeline,
                 prompts=workload.prompts,

@@ -518,8 +518,8 @@ class Engine:
                     self._finish(request, reason, _NO_TOKEN if reason == "failed" else None)
         if self.speculation is not None and longest:
             positions = sorted({position for position, _ in judged})
-            found = [Judged(position, judged[position, True], judged[position, False]) for position in positions]
-            self.speculation.watch(batch.number, found, watched_s)
+            verdicts = [Judged(position, judged[position, True], judged[position, False]) for position in positions]
+            self.speculation.watch(batch.number, verdicts, watched_s)
         if self.speculation is not None and ended.asked and (observed or not ended.cycle.length):
             self.speculation.observe(batch.number, observed or [0] * len(members))
         batch.under_way = False

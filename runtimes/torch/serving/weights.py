@@ -98,11 +98,11 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; see `WeightSource`."""
-        return tuple(_found(self._files, name).get_slice(name).get_shape())
+        return tuple(_tensor_of(self._files, name).get_slice(name).get_shape())
 
     def read(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One tensor; see `WeightSource`."""
-        file = _found(self._files, name)
+        file = _tensor_of(self._files, name)
         tensor: torch.Tensor = file.get_tensor(name) if rows == ALL else file.get_slice(name)[rows]
         return tensor
 
@@ -230,11 +230,11 @@ class GgufSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; see `WeightSource`."""
-        return tuple(int(size) for size in reversed(_found(self._tensors, name).shape))
+        return tuple(int(size) for size in reversed(_tensor_of(self._tensors, name).shape))
 
     def read(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One tensor in FP32; see `WeightSource`."""
-        tensor = _found(self._tensors, name)
+        tensor = _tensor_of(self._tensors, name)
         wanted: Any = rows
         if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = self._value("llama.attention.head_count")
@@ -261,16 +261,16 @@ class StateSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; see `WeightSource`."""
-        return tuple(_found(self._state, name).shape)
+        return tuple(_tensor_of(self._state, name).shape)
 
     def read(self, name: str, rows: slice = ALL) -> torch.Tensor:
         """One tensor; see `WeightSource`."""
-        tensor = _found(self._state, name).detach()
+        tensor = _tensor_of(self._state, name).detach()
         wanted: torch.Tensor = tensor if rows == ALL else tensor[rows]
         return wanted
 
 
-def _found(tensors: Mapping[str, Any], name: str) -> Any:
+def _tensor_of(tensors: Mapping[str, Any], name: str) -> Any:
     if name not in tensors:
         raise ModelError(f"the weights lack the tensor {name!r}{near_match(name, tensors)}")
     return tensors[name]

@@ -1,6 +1,7 @@
 """Memory of a stage's process: what loading needs beside the weights, and what passes ask the system for."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from qsync_opt.runtimes.torch.serving import (  # noqa: E402
 from qsync_opt.serving import Plan, Stage  # noqa: E402
 
 MIB = 1 << 20
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc here")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory and page faults are read from Linux' /proc")
 
 
 def plan_of(layers, cut, scheme="W8"):
@@ -54,7 +55,7 @@ def test_rows_come_a_part_at_a_time(tmp_path):
     assert torch.equal(unpack(stage.groups[0].gate_up), unpack(pack(both, "W8")))
 
 
-@needs_proc
+@on_linux
 def test_loading_a_large_head_needs_little_beside_what_it_holds(tmp_path):
     data = sample_config(layers=1, hidden=256, inner=64, heads=4, kv_heads=1, vocabulary=131072)
     (tmp_path / "config.json").write_text(json.dumps(data))
@@ -69,7 +70,7 @@ def test_loading_a_large_head_needs_little_beside_what_it_holds(tmp_path):
         assert (loading.peaks_kib[pid] - serving.peaks_kib[pid]) / 1024 < head_mib / 4
 
 
-@needs_proc
+@on_linux
 def test_passes_use_memory_again_that_earlier_ones_freed(tmp_path, monkeypatch):
     # As a system may be set up: what is freed goes back at once.
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
