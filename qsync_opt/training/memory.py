@@ -91,9 +91,10 @@ class MemoryModel:
         return {("devices", device, MEMORY_KEY): encode(self.static), ("devices", device, OPERATORS_KEY): charges}
 
     def lowered(self, excess_bytes: int) -> MemoryModel:
-        """The model with so many bytes less for gradients and transient buffers, as far as there are any.
+        """The model with so many bytes less, the same for every plan, as far as there are any.
 
-        Where the peak of a plan was measured, this takes off how far the sum of the plan was above it.
+        Where the peak of a plan was measured, this takes off how far the sum of the plan was above it: first from
+        transient buffers and gradients, then from what every operator keeps in each precision, in proportion to that.
         """
         taken = max(0, min(excess_bytes, self.static.transient_bytes + self.static.gradients_bytes))
         transient = min(taken, self.static.transient_bytes)
@@ -103,7 +104,15 @@ class MemoryModel:
             gradients_bytes=self.static.gradients_bytes - (taken - transient),
         )
         peak = self.static.peak_operator
-        return replace(self, static=static, fixed_bytes={**self.fixed_bytes, peak: self.fixed_bytes[peak] - taken})
+        fixed_bytes = {**self.fixed_bytes, peak: self.fixed_bytes[peak] - taken}
+        least_bytes = {name: min(own.values()) for name, own in self.activation_bytes.items()}
+        all_bytes = sum(least_bytes.values())
+        rest = min(max(0, excess_bytes) - taken, all_bytes)
+        activation_bytes = {
+            name: {p: num_bytes - rest * least_bytes[name] // max(1, all_bytes) for p, num_bytes in own.items()}
+            for name, own in self.activation_bytes.items()
+        }
+        return replace(self, static=static, fixed_bytes=fixed_bytes, activation_bytes=activation_bytes)
 
     def kib(self, operator: str, precision: str) -> int:
         """Memory of an operator in a precision in KiB, rounded up."""

@@ -27,7 +27,7 @@ from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels.autograd import differentiated_once
 from qsync_opt.kernels.quantize import clear_weights
 from qsync_opt.runtimes.torch.execution.checks import NO_SECOND_DERIVATIVE, check_capturable, model_device
-from qsync_opt.runtimes.torch.interception import CompiledByBlocks, Interception, interception_of
+from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.support import (
     bare_model,
     call_arguments,
@@ -178,10 +178,10 @@ class CapturedPasses:
     """
 
     def __init__(
-        self, interception: Interception, model: nn.Module, *, compiled: bool = False, blocks: Sequence[str] = ()
+        self, interception: Interception, model: nn.Module, compiled: Callable[[], Callable[..., Any]] | None = None
     ) -> None:
-        """``compiled``: what is captured is compiled before, with ``blocks`` as in `CompiledByBlocks`."""
-        self._compiled, self._blocks = compiled, blocks
+        """``compiled`` makes what is captured in place of the model, which it compiles for a shape; None: the model."""
+        self._compiled = compiled
         self.generation = 0
         self.replayed = False
         self._interception = interception
@@ -245,9 +245,7 @@ class CapturedPasses:
             with (
                 torch.cuda.device(model_device(self._model)),
                 model_unchanged(self._model),
-                compiled_in_place(self._model, CompiledByBlocks(self._model, self._blocks, dynamic=False))
-                if self._compiled
-                else contextlib.nullcontext(),
+                contextlib.nullcontext() if self._compiled is None else compiled_in_place(self._model, self._compiled()),
             ):
                 return self._warm_up_and_capture(leaves, spec)
         except torch.OutOfMemoryError:

@@ -247,7 +247,7 @@ class AppliedPlan:
             if options.regional:
                 self._set_regions(repeated_blocks(model))
             if not options.captured:
-                model._compiled_call_impl = CompiledByBlocks(model, self.regions)
+                model._compiled_call_impl = self.compiled_passes(model)
         if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own
             self.interception.finish = full_precision
         self.interception.prepares_evaluation = options.evaluate_in == "plan"
@@ -295,6 +295,11 @@ class AppliedPlan:
             name: replace(kernels, offset=0, step=self.counter) for name, kernels in self._kernels.items()
         }
         self._seeds = {name: str(kernels.seed) for name, kernels in self._kernels.items()}
+
+    def compiled_passes(self, model: nn.Module, **options: Any) -> CompiledByBlocks:
+        """What runs a model's passes compiled under this plan; ``options`` are those of ``torch.compile``."""
+        autocast = AUTOCAST_TYPES.get(str(self._options.autocast))
+        return CompiledByBlocks(model, self.regions, autocast, **options)
 
     def _set_regions(self, paths: tuple[str, ...]) -> None:
         """Compile the blocks at ``paths`` as regions.
@@ -582,9 +587,8 @@ def apply(
     source = graph.opaque_modules() if graph is not None else settings.opaque_modules if settings is not None else ()
     applied.interception.opaque_modules = frozenset(source)
     if options.captured:
-        applied.interception.graphs = CapturedPasses(
-            applied.interception, bare, compiled=options.compiled, blocks=applied.regions
-        )
+        compiled = functools.partial(applied.compiled_passes, bare, dynamic=False) if options.compiled else None
+        applied.interception.graphs = CapturedPasses(applied.interception, bare, compiled)
     if settings is not None and not options.compiled:  # its hook would be compiled with the model
         applied.audit = StepAudit(bare, predicted_ns=settings.expected_ns, predicted_bytes=settings.expected_bytes)
     return model

@@ -167,9 +167,18 @@ class CompiledByBlocks:
     with a warning. Nothing has run by then, because a pass of one graph is compiled before any of it runs.
     """
 
-    def __init__(self, model: nn.Module, paths: Sequence[str], **options: Any) -> None:
-        """Mark the blocks at ``paths``, whose ``forward`` is shadowed; ``options`` are those of ``torch.compile``."""
-        self._model, self._options = model, options
+    def __init__(
+        self, model: nn.Module, paths: Sequence[str], autocast: torch.dtype | None = None, **options: Any
+    ) -> None:
+        """Mark the blocks at ``paths``, whose ``forward`` is shadowed.
+
+        Args:
+            model: The model.
+            paths: As `repeated_blocks` finds them.
+            autocast: The type in which the model autocasts itself during a pass, if it does.
+            options: Those of ``torch.compile``.
+        """
+        self._model, self._autocast, self._options = model, autocast, options
         self._blocks: list[Forward] = [model.get_submodule(path).__dict__["forward"] for path in paths]
         self._announcing: dict[str, _Announcing] = {}
         self._mark(bool(paths))
@@ -201,12 +210,30 @@ class CompiledByBlocks:
             for block, own in found:
                 block.module.__dict__[_CHECKPOINTS] = own
 
+    @contextlib.contextmanager
+    def _autocast_by_default(self) -> Iterator[None]:
+        """Have autocast regions be of the model's own type wherever they name none.
+
+        Torch 2.11 differentiates a region once the model has left its autocast context, but as if it were still in one:
+        both passes of a block would be computed in whatever type the process has as default, FP16 on a card.
+        """
+        if self._autocast is None:
+            yield
+            return
+        kind = next(self._model.parameters()).device.type
+        before = torch.get_autocast_dtype(kind)
+        torch.set_autocast_dtype(kind, self._autocast)
+        try:
+            yield
+        finally:
+            torch.set_autocast_dtype(kind, before)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         if self._whole:
             return self._run(*args, **kwargs)
         try:
-            with self._announcements():
+            with self._announcements(), self._autocast_by_default():
                 return self._run(*args, **kwargs)
         except (TorchDynamoException, QSyncError) as failure:  # of the latter, what is no region's fault comes again
             reason = first_line(getattr(failure, "inner_exception", failure))

@@ -44,6 +44,26 @@ def test_shares_of_operators_add_up_to_the_static_memory() -> None:
         assert model.fixed_bytes["head"] == 0
 
 
+def test_what_a_sum_was_above_a_peak_is_taken_off_every_plan_alike() -> None:
+    model = _model(residual_graph())
+    beyond_activations = model.static.transient_bytes + model.static.gradients_bytes
+    least = sum(min(own.values()) for own in model.activation_bytes.values())
+
+    def total(lowered: MemoryModel, precision: str) -> int:
+        kept = sum(own.get(precision, min(own.values())) for own in lowered.activation_bytes.values())
+        return sum(lowered.fixed_bytes.values()) + kept
+
+    assert least > 1000
+    for excess in (-1, 0, 7, beyond_activations, beyond_activations + least // 2, beyond_activations + 2 * least):
+        lowered = model.lowered(excess)
+        expected = max(0, min(excess, beyond_activations + least))
+        rounding = len(model.activation_bytes)
+        for precision in ("FP32", "BF16", "INT8"):
+            assert 0 <= total(lowered, precision) - (total(model, precision) - expected) <= rounding
+        assert sum(lowered.fixed_bytes.values()) == lowered.static.total_bytes
+        assert all(num_bytes >= 0 for own in lowered.activation_bytes.values() for num_bytes in own.values())
+
+
 def test_a_result_with_one_adjustable_keeper_is_charged_there_unless_it_is_cast() -> None:
     charged = _model(residual_graph()).activation_bytes
     # The norm answers in FP32 only: kept as it is by an FP32 layer, as a cast copy (charged on the edge) by others.

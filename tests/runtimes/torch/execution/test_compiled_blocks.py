@@ -103,6 +103,26 @@ def test_equal_blocks_are_compiled_once_with_the_same_results(uses, plan, option
     assert undo(model)._compiled_call_impl is None
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_blocks_are_in_the_type_of_the_plans_autocast_and_not_of_the_process(uses, device):
+    before = torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype(device, torch.float16)  # as on a card by default
+    try:
+        model, x = Model().to(device), torch.randn(4, 8, device=device)
+        with torch.no_grad():
+            model.blocks[0].up.weight *= 1e6  # what follows is finite in BF16, but not in FP16
+        plan = precisions("BF16", head="BF16")
+        expected = passes(apply(model, plan, options=ApplyOptions(autocast="BF16")), x)
+        apply(undo(model), plan, options=ApplyOptions(autocast="BF16", compiled=True, regional=True))
+        results = passes(model, x)
+        assert uses == [[BLOCKS]]
+        assert torch.get_autocast_dtype(device) is torch.float16
+    finally:
+        torch.set_autocast_dtype(device, before)
+    assert all(gradient.isfinite().all() for gradient in results[1])
+    torch.testing.assert_close(results, expected)
+
+
 class Side(Model):
     """Equal blocks beside each other."""
 

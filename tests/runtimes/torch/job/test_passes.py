@@ -387,7 +387,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
 
     def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        wide = self.up(self.norm(x))  # of what follows, compiled code keeps little for the backward pass
+        return x + self.down(nn.functional.gelu(wide) * torch.sigmoid(wide))
 
 
 @pytest.mark.gpu
@@ -400,15 +401,12 @@ def test_where_only_compiled_passes_keep_the_memory_limit_the_plan_is_compiled(t
     captured = capture_model(model, (x,))
     example = TrainingExample(model=model, args=(x,), loss=loss)
     names = [operator.name for operator in captured.graph.operators if operator.role is Role.ADJUSTABLE]
-    launched = [
-        try_plan(example, dict.fromkeys(names, precision), captured.graph, KernelOptions())
-        for precision in ("BF16", "INT8")
-    ]
+    launched = try_plan(example, dict.fromkeys(names, "BF16"), captured.graph, KernelOptions())
     how = {"autocast": "BF16", "compiled": True, "regional": True}
     compiled = try_plan(example, dict.fromkeys(names, "BF16"), captured.graph, KernelOptions(), **how)
-    assert compiled < min(launched)
+    assert compiled < launched
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    limit = 2 * parameters + (compiled + min(launched)) // 2  # with the state of AdamW
+    limit = 2 * parameters + (compiled + launched) // 2  # with the state of AdamW
     options = PlanningOptions(
         cache_dir=tmp_path,
         progress=False,
@@ -416,7 +414,7 @@ def test_where_only_compiled_passes_keep_the_memory_limit_the_plan_is_compiled(t
         memory=limit,
         capture=False,
         compare="passes",
-        precisions=("INT8", "BF16", "FP32"),
+        precisions=("BF16", "FP32"),
     )
     plan = auto_plan(model, x, loss=loss, options=options)
     assert plan.compiled == (plan.device_type,)
