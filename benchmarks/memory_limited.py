@@ -137,29 +137,39 @@ def planned(model: str, device: torch.device, cap_bytes: int) -> dict[str, Any]:
     assert plan.model is not None
     bound = qsync_opt.evaluate(plan.problem, plan.plan).memory_bytes[plan.device_type]
     qsync_opt.apply(training.model, plan)
-    scaler = qsync_opt.LossScaler(training.model)
-    peak = training.peak_bytes(scaler=scaler)
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        training.step(scaler=scaler)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return {
+    record = {
         "planning_s": round(planning_s, 1),
         "taken": dict(plan.taken),
         "reason": plan.reason,
         "bound_bytes": bound,
         "memory_excess_bytes": dict(plan.model.memory_excess_bytes),
         "predicted_peak_bytes": plan.peak_bytes[plan.device_type],
-        "peak_bytes": peak,
-        "allocated_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
-        "step_ms": (time.perf_counter() - began) / STEPS * 1e3,
         "modes": {
             mode.label: [round(mode.pass_ns / 1e6, 3), mode.needed_bytes]
             for own in plan.model.modes.values()
             for mode in own
         },
+    }
+    try:
+        return record | trained(training, qsync_opt.LossScaler(training.model))
+    except torch.cuda.OutOfMemoryError as failure:
+        return record | {"failure": f"training under the plan: {failure}"[:400]}
+
+
+def trained(training: Training, scaler: Any) -> dict[str, Any]:
+    """Peak and time of a step of a model under its plan."""
+    peak = training.peak_bytes(scaler=scaler)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        training.step(scaler=scaler)
+    on_card = training.device.type == "cuda"
+    if on_card:
+        torch.cuda.synchronize()
+    return {
+        "peak_bytes": peak,
+        "allocated_bytes": torch.cuda.max_memory_allocated() if on_card else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_card else None,
+        "step_ms": (time.perf_counter() - began) / STEPS * 1e3,
     }
 
 
