@@ -95,7 +95,9 @@ def by_transformers(model: str) -> Speeds:
 
     torch.set_num_threads(THREADS)
     path = Path(model)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name).float().eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    ).eval()
     draw, seconds = random.Random(0), []
     vocabulary = loaded.get_input_embeddings().num_embeddings
     prompts = torch.tensor([[draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)])

@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kPlainWarps = 8;  // of a block of threads in kernels whose warps have nothing to do with each other
 
-// Grid: a warp per strip of 16 outputs by 64 inputs. Traffic: codes once, results once. Contract: code times scale in
-// FP32, rounded once.
+// Grid: a warp per strip of 16 outputs by 64 inputs, of whose rows four lanes write whole lines, 16 bytes at a time. Traffic:
+// codes once, results once. Contract: code times scale in FP32, rounded once.
 template <class Out, int kBits>
 __global__ void unpack_kernel(const uint8_t* codes, const float* scales, Out* y, int64_t strips, int64_t blocks,
                               int64_t padded, int group_blocks) {
@@ -38,7 +38,7 @@ __global__ void unpack_kernel(const uint8_t* codes, const float* scales, Out* y,
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float scale = scales[block / group_blocks * padded + output + 8 * half];
-    Out* to = y + ((output + 8 * half) * blocks + block) * kTile + t * 16;
+    alignas(16) Out values[16];
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
 #pragma unroll
@@ -49,8 +49,13 @@ __global__ void unpack_kernel(const uint8_t* codes, const float* scales, Out* y,
         } else {
           code = word_of(words[s / 2], s % 2 * 2 + k / 2) >> (8 * (half * 2 + k % 2)) & 255u;
         }
-        store(to + 4 * s + k, float(int(code) - kZero) * scale);
+        store(values + 4 * s + k, float(int(code) - kZero) * scale);
       }
+    }
+    uint4* to = reinterpret_cast<uint4*>(y + ((output + 8 * half) * blocks + block) * kTile + t * 16);
+#pragma unroll
+    for (int q = 0; q < int(sizeof(values) / sizeof(uint4)); ++q) {
+      to[q] = reinterpret_cast<const uint4*>(values)[q];
     }
   }
 }
