@@ -50,8 +50,10 @@ inline Tensor empty_on(const Tensor& like, std::initializer_list<int64_t> sizes,
   }
   const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides, type,
-                                                  aoti_torch_device_type_cuda(), like.get_device_index(), &made));
+  const bool has_room = aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides, type,
+                                                 aoti_torch_device_type_cuda(), like.get_device_index(), &made) == 0;
+  // The interface says no more than that it failed, and sizes and type are right. Python looks for the first words.
+  STD_TORCH_CHECK(has_room, "CUDA out of memory: no room for a result of ", step, " elements in a kernel of qsync_opt");
   return Tensor(made);
 }
 

@@ -26,6 +26,7 @@ from qsync_opt.runtimes.torch.support import (
     allocation_of,
     bare_model,
     intervals_ns,
+    out_of_memory_by_type,
     resident_bytes,
     silent_profiler,
     state_bytes,
@@ -236,7 +237,7 @@ class Stepper:
         with phase(FORWARD):
             loss = example.forward()
         note()
-        with phase(BACKWARD):
+        with phase(BACKWARD), out_of_memory_by_type():
             loss.backward()  # type: ignore[no-untyped-call]
         note()
         if self._clip_norm is not None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_opt.errors import ModelError
 from qsync_opt.io import check_integer
 from qsync_opt.runtimes.timing import Rounds
-from qsync_opt.runtimes.torch.support.memory import allocation_of
+from qsync_opt.runtimes.torch.support.memory import allocation_of, out_of_memory_by_type
 from qsync_opt.runtimes.torch.support.models import bare_model
 from qsync_opt.runtimes.torch.support.optimizers import state_bytes
 from qsync_opt.runtimes.torch.support.outputs import default_loss
@@ -127,12 +127,14 @@ class TrainingExample:
 
     def forward(self) -> Tensor:
         """Run the forward pass and return the loss."""
-        output = self.model(*self.args, **self.kwargs)
-        return (self.loss or default_loss)(output)
+        with out_of_memory_by_type():
+            output = self.model(*self.args, **self.kwargs)
+            return (self.loss or default_loss)(output)
 
     def run(self) -> None:
         """Run a forward and a backward pass; gradients are added to those that are there."""
-        self.forward().backward()  # type: ignore[no-untyped-call]
+        with out_of_memory_by_type():
+            self.forward().backward()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +216,8 @@ def _run(example: TrainingExample, optimizer: torch.optim.Optimizer | None) -> t
     wall_ns, marks = time.perf_counter_ns(), [clock()]
     loss = example.forward()
     marks.append(clock())
-    loss.backward()  # type: ignore[no-untyped-call]
+    with out_of_memory_by_type():
+        loss.backward()  # type: ignore[no-untyped-call]
     marks.append(clock())
     _finish(example, optimizer)
     marks.append(clock())

@@ -73,6 +73,25 @@ def _host_memory() -> tuple[int, int]:
     return total, free // processes
 
 
+@contextlib.contextmanager
+def out_of_memory_by_type() -> Iterator[None]:
+    """Have a kernel of ours that finds no room raise what torch's own kernels raise.
+
+    The interface through which kernels are called from torch knows one type of error only.
+
+    Raises:
+        torch.OutOfMemoryError: In place of a ``RuntimeError`` that says so.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if str(error).startswith("CUDA out of memory"):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+
+
 T = TypeVar("T")
 _PHASE = "qsync-opt phase"
 

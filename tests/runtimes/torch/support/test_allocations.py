@@ -2,9 +2,10 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qsync_opt.runtimes.torch.support import allocation_of, allocations_of
+from qsync_opt.kernels.weight_only import pack, unpack
+from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, allocations_of, out_of_memory_by_type
 
 CPU = torch.device("cpu")
 MEBI = 2**20
@@ -56,3 +57,41 @@ def test_a_failure_inside_comes_through() -> None:
 
     with pytest.raises(ValueError, match="inside"):
         allocation_of(work, CPU)
+
+
+def test_out_of_memory_has_the_type_of_torch_whoever_finds_it() -> None:
+    own = RuntimeError("CUDA out of memory: no room for a result of 7 elements in a kernel of qsync_opt")
+    with pytest.raises(torch.OutOfMemoryError, match="7 elements"), out_of_memory_by_type():
+        raise own
+    of_torch = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    with pytest.raises(torch.OutOfMemoryError) as caught, out_of_memory_by_type():
+        raise of_torch
+    assert caught.value is of_torch
+    with pytest.raises(RuntimeError, match="another failure") as other, out_of_memory_by_type():
+        raise RuntimeError("another failure than CUDA out of memory")
+    assert not isinstance(other.value, torch.OutOfMemoryError)
+
+
+@pytest.mark.gpu
+def test_a_kernel_without_room_says_so_and_a_pass_raises_what_torch_raises() -> None:
+    class Unpacking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones((), device="cuda"))
+            self.packed = pack(torch.randn(4096, 4096, device="cuda"), 4)
+
+        def forward(self) -> Tensor:
+            return self.factor * unpack(self.packed).sum()
+
+    model = Unpacking()
+    unpack(model.packed)
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 32 * MEBI  # unpacked it has 64 MiB
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(RuntimeError, match="CUDA out of memory: no room for a result of 16777216 elements"):
+            unpack(model.packed)
+        with pytest.raises(torch.OutOfMemoryError, match="16777216 elements"):
+            TrainingExample(model=model).run()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
