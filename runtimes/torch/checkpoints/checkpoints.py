@@ -73,6 +73,7 @@ from qsync_opt.runtimes.torch.ddp import (
     world,
 )
 from qsync_opt.runtimes.torch.job import JobPlan
+from qsync_opt.runtimes.torch.support import no_collection
 
 OLD_FORMAT, CHECKPOINT_FORMAT = "qsync-checkpoint/1", "qsync-checkpoint/2"
 STATE = "state.json"
@@ -191,16 +192,17 @@ class Checkpoints:
             self._hooks = [
                 optimizer.register_step_pre_hook(lambda *_: self._staging.finish()) for optimizer in self._optimizers
             ]
-        job = self._begin(step)
-        stable = self._state.changed_by_steps_only()
+        with no_collection():  # the dictionaries made here would set off one, for which training would wait
+            job = self._begin(step)
+            stable = self._state.changed_by_steps_only()
 
-        def copy() -> None:
-            if job.file is not None:
-                names = [name for name, _ in job.file.boxes]
-                later = [name in stable or (bool(stable) and name.startswith(f"{OPTIMIZER}.")) for name in names]
-                self._staging.begin(job.file, job.parts(), later)
+            def copy() -> None:
+                if job.file is not None:
+                    names = [name for name, _ in job.file.boxes]
+                    later = [name in stable or (bool(stable) and name.startswith(f"{OPTIMIZER}.")) for name in names]
+                    self._staging.begin(job.file, job.parts(), later)
 
-        together(copy)
+            together(copy)
 
         def write() -> None:
             self._staging.copy()

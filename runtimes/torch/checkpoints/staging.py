@@ -31,7 +31,7 @@ class Staging:
         self._error: BaseException | None = None
         self._event: Any = None
         self._stream: Any = None
-        self._sources: Sequence[Tensor] = ()  # held, so that their memory is not used anew before it is copied
+        self._held: Sequence[Any] = ()  # so that the sources' memory is not used anew before it is copied
 
     @property
     def num_bytes(self) -> int:
@@ -42,14 +42,15 @@ class Staging:
         """Copy the boxes of a file, but leave those marked as ``later`` to `copy`."""
         self._error = self._event = None
         self.reserve(file, sources)
-        pairs = list(zip(sources, self._slices, later, strict=True))
-        self._deferred = [(source, target) for source, target, wait in pairs if wait]
-        self._sources = [source for source, _ in self._deferred]
+        deferred: list[tuple[Tensor, Tensor]] = []
+        at_once: list[tuple[Tensor, Tensor]] = []
+        for source, target, wait in zip(sources, self._slices, later, strict=True):
+            (deferred if wait else at_once).append((source, target))
+        self._deferred = self._held = deferred
         device = next((source.device for source in sources if source.is_cuda), None)
         with torch.no_grad():
-            for source, target, wait in pairs:
-                if not wait:
-                    target.copy_(source, non_blocking=source.is_cuda)  # in the order of the current stream
+            for source, target in at_once:
+                target.copy_(source, non_blocking=source.is_cuda)  # in the order of the current stream
         if device is not None:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -117,7 +118,7 @@ class Staging:
         self._copied()
         if self._event is not None:
             self._event.synchronize()
-        self._sources = ()
+        self._held = ()
         if self._buffer is not None and self._file is not None:
             yield from chunks_of(self._buffer, self._file.num_bytes)
 

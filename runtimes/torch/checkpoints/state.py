@@ -42,7 +42,7 @@ def split_state(value: Any, place: str, tensors: dict[str, Tensor], levels: int 
     if not levels:
         raise ModelError(f"the state at {place[:200]!r} is nested in more than {DEEPEST} levels; leave it out")
     if isinstance(value, Tensor):
-        tensors[place] = value.detach()
+        tensors[place] = _detached(value)
         return {_TENSOR: place}
     if value is None or isinstance(value, bool | str):
         return value
@@ -53,16 +53,22 @@ def split_state(value: Any, place: str, tensors: dict[str, Tensor], levels: int 
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, list | tuple):
+        if all(type(part) is str for part in value):  # names of an optimizer's parameters are many
+            return {_TUPLE: [*value]} if isinstance(value, tuple) else [*value]
         parts = [split_state(part, f"{place}.{i}", tensors, levels - 1) for i, part in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
     if isinstance(value, Mapping):
+        plain = True
         for key in value:
+            if type(key) is str:
+                continue
+            plain = False
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise ModelError(f"the state at {place!r} has the key {key!r}: texts and integers can be kept")
         entries = {key: split_state(part, f"{place}.{key}", tensors, levels - 1) for key, part in value.items()}
         if isinstance(value, Counter):  # milestones of MultiStepLR, which needs the methods of a Counter
             return {_COUNTER: [[key, part] for key, part in entries.items()]}
-        plain = all(isinstance(key, str) for key in entries) and not _MARKS & entries.keys()
+        plain = plain and _MARKS.isdisjoint(entries)
         return entries if plain else {_ITEMS: [[key, part] for key, part in entries.items()]}
     raise ModelError(
         f"the state at {place!r} is a {type(value).__name__}, which a checkpoint cannot hold: tensors, numbers, texts, "
@@ -126,6 +132,29 @@ class Values:
     others: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Structure:
+    """What a save says of the tensors of a model and its optimizers, as long as their names and shapes stay the same.
+
+    Training waits while it is worked out, which takes several microseconds a tensor. It holds no tensor.
+
+    Attributes:
+        signature: By `JobState._signature`.
+        shapes: Digest of the names and shapes of the model's tensors.
+        names: Of all tensors: the model's, then those of each parameter's state.
+        groups: Names of the parameters in each optimizer's groups, one after the other.
+        states: Of each optimizer by parameter, as JSON.
+        stable: By `JobState.changed_by_steps_only`.
+    """
+
+    signature: Any
+    shapes: str
+    names: tuple[str, ...]
+    groups: tuple[list[str], ...]
+    states: tuple[dict[str, Any], ...]
+    stable: frozenset[str]
+
+
 class JobState:
     """The parts of a job that have state: what a checkpoint holds of them, and how it is loaded.
 
@@ -142,6 +171,7 @@ class JobState:
         self._wrapped = model
         self._optimizers = optimizers
         self._others = others
+        self._structure: _Structure | None = None
 
     @property
     def _model(self) -> nn.Module:
@@ -153,12 +183,9 @@ class JobState:
         Raises:
             ModelError: A lazy module has no parameters yet, or a part of the state cannot be in a file.
         """
-        tensors, extra = self._model_tensors()
-        shapes = digest({name: tensor.shape for name, tensor in tensors.items()})
         others: dict[str, Tensor] = {}
         values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
-        names = self._parameter_names()
-        optimizers = tuple(self._split_optimizer(number, names, tensors) for number in range(len(self._optimizers)))
+        tensors, extra, optimizers, shapes = self._of_model_and_optimizers()
         if rank:
             # DistributedDataParallel continues with the buffers of rank 0.
             for name, _ in self._model.named_buffers(remove_duplicate=False):
@@ -171,8 +198,74 @@ class JobState:
         _require_supported(tensors)
         return tensors, Values(model=extra, optimizers=optimizers, others=values), shapes
 
+    def _of_model_and_optimizers(self) -> tuple[dict[str, Tensor], dict[str, Any], tuple[Any, ...], str]:
+        """Tensors by name; extra state of the model and the states of the optimizers as JSON; digest of the model."""
+        model_state = self._model.state_dict(keep_vars=True)
+        states = [optimizer.state_dict() for optimizer in self._optimizers]
+        signature = self._signature(model_state, states)
+        extra: dict[str, Any] = {}
+        structure = self._structure
+        if signature is not None and structure is not None and structure.signature == signature:
+            of_optimizers = (entry.values() for state in states for entry in state["state"].values())
+            values = chain(model_state.values(), chain.from_iterable(of_optimizers))
+            tensors = dict(zip(structure.names, map(_detached, values), strict=True))
+        else:
+            structure = self._structure = None
+            tensors, extra = _split_model(model_state)
+            shapes = digest({name: tensor.shape for name, tensor in tensors.items()})
+            of_model = self._parameter_names()
+            named = [self._named_groups(number, of_model) for number in range(len(states))]
+            groups = tuple([*chain.from_iterable(own)] for own in named)
+            by_name = tuple(
+                {names[i]: split_state(v, f"{OPTIMIZER}.{k}.{names[i]}", tensors) for i, v in state["state"].items()}
+                for k, (names, state) in enumerate(zip(groups, states, strict=True))
+            )
+            structure = _Structure(
+                signature=signature,
+                shapes=shapes,
+                names=tuple(tensors),
+                groups=groups,
+                states=by_name,
+                stable=self.changed_by_steps_only(),
+            )
+            if signature is not None:
+                self._structure = structure
+        optimizers = []
+        for number, (names, state) in enumerate(zip(structure.groups, states, strict=True)):
+            place = f"{OPTIMIZER}.{number}"
+            parts = {
+                "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+                "rest": {key: value for key, value in state.items() if key not in ("state", "param_groups")},
+                "outside": {} if signature is not None else _outside(named[number], of_model),
+            }
+            split = {key: split_state(part, f"{place}.{key}", tensors) for key, part in parts.items()}
+            optimizers.append({"state": structure.states[number], "param_groups": split.pop("groups"), **split})
+        return tensors, extra, tuple(optimizers), structure.shapes
+
+    def _signature(self, model_state: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Any:
+        """What names and shapes depend on; None where more than plain tensors is there, or others than the model's."""
+        entries = [entry for state in states for entry in state["state"].values()]
+        if not all(type(entry) is dict for entry in entries):
+            return None
+        kinds = {*map(type, model_state.values()), *map(type, chain.from_iterable(map(dict.values, entries)))}
+        keys = [*map(tuple, entries)]
+        words = {*chain.from_iterable(keys)}
+        if not kinds <= {Tensor, nn.Parameter, nn.Buffer} or not {*map(type, words)} <= {str} or words & _MARKS:
+            return None
+        order = {id(tensor): number for number, tensor in enumerate(model_state.values())}
+        groups = [[order.get(id(p)) for p in group["params"]] for o in self._optimizers for group in o.param_groups]
+        if any(None in group for group in groups):
+            return None
+        shapes = [tensor.shape for tensor in model_state.values()]
+        return [*model_state], shapes, groups, [[*state["state"]] for state in states], keys
+
     def changed_by_steps_only(self) -> frozenset[str]:
-        """Names of tensors that nothing changes but an optimizer's step: parameters of the model that have one."""
+        """Names of tensors that nothing changes but an optimizer's step: parameters of the model that have one.
+
+        As of the last `collect`, if names and groups of parameters had not changed since the one before.
+        """
+        if self._structure is not None:
+            return self._structure.stable
         trained = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         parameters = self._model.named_parameters(remove_duplicate=False)
         return frozenset(f"{MODEL}.{plain_name(name)}" for name, p in parameters if id(p) in trained)
@@ -187,7 +280,7 @@ class JobState:
             ProblemError: The checkpoint is not as this package writes it.
         """
         blanks = _BlankTensors(sizes)
-        wanted, _ = self._model_tensors()
+        wanted, _ = _split_model(self._model.state_dict())
         _require_same_tensors(wanted, sizes, where)
         extra = join_state(values.model, blanks, where)
         if model_only:
@@ -228,38 +321,8 @@ class JobState:
             if state is not None and device.type == "cuda":
                 torch.cuda.set_rng_state(state, device)
 
-    def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON."""
-        tensors: dict[str, Tensor] = {}
-        rest = {}
-        for name, value in self._model.state_dict().items():
-            if nn.parameter.is_lazy(value):
-                raise ModelError(
-                    f"the parameter {plain_name(name)!r} has no shape yet: run one batch through the model, whose lazy "
-                    "modules make their parameters then, before checkpoints are saved or loaded"
-                )
-            if isinstance(value, Tensor):
-                tensors[f"{MODEL}.{plain_name(name)}"] = value
-            else:
-                rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
-        return tensors, rest
-
-    def _split_optimizer(self, number: int, of_model: Mapping[int, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        groups = self._named_groups(number, of_model)
-        names = list(chain.from_iterable(groups))
-        state = self._optimizers[number].state_dict()
-        parts = {
-            "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
-            "rest": {key: value for key, value in state.items() if key not in ("state", "param_groups")},
-            "outside": _outside(groups, of_model),
-        }
-        place = f"{OPTIMIZER}.{number}"
-        by_name = {names[i]: split_state(v, f"{place}.{names[i]}", tensors) for i, v in state["state"].items()}
-        split = {key: split_state(part, f"{place}.{key}", tensors) for key, part in parts.items()}
-        return {"state": by_name, "param_groups": split.pop("groups"), **split}
-
     def _join_optimizer(self, number: int, entry: Any, blanks: _BlankTensors, where: str) -> dict[str, Any]:
-        """What `_split_optimizer` made, with tensors: like the parameters that they belong to, others on the CPU."""
+        """What `collect` made of an optimizer, with tensors: like their parameters, those of no parameter on the CPU."""
         groups = self._named_groups(number, self._parameter_names())
         known = set(chain.from_iterable(groups))
         try:
@@ -318,6 +381,31 @@ class JobState:
         ]
 
 
+def _split_model(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of a model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON.
+
+    Raises:
+        ModelError: A lazy module has no parameters yet.
+    """
+    tensors: dict[str, Tensor] = {}
+    rest = {}
+    for name, value in state.items():
+        if nn.parameter.is_lazy(value):
+            raise ModelError(
+                f"the parameter {plain_name(name)!r} has no shape yet: run one batch through the model, whose lazy "
+                "modules make their parameters then, before checkpoints are saved or loaded"
+            )
+        if isinstance(value, Tensor):
+            tensors[f"{MODEL}.{plain_name(name)}"] = _detached(value)
+        else:
+            rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
+    return tensors, rest
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def _outside(named: Sequence[Mapping[str, Tensor]], of_model: Mapping[int, str]) -> dict[str, Tensor]:
     """The parameters of an optimizer's groups that are not the model's."""
     return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in of_model}
@@ -326,7 +414,7 @@ def _outside(named: Sequence[Mapping[str, Tensor]], of_model: Mapping[int, str])
 def _require_supported(tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors that safetensors cannot store."""
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if type(tensor) is not Tensor and isinstance(tensor, DTensor) else tensor
         if (kind := _unsupported(local)) is not None:
             raise ModelError(
                 f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
@@ -340,9 +428,7 @@ def _unsupported(tensor: Tensor) -> str | None:
         return "sparse"
     if tensor.is_meta:
         return "on the device meta, without values"
-    if tensor.is_quantized or dtype_name(tensor.dtype) is None:
-        return f"of type {tensor.dtype}"
-    return None
+    return f"of type {tensor.dtype}" if dtype_name(tensor.dtype) is None else None  # types of quantized ones included
 
 
 class _BlankTensors(dict[str, Tensor]):

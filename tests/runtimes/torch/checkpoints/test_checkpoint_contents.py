@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from qsync_opt.checkpoints import hash_of
+from qsync_opt.checkpoints import hash_of, step_folder
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 from qsync_opt.runtimes.torch.ddp import free_port, process_group
@@ -189,3 +189,90 @@ def test_memory_must_be_numbers(tmp_path):
     (path / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "x-digest"}))
     with pytest.raises(ProblemError, match="memory_bytes: T4 is '16 GiB'"):
         checkpoints.load()
+
+
+def swap_values(model, optimizer):
+    model.a.bias.data = torch.full((8,), 7.0)
+
+
+def turn_around(model, optimizer):
+    model.a.weight.data = model.a.weight.data.t()  # the same memory and shape
+
+
+def replace_a_state(model, optimizer):
+    optimizer.state[model.a.bias]["exp_avg"] = torch.full((8,), 3.0)
+
+
+def add_a_state(model, optimizer):
+    optimizer.state[model.a.bias]["more"] = torch.ones(2)
+
+
+def add_a_number(model, optimizer):
+    optimizer.state[model.a.bias]["times"] = 3
+
+
+def remove_a_state(model, optimizer):
+    del optimizer.state[model.b.bias]
+
+
+def change_the_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def move_between_groups(model, optimizer):
+    first, second = (group["params"] for group in optimizer.param_groups)
+    first[:], second[:] = second[:], first[:]
+
+
+def replace_a_layer(model, optimizer):
+    model.b.bias = nn.Parameter(torch.zeros(8))
+
+
+def grow_a_buffer(model, optimizer):
+    model.register_buffer("seen", torch.arange(5))
+
+
+def other_shape(model, optimizer):
+    model.b.bias.data = torch.zeros(2, 4)
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[model.b.bias][name] = torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: None,
+        swap_values,
+        turn_around,
+        replace_a_state,
+        add_a_state,
+        add_a_number,
+        remove_a_state,
+        change_the_rate,
+        move_between_groups,
+        replace_a_layer,
+        grow_a_buffer,
+        other_shape,
+    ],
+)
+def test_what_changed_between_saves_is_saved_as_by_one_who_sees_it_for_the_first_time(tmp_path, change):
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.AdamW([{"params": [model.a.weight, model.a.bias]}, {"params": [model.b.bias], "lr": 0.1}])
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    long_lived = Checkpoints(tmp_path / "long-lived", model, optimizer)
+    for step in (1, 2):
+        long_lived.save_in_background(step)
+        long_lived.wait()
+    change(model, optimizer)
+    for step in (3, 4):
+        fresh = Checkpoints(tmp_path / f"fresh-{step}", model, optimizer)
+        contents = []
+        for checkpoints, folder in ((long_lived, "long-lived"), (fresh, f"fresh-{step}")):
+            checkpoints.save_in_background(step)
+            checkpoints.wait()
+            files = step_folder(tmp_path / folder, step).iterdir()
+            contents.append({path.name: path.read_bytes() for path in files})
+        assert len(contents[0]) >= 3
+        assert contents[0] == contents[1]
