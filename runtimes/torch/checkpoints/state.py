@@ -322,7 +322,7 @@ class JobState:
                 torch.cuda.set_rng_state(state, device)
 
     def _join_optimizer(self, number: int, entry: Any, blanks: _BlankTensors, where: str) -> dict[str, Any]:
-        """What `collect` made of an optimizer, with tensors: like their parameters, those of no parameter on the CPU."""
+        """What `collect` made of an optimizer, with tensors: like their parameters, others on the CPU."""
         groups = self._named_groups(number, self._parameter_names())
         known = set(chain.from_iterable(groups))
         try:
