@@ -212,11 +212,16 @@ def add_a_number(model, optimizer):
 
 
 def remove_a_state(model, optimizer):
-    del optimizer.state[model.b.bias]
+    optimizer.state.pop(model.b.bias, None)
 
 
 def change_the_rate(model, optimizer):
     optimizer.param_groups[0]["lr"] = 0.5
+
+
+def move_between_groups_without_states(model, optimizer):
+    optimizer.state.clear()
+    move_between_groups(model, optimizer)
 
 
 def move_between_groups(model, optimizer):
@@ -250,6 +255,7 @@ def other_shape(model, optimizer):
         remove_a_state,
         change_the_rate,
         move_between_groups,
+        move_between_groups_without_states,
         replace_a_layer,
         grow_a_buffer,
         other_shape,
@@ -266,7 +272,9 @@ def test_what_changed_between_saves_is_saved_as_by_one_who_sees_it_for_the_first
         long_lived.save_in_background(step)
         long_lived.wait()
     change(model, optimizer)
-    for step in (3, 4):
+    for step in (3, 4, 5):
+        if step == 5:
+            change(model, optimizer)
         fresh = Checkpoints(tmp_path / f"fresh-{step}", model, optimizer)
         contents = []
         for checkpoints, folder in ((long_lived, "long-lived"), (fresh, f"fresh-{step}")):
