@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_few, first_line
 from qsync_opt.io import LARGEST_INTEGER
-from qsync_opt.runtimes.torch.checkpoints.storage import dtype_name
+from qsync_opt.runtimes.torch.checkpoints.storage import TYPES
 from qsync_opt.runtimes.torch.ddp import digest
 from qsync_opt.runtimes.torch.support import bare_model, first_device, plain_name
 
@@ -208,7 +208,7 @@ class JobState:
         if signature is not None and structure is not None and structure.signature == signature:
             of_optimizers = (entry.values() for state in states for entry in state["state"].values())
             values = chain(model_state.values(), chain.from_iterable(of_optimizers))
-            tensors = dict(zip(structure.names, map(_detached, values), strict=True))
+            tensors = dict(zip(structure.names, [t.detach() if t.requires_grad else t for t in values], strict=True))
         else:
             structure = self._structure = None
             tensors, extra = _split_model(model_state)
@@ -414,7 +414,9 @@ def _outside(named: Sequence[Mapping[str, Tensor]], of_model: Mapping[int, str])
 def _require_supported(tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors that safetensors cannot store."""
     for name, tensor in tensors.items():
-        local = tensor.to_local() if type(tensor) is not Tensor and isinstance(tensor, DTensor) else tensor
+        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in TYPES and not tensor.is_meta:
+            continue  # nearly all; training waits for this loop
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if (kind := _unsupported(local)) is not None:
             raise ModelError(
                 f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
@@ -428,7 +430,7 @@ def _unsupported(tensor: Tensor) -> str | None:
         return "sparse"
     if tensor.is_meta:
         return "on the device meta, without values"
-    return f"of type {tensor.dtype}" if dtype_name(tensor.dtype) is None else None  # types of quantized ones included
+    return None if tensor.dtype in TYPES else f"of type {tensor.dtype}"  # quantized ones have types of their own
 
 
 class _BlankTensors(dict[str, Tensor]):

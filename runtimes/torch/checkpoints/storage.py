@@ -57,7 +57,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 """Types by their names in safetensors."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TYPES = {dtype: name for name, dtype in DTYPES.items()}
+"""Name in safetensors of every type that it can store."""
 BLOCK_BYTES = 4096
 """To a multiple of which memory and places in files are aligned that are written past the system's cache."""
 WRITING_THREADS = 8
@@ -104,11 +105,6 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
     return local, Box(tuple(offsets), tuple(lengths))
 
 
-def dtype_name(dtype: torch.dtype) -> str | None:
-    """Name of a type in safetensors, None if it has none."""
-    return _NAMES.get(dtype)
-
-
 class WritePlanner:
     """Plans of who writes what, computed anew only when a rank holds other boxes than before."""
 
@@ -125,14 +121,16 @@ class WritePlanner:
         """
         # The boxes of plain tensors follow from their shapes: training waits for this loop over all tensors.
         own = [
-            (name, tensor.dtype, tensor.shape, local_part(tensor)[1] if isinstance(tensor, DTensor) else None)
+            (name, tensor.dtype, tensor.shape, None)
+            if type(tensor) is Tensor or not isinstance(tensor, DTensor)
+            else (name, tensor.dtype, tensor.shape, local_part(tensor)[1])
             for name, tensor in tensors.items()
         ]
         same = gather_json(own == self._own)
         if self._plan is None or not all(same):
             boxes = [Box.whole(shape) if box is None else box for _, _, shape, box in own]
             entries = [
-                [name, dtype_name(dtype), [*shape], [*box.offsets], [*box.lengths]]
+                [name, TYPES[dtype], [*shape], [*box.offsets], [*box.lengths]]
                 for (name, dtype, shape, _), box in zip(own, boxes, strict=True)
             ]
             of_ranks = gather_json({"host": socket.gethostname(), "tensors": entries})
@@ -226,7 +224,8 @@ def pieces_of(file: RankFile, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]
     """The values of each box of a rank's file, as views of what the rank holds."""
     for name, box in file.boxes:
         tensor = tensors[name]
-        if not isinstance(tensor, DTensor) and box.lengths == tensor.shape:  # most are; training waits for this loop
+        # Training waits for this loop over all tensors, most of which are whole and no DTensor.
+        if (type(tensor) is Tensor or not isinstance(tensor, DTensor)) and box.lengths == tensor.shape:
             yield tensor
         else:
             local, place = local_part(tensor)
