@@ -16,7 +16,8 @@ def improve(problem: Problem, counts: Counts, bound: float) -> Counts:
 
     Source: ours; a descent, which may end before the optimum.
     """
-    if sum(len(piece.writers) for piece in problem.pieces) > MOST_CHOICES:
+    pieces = problem.pieces  # of which each has a writer
+    if len(pieces) > MOST_CHOICES or sum(len(piece.writers) for piece in pieces) > MOST_CHOICES:
         return counts
     balance = _Balance(problem, counts)
     for _ in range(MOST_MOVES):

@@ -77,12 +77,12 @@ def plan_of_counts(problem: Problem, counts: Counts) -> Plan:
     """The plan that gives each writer so many rows of each piece, in the order of the counts."""
     writes = {}
     for piece, rows in zip(problem.pieces, counts, strict=True):
-        ends = [0, *itertools.accumulate(rows.values())]
-        writes[piece.name] = tuple(
-            Part(writer=name, begin=begin, end=end)
-            for name, begin, end in zip(rows, ends, ends[1:], strict=False)
-            if end > begin
-        )
+        parts, begin = [], 0
+        for name, count in rows.items():
+            if count:
+                parts.append(Part(writer=name, begin=begin, end=begin + count))
+                begin += count
+        writes[piece.name] = tuple(parts)
     return Plan(writes=writes)
 
 
@@ -116,24 +116,25 @@ def _shared_out(problem: Problem, relaxed: Fractional, *, by_levels: bool) -> Co
 def _wrap(pieces: Sequence[Piece], numbers: Sequence[int], rest: dict[str, float], counts: Counts) -> None:
     """Lay pieces over writers one after the other, in proportion to what is left for each, which is reduced."""
     shares = {name: amount for name, amount in rest.items() if amount > 0} or dict.fromkeys(rest, 1.0)
-    scale = sum(pieces[number].num_bytes for number in numbers) / sum(shares.values())
+    total = sum(pieces[number].num_bytes for number in numbers)
+    scale = total / sum(shares.values())
     names = list(shares)
     ends = list(itertools.accumulate(amount * scale for amount in shares.values()))
-    place, writer = 0.0, 0
+    ends[-1] += total  # the last one takes all that rounding left
+    place, begin, writer = 0, 0, 0
     for number in numbers:
         piece = pieces[number]
-        left = piece.rows
-        while left:
-            rows = left
-            if writer < len(names) - 1:
-                rows = min(left, max(0, round((ends[writer] - place) / piece.row_bytes)))
-            if rows:
-                counts[number][names[writer]] = counts[number].get(names[writer], 0) + rows
-                rest[names[writer]] -= rows * piece.row_bytes
-                place += rows * piece.row_bytes
+        row_bytes, left = piece.row_bytes, piece.rows
+        while (rows := round((ends[writer] - place) / row_bytes)) < left:
+            if rows > 0:
+                counts[number][names[writer]] = rows
+                place += rows * row_bytes
                 left -= rows
-            if left:
-                writer += 1
+            rest[names[writer]] -= place - begin
+            begin, writer = place, writer + 1
+        counts[number][names[writer]] = left
+        place += left * row_bytes
+    rest[names[writer]] -= place - begin
 
 
 def _whole_pieces(problem: Problem) -> Counts:

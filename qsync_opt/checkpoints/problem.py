@@ -45,8 +45,6 @@ class Piece:
 
     def __post_init__(self) -> None:
         check_fields(self, f"piece {self.name!r}")
-        if len(set(self.writers)) != len(self.writers):
-            raise ProblemError(f"piece {self.name!r}: writers names one twice; each may be named once")
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +90,8 @@ class Problem(Document):
                 raise ProblemError(f"pieces: the name {name!r} is used {count} times, but names must be unique")
         distinct = {id(piece.writers): piece for piece in self.pieces}  # pieces of one job share their writers
         for piece in distinct.values():
+            if len(set(piece.writers)) != len(piece.writers):
+                raise ProblemError(f"piece {piece.name!r}: writers names one twice; each may be named once")
             for name in piece.writers:
                 if name not in self.writers:
                     raise ProblemError(
