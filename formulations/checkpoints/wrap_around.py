@@ -37,15 +37,15 @@ class WrapAroundFormulation:
         bound = bound_of(problem, relaxed)
         sharing, few = _Sharing(problem, relaxed), has_few_choices(problem)
 
-        def improved(parts: _Parts) -> _Parts:
+        def after_moves(parts: _Parts) -> _Parts:
             return sharing.parts(improve(problem, sharing.counts(parts), bound)) if few else parts
 
-        best = improved(sharing.shared_out(by_levels=False))
+        best = after_moves(sharing.shared_out(by_levels=False))
         objective = sharing.seconds(best)
         others = [sharing.whole_pieces()] if objective > bound * (1.0 + PROOF_GAP) else []
         if objective > bound * (1.0 + CLOSE):
             others.append(sharing.shared_out(by_levels=True))
-        for other in map(improved, others):
+        for other in map(after_moves, others):
             if (seconds := sharing.seconds(other)) < objective:
                 best, objective = other, seconds
         gap = relative_gap(objective, bound) or 0.0
@@ -149,9 +149,9 @@ class _Sharing:
             level_P -= level_P[first_C][self._class_P[order_P]]
         rest_S = self._bytes_S.copy()
         passes = [self._wrap(order_P[level_P == level], rest_S) for level in range(level_P.max(initial=0) + 1)]
-        joined = _Parts(*map(np.concatenate, zip(*passes, strict=True)))
-        order_N = np.argsort(joined.piece_N, kind="stable")
-        return _Parts(*(array[order_N] for array in joined))
+        parts = _Parts(*map(np.concatenate, zip(*passes, strict=True)))
+        order_N = np.argsort(parts.piece_N, kind="stable")
+        return _Parts(*(array[order_N] for array in parts))
 
     def _wrap(self, order_P: NDArray[np.intp], rest_S: NDArray[np.float64]) -> _Parts:
         """Lay pieces, sorted by class, over the writers of their class one after the other.
@@ -159,14 +159,13 @@ class _Sharing:
         Each gets a share in proportion to what is left for it, ``rest_S``, which is reduced.
         """
         row_bytes_P, bytes_P, class_P = (all_P[order_P] for all_P in (self._row_bytes_P, self._bytes_P, self._class_P))
-        number, class_S = len(self._problem.pieces), self._class_S
+        class_S = self._class_S
         # All classes lie one behind the other, each between two bytes that are known exactly.
-        bytes_C = np.zeros(class_S.max(initial=-1) + 1, dtype=np.int64)
-        np.add.at(bytes_C, class_P, bytes_P)
-        end_C = np.cumsum(bytes_C)
         share_S = np.maximum(rest_S, 0.0)
-        none_C = np.bincount(class_S, share_S, minlength=number) == 0
+        none_C = np.bincount(class_S, share_S) == 0
         share_S[none_C[class_S]] = 1.0
+        bytes_C = np.bincount(class_P, bytes_P, minlength=len(none_C))
+        end_C = np.cumsum(bytes_C)
         share_C = np.bincount(class_S, share_S)
         end_S = np.cumsum(share_S * (bytes_C / share_C)[class_S])
         end_S = np.clip(end_S, (end_C - bytes_C)[class_S], end_C[class_S])
@@ -188,11 +187,11 @@ class _Sharing:
         """Each piece, in order, to the writer that has least to do: how ``torch.distributed.checkpoint`` does it."""
         loads = np.zeros(len(self._names), dtype=np.int64)
         holders: dict[tuple[str, ...], NDArray[np.intp]] = {}  # thousands of pieces share thousands of writers
-        chosen = []
+        writers = []
         for piece, num_bytes in zip(self._problem.pieces, self._bytes_P.tolist(), strict=True):
             if (own := holders.get(piece.writers)) is None:
                 own = holders[piece.writers] = np.array([self._places[name] for name in piece.writers], dtype=np.intp)
             writer = own[loads[own].argmin()]
             loads[writer] += num_bytes
-            chosen.append(writer)
-        return _Parts(np.arange(len(chosen)), np.array(chosen, dtype=np.intp), self._rows_P)
+            writers.append(writer)
+        return _Parts(np.arange(len(writers)), np.array(writers, dtype=np.intp), self._rows_P)

@@ -20,6 +20,8 @@ from qsync_opt.io import (
 )
 
 PROBLEM_FORMAT = "qsync-writes/1"
+MOST_BYTES = 2**53
+"""Of all pieces: up to here sums of bytes are exact in floating-point numbers, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,8 @@ class Problem(Document):
                         f"piece {piece.name!r}: writers names {name!r}{near_match(name, self.writers)}; name those of "
                         "the problem"
                     )
+        if self.num_bytes > MOST_BYTES:
+            raise ProblemError(f"pieces: {self.num_bytes} bytes in all, but at most 2**53 are allowed")
         freeze(self, "hosts", "writers", "extras")
 
     @property
