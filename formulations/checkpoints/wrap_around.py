@@ -186,12 +186,13 @@ class _Sharing:
     def whole_pieces(self) -> _Parts:
         """Each piece, in order, to the writer that has least to do: how ``torch.distributed.checkpoint`` does it."""
         loads = np.zeros(len(self._names), dtype=np.int64)
-        holders: dict[tuple[str, ...], NDArray[np.intp]] = {}  # thousands of pieces share thousands of writers
+        holders: dict[int, NDArray[np.intp]] = {}  # by identity: pieces of one job share their writers
         writers = []
         for piece, num_bytes in zip(self._problem.pieces, self._bytes_P.tolist(), strict=True):
-            if (own := holders.get(piece.writers)) is None:
-                own = holders[piece.writers] = np.array([self._places[name] for name in piece.writers], dtype=np.intp)
-            writer = own[loads[own].argmin()]
+            if (own := holders.get(id(piece.writers))) is None:
+                own = np.array([self._places[name] for name in piece.writers], dtype=np.intp)
+                holders[id(piece.writers)] = own
+            writer = own[loads.take(own).argmin()]
             loads[writer] += num_bytes
             writers.append(writer)
         return _Parts(np.arange(len(writers)), np.array(writers, dtype=np.intp), self._rows_P)

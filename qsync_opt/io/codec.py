@@ -298,10 +298,12 @@ def _fields_in_file(cls: type) -> tuple[_Entry, ...]:
 _layout: Callable[[type], tuple[_Entry, ...]] = functools.cache(_fields_in_file)
 
 
-@functools.cache
-def _checks(cls: type) -> tuple[tuple[str, Callable[..., Any]], ...]:
-    """The fields that `check_fields` reads, and how."""
+def _plain_fields(cls: type) -> tuple[tuple[str, Callable[..., Any]], ...]:
     return tuple((entry.name, entry.form.read) for entry in _layout(cls) if entry.form.is_plain)
+
+
+_checks: Callable[[type], tuple[tuple[str, Callable[..., Any]], ...]] = functools.cache(_plain_fields)
+"""The fields that `check_fields` reads, and how."""
 
 
 def _unpack(hint: Any, how: Json = Json()) -> tuple[Any, Json]:
@@ -416,7 +418,8 @@ _object = _of_kind((dict, Mapping), "it must be an object", kind_name)
 
 
 def _texts(values: Any, place: str, *, error: type[QSyncError]) -> tuple[str, ...]:
-    _list(values, place, error=error)
+    if type(values) is not tuple:
+        _list(values, place, error=error)
     try:
         "".join(values)  # the fastest check of thousands
     except TypeError:
