@@ -59,7 +59,7 @@ class Problem(Document):
     """Pieces to be split by rows among their writers, so that the slowest writer or host is done soonest.
 
     ``hosts`` maps each host to the bytes per second that its writers share. The same problem balances reads: then
-    ``writers`` are the ranks that may read a piece, at their rates of reading.
+    ``writers`` are the ranks that may read a piece, at their rates of reading. The pieces have at most `MOST_BYTES`.
 
     Raises:
         ProblemError: Any rule of the format is broken; the text names the piece or writer.
