@@ -14,6 +14,7 @@ beside a save are products on the same device and the optimizer's step of the sa
 
     python benchmarks/checkpoints.py                          # CPU; writes benchmarks/results/checkpoints.json
     python benchmarks/checkpoints.py --device cuda            # writes benchmarks/results/checkpoints-<card>.json
+    python benchmarks/checkpoints.py --device cuda --sizes 1000,5000 --only background dcp.save --output peers.json
     python benchmarks/checkpoints.py --sizes 16 --rounds 1 --previous "" --output /tmp/smoke.json
 """
 
@@ -477,11 +478,10 @@ def _hardware(device: str) -> str:
     return f"{card}{processors()}"
 
 
-def _order(only: str, sizes: list[int], device: str) -> list[tuple[int, str]]:
-    names = [only] if only else [*OURS, "disk", "disk, direct"]
+def _order(only: list[str], sizes: list[int], device: str) -> list[tuple[int, str]]:
+    """Size by size; where all subjects are measured on a card, peers come after the largest size of the others."""
+    names = only or [*OURS, "disk", "disk, direct"]
     peers = [] if only else [name for name in SUBJECTS if name not in names]
-    if importlib.util.find_spec("torch_checkpointing") is None:
-        peers = [name for name in peers if name != "torch_checkpointing"]
     if device == "cpu":
         return [(size, name) for size in sizes for name in (*names, *peers)]
     return [(size, name) for some in (names, peers) for size in sizes for name in some]
@@ -497,7 +497,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, help="seconds after which no further subject begins; 130 on a card")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; the system's temporary folder")
     parser.add_argument("--previous", default=PREVIOUS, help="commit whose save is measured too, on a CPU")
-    parser.add_argument("--only", default="", choices=("", *SUBJECTS), help="one subject")
+    parser.add_argument("--only", nargs="+", default=[], choices=SUBJECTS, metavar="SUBJECT", help="these, in order")
     parser.add_argument("--print", action="store_true", help="print the records, write nothing")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -519,6 +519,9 @@ def main() -> None:
         for size, subject in _order(arguments.only, sizes, device):
             if time.monotonic() - began > budget:
                 skipped.append(f"{subject} at {size} MB")
+                continue
+            if subject == "torch_checkpointing" and importlib.util.find_spec(subject) is None:
+                skipped.append(f"{subject} at {size} MB: it is not installed")
                 continue
             if of_size != size:
                 job = None

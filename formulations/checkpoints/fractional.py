@@ -27,7 +27,8 @@ _EPSILON = 1e-12
 class Fractional:
     """A least time in seconds, and the bytes that each writer gets of each class of pieces.
 
-    ``classes`` are the pieces by number, ``bytes_CW`` maps for each class its writers to bytes.
+    ``classes`` are the pieces by number, ``bytes_CW`` maps for each class those of its writers that get some to bytes,
+    or, where the class is less than rounding, all of its writers to 0.
     """
 
     seconds: float
@@ -167,5 +168,5 @@ class _Network:
                 if self._spare[edge ^ 1] > self._least:
                     amounts[name] = self._spare[edge ^ 1]
                 edge += 2
-            result.append(amounts)
+            result.append(amounts or dict.fromkeys(names, 0.0))  # a class may be as small as rounding
         return result

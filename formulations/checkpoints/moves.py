@@ -11,13 +11,18 @@ MOST_CHOICES = 10_000
 """Pairs of a piece and a writer that holds it; beyond, moves take long."""
 
 
+def has_few_choices(problem: Problem) -> bool:
+    """Whether there are at most `MOST_CHOICES`."""
+    return sum(len(piece.writers) for piece in problem.pieces) <= MOST_CHOICES
+
+
 def improve(problem: Problem, counts: Counts, bound: float) -> Counts:
     """Move rows from the slowest writer or host to others, as long as it gets faster; ``counts`` is not changed.
 
+    Of use where the problem `has_few_choices`.
+
     Source: ours; a descent, which may end before the optimum.
     """
-    if sum(len(piece.writers) for piece in problem.pieces) > MOST_CHOICES:
-        return counts
     balance = _Balance(problem, counts)
     for _ in range(MOST_MOVES):
         if balance.seconds <= bound or not balance.move(bound):

@@ -11,9 +11,6 @@ from qsync_opt.checkpoints.problem import Piece, Problem
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import near_match
 
-FEW = 8
-"""Parts of a piece for which a set of its writers, of whom there may be thousands, is not worth its making."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -59,18 +56,22 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
     writers = dict.fromkeys(problem.writers, 0)
     hosts = dict.fromkeys(problem.hosts, 0)
     violations = []
+    holders: dict[tuple[str, ...], frozenset[str]] = {}  # thousands of pieces share thousands of writers
     for piece in problem.pieces:
         parts = plan.writes.get(piece.name, ())
-        violations += _faults(piece, parts)
+        if (own := holders.get(piece.writers)) is None:
+            own = holders[piece.writers] = frozenset(piece.writers)
+        if not (len(parts) == 1 and _is_whole(piece, parts[0]) and parts[0].writer in own):
+            violations += _faults(piece, parts, own)
         for part in parts:
             if part.writer not in writers:
                 raise ProblemError(
                     f"the plan names the writer {part.writer!r}{near_match(part.writer, writers)}, which the problem "
                     "lacks"
                 )
-            num_bytes = (part.end - part.begin) * piece.row_bytes
-            writers[part.writer] += num_bytes
-            hosts[problem.writers[part.writer].host] += num_bytes
+            writers[part.writer] += (part.end - part.begin) * piece.row_bytes
+    for name, num_bytes in writers.items():
+        hosts[problem.writers[name].host] += num_bytes
     seconds = [count / problem.writers[name].bytes_per_s for name, count in writers.items()]
     seconds += [count / problem.hosts[name] for name, count in hosts.items()]
     return Evaluation(
@@ -81,8 +82,11 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
     )
 
 
-def _faults(piece: Piece, parts: tuple[Part, ...]) -> list[str]:
-    allowed = piece.writers if len(parts) < FEW else frozenset(piece.writers)
+def _is_whole(piece: Piece, part: Part) -> bool:
+    return part.begin == 0 and part.end == piece.rows
+
+
+def _faults(piece: Piece, parts: tuple[Part, ...], allowed: frozenset[str]) -> list[str]:
     faults = [
         f"piece {piece.name!r}: {name!r} writes rows that it does not hold"
         for name in dict.fromkeys(part.writer for part in parts)

@@ -61,13 +61,14 @@ def replica_problem(
         by_tensor.setdefault(shard.tensor, []).append(shard)
     for tensor, own in by_tensor.items():
         check_cover(own[0].shape, (shard.box for shard in own), f"tensor {tensor!r}")
-    share = sum(shard.box.size * shard.itemsize for shard in shards) / max(1, len(hosts))
+    sizes = [shard.box.size * shard.itemsize for shard in shards]
+    share = sum(sizes) / max(1, len(hosts))
     pieces = []
     names = [str(rank) for rank in range(len(hosts))]
     several: dict[tuple[int, ...], tuple[str, ...]] = {}  # thousands of shards share thousands of ranks
-    for number, shard in enumerate(shards):
-        if shard.box.size:
-            rows, row_bytes = _rows(shard, share)
+    for number, (shard, num_bytes) in enumerate(zip(shards, sizes, strict=True)):
+        if num_bytes:
+            rows, row_bytes = _rows(shard.box.lengths, num_bytes, share)
             if (writers := several.get(shard.ranks)) is None:
                 writers = several[shard.ranks] = tuple(names[rank] for rank in shard.ranks)
             pieces.append(Piece(name=str(number), row_bytes=row_bytes, rows=rows, writers=writers))
@@ -81,10 +82,10 @@ def replica_problem(
     )
 
 
-def _rows(shard: Shard, share: float) -> tuple[int, int]:
-    """Number of rows of a shard and their bytes: of its first dimension, or of more where these rows are coarse."""
-    rows, row_bytes = 1, shard.box.size * shard.itemsize
-    for length in shard.box.lengths:
+def _rows(lengths: Sequence[int], num_bytes: int, share: float) -> tuple[int, int]:
+    """Number of rows of a box and their bytes: of its first dimension, or of more where these rows are coarse."""
+    rows, row_bytes = 1, num_bytes
+    for length in lengths:
         if rows > 1 and row_bytes * FINE <= share:
             break
         rows, row_bytes = rows * length, row_bytes // length

@@ -20,6 +20,8 @@ from qsync_opt.io import (
 )
 
 PROBLEM_FORMAT = "qsync-writes/1"
+MOST_BYTES = 2**53
+"""Of all pieces: up to here sums of bytes are exact in floating-point numbers, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +47,6 @@ class Piece:
 
     def __post_init__(self) -> None:
         check_fields(self, f"piece {self.name!r}")
-        if len(set(self.writers)) != len(self.writers):
-            raise ProblemError(f"piece {self.name!r}: writers names one twice; each may be named once")
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Problem(Document):
     """Pieces to be split by rows among their writers, so that the slowest writer or host is done soonest.
 
     ``hosts`` maps each host to the bytes per second that its writers share. The same problem balances reads: then
-    ``writers`` are the ranks that may read a piece, at their rates of reading.
+    ``writers`` are the ranks that may read a piece, at their rates of reading. The pieces have at most `MOST_BYTES`.
 
     Raises:
         ProblemError: Any rule of the format is broken; the text names the piece or writer.
@@ -92,12 +92,16 @@ class Problem(Document):
                 raise ProblemError(f"pieces: the name {name!r} is used {count} times, but names must be unique")
         distinct = {id(piece.writers): piece for piece in self.pieces}  # pieces of one job share their writers
         for piece in distinct.values():
+            if len(set(piece.writers)) != len(piece.writers):
+                raise ProblemError(f"piece {piece.name!r}: writers names one twice; each may be named once")
             for name in piece.writers:
                 if name not in self.writers:
                     raise ProblemError(
                         f"piece {piece.name!r}: writers names {name!r}{near_match(name, self.writers)}; name those of "
                         "the problem"
                     )
+        if self.num_bytes > MOST_BYTES:
+            raise ProblemError(f"pieces: {self.num_bytes} bytes in all, but at most 2**53 are allowed")
         freeze(self, "hosts", "writers", "extras")
 
     @property

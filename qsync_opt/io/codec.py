@@ -240,12 +240,17 @@ def check_fields(value: Any, what: str, *, error: type[QSyncError] = ProblemErro
     All fields of numbers, texts, truth values and enumerations are checked, and tuples and mappings of them; ``what``
     names the dataclass in errors.
     """
-    for entry in _layout(type(value)):
-        if entry.form.is_plain:
-            old = getattr(value, entry.name)
-            new = entry.form.read(old, f"{what}: {entry.name}", error=error)
-            if new is not old:
-                object.__setattr__(value, entry.name, new)
+    for name, read in _checks(type(value)):
+        old = getattr(value, name)
+        try:
+            new = read(old, name, error=error)
+        except error:
+            break
+        if new is not old:
+            object.__setattr__(value, name, new)
+    else:
+        return
+    read(old, f"{what}: {name}", error=error)  # raises the error with its place, which only errors need
 
 
 def freeze(value: Any, *names: str, depth: int = 1) -> None:
@@ -293,6 +298,14 @@ def _fields_in_file(cls: type) -> tuple[_Entry, ...]:
 _layout: Callable[[type], tuple[_Entry, ...]] = functools.cache(_fields_in_file)
 
 
+def _plain_fields(cls: type) -> tuple[tuple[str, Callable[..., Any]], ...]:
+    return tuple((entry.name, entry.form.read) for entry in _layout(cls) if entry.form.is_plain)
+
+
+_checks: Callable[[type], tuple[tuple[str, Callable[..., Any]], ...]] = functools.cache(_plain_fields)
+"""The fields that `check_fields` reads, and how."""
+
+
 def _unpack(hint: Any, how: Json = Json()) -> tuple[Any, Json]:
     """A type without its annotation, and the annotation."""
     if get_origin(hint) is Annotated:
@@ -307,8 +320,10 @@ def _conversion(hint: Any, how: Json) -> _Conversion:
         return _Conversion(lambda value, place, error: custom(value, place), how.write, False)
     if hint is str:
         return _Conversion(check_name if how.name else _any_text if how.empty else _text)
-    if hint in (int, float):
-        return _Conversion(functools.partial(check_integer if hint is int else check_number, minimum=how.minimum))
+    if hint is int:
+        return _Conversion(_integer_of(how.minimum))
+    if hint is float:
+        return _Conversion(functools.partial(check_number, minimum=how.minimum))
     if hint is bool:
         return _Conversion(_flag)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -372,6 +387,15 @@ def _mapping_conversion(key: Any, hint: Any) -> _Conversion:
     return _Conversion(read_all, write_all, is_plain)
 
 
+def _integer_of(minimum: int) -> Callable[..., int]:
+    def read(value: Any, place: str, *, error: type[QSyncError]) -> int:
+        if type(value) is int and minimum <= value <= LARGEST_INTEGER:  # nearly always, and thousands of times
+            return value
+        return check_integer(value, place, minimum=minimum, error=error)
+
+    return read
+
+
 def _text(value: Any, place: str, *, error: type[QSyncError]) -> str:
     if not isinstance(value, str) or not value:
         raise error(f"{place} is {value!r}, but it must be a text that is not empty")
@@ -394,7 +418,8 @@ _object = _of_kind((dict, Mapping), "it must be an object", kind_name)
 
 
 def _texts(values: Any, place: str, *, error: type[QSyncError]) -> tuple[str, ...]:
-    _list(values, place, error=error)
+    if type(values) is not tuple:
+        _list(values, place, error=error)
     try:
         "".join(values)  # the fastest check of thousands
     except TypeError:

@@ -166,6 +166,21 @@ def test_any_number_of_ranks_writes_equally_much(ranks):
     assert solution.objective <= _whole_pieces(problem) * (1 + 1e-6)
 
 
+def test_a_piece_smaller_than_rounding_is_written():
+    problem = Problem(
+        name="terabytes",
+        hosts={"h": 1e12},
+        writers={name: Writer(host="h", bytes_per_s=1e9) for name in "abc"},
+        pieces=(
+            Piece(name="weights", row_bytes=4, rows=10**13, writers=("a", "b")),
+            Piece(name="step", row_bytes=4, rows=1, writers=("c",)),
+        ),
+    )
+    solution = solve(problem)
+    assert solution.objective == pytest.approx(2e4)
+    assert [(part.writer, part.end) for part in solution.plan.writes["step"]] == [("c", 1)]
+
+
 def test_nothing_to_write_takes_no_time():
     problem = Problem(name="empty", hosts={"h": 1.0}, writers={"r": Writer(host="h", bytes_per_s=1.0)}, pieces=())
     for method in ("default", "exact", "ilp", "exhaustive"):

@@ -66,6 +66,7 @@ def test_a_writer_that_does_not_hold_a_piece_breaks_the_plan():
         (lambda d: d["pieces"][0].update(writers=["r0", "r0"]), "names one twice"),
         (lambda d: d["pieces"][0].update(rows=0), "at least 1"),
         (lambda d: d["pieces"].append(d["pieces"][0]), "used 2 times"),
+        (lambda d: d["pieces"][0].update(rows=2**42), "at most 2\\*\\*53"),
         (lambda d: d.update(rows=3), "unknown key 'rows'"),
     ],
 )
