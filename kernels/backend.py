@@ -117,7 +117,8 @@ def explain(device: torch.device | str) -> dict[str, str]:
     result["batched"] = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
     if "FP8" in precisions:
         result["fp8"] = "torch._scaled_mm"
-    result.update(dict.fromkeys(("quantize", "gradients", "messages", "weight_only", "cross_entropy"), "plain PyTorch"))
+    in_torch = ("quantize", "gradients", "messages", "weight_only", "cross_entropy", "paged_attention")
+    result.update(dict.fromkeys(in_torch, "plain PyTorch"))
     kinds = {"matmul": ("linear", "batched", "fp8")}
     for unit in UNITS:
         compiled, why = library.activate(unit), library.reason(unit)

@@ -35,7 +35,9 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "90": ("sm_90a",),
 }
 # Stems of the sources' names: kernels that are compiled and loaded together.
-UNITS = ("quantize", "matmul", "convolution", "gradients", "messages", "weight_only", "cross_entropy")
+UNITS = (
+    "quantize", "matmul", "convolution", "gradients", "messages", "weight_only", "cross_entropy", "paged_attention",
+)  # fmt: skip
 
 
 def target_of(capability: tuple[int, int]) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
+from qsync_opt.kernels.paged_attention import explain, paged_attention
 from qsync_opt.runtimes.torch.serving.cache import PagedCache
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary
 from qsync_opt.runtimes.torch.serving.packing import PackedWeight, has_reproducible, join_parts, linear, pack_parts
@@ -156,10 +157,14 @@ class Attention(Group):
         return x_NH + (y if self.after is None else layout.apart(self.after, y))
 
     def _decode(self, q: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """One token per sequence: query heads that share keys stand as rows of one product."""
+        """One token per sequence. Without a kernel, query heads that share keys stand as rows of one product."""
         c, sequences = self.config, q.shape[0]
         assert self.cache is not None
-        table, mask = layout.seen(c.windows[self.layer], self.dtype)
+        window, codes = c.windows[self.layer], self.cache.codes
+        if codes.dtype is q.dtype and not explain(q.device, q.dtype, c.head_size):
+            y = paged_attention(q, codes, layout.table_SP, layout.contexts_S, scale=c.query_scale, window=window)
+            return y.view(sequences, -1)
+        table, mask = layout.seen(window, self.dtype)
         keys, values = self.cache.read(table, high_halves=layout.precision.high_halves)
         rows = q.reshape(sequences, c.kv_heads, -1, c.head_size).transpose(0, 1)
         mask = mask.expand(c.kv_heads, -1, rows.shape[2], -1)

@@ -1,0 +1,12 @@
+"""Attention of one new token per sequence over keys and values in pages, without gathering them first."""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.kernels.paged_attention.operators import UNIT, explain, paged_attention
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = ["UNIT", "explain", "paged_attention"]
