@@ -22,7 +22,7 @@ def functions() -> ctypes.CDLL | str:
     if not isinstance(loaded, str):
         pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         weight = (count, count, count, number, pointer, number)  # tiles, blocks, group in blocks, bits, y, threads
-        loaded.qsync_weight_only_linear.argtypes = [pointer, count, pointer, pointer, *weight]
+        loaded.qsync_weight_only_linear.argtypes = [pointer, count, number, pointer, pointer, *weight]
         loaded.qsync_weight_only_unpack.argtypes = [pointer, pointer, *weight]
         loaded.qsync_weight_only_rotate.argtypes = [pointer, count, number, number]
         for name in ("linear", "unpack", "rotate"):
@@ -38,10 +38,12 @@ def _call(name: str, packed: PackedWeight, y: Tensor, *first: Any) -> Tensor:
 
 
 def linear(x: Tensor, packed: PackedWeight) -> Tensor:
-    """FP32 product on the CPU, padded outputs cut off."""
-    x = x.float().contiguous()
-    y = torch.empty((x.shape[0], packed.codes.shape[0] * TILE))
-    return _call("qsync_weight_only_linear", packed, y, x.data_ptr(), x.shape[0])[:, : packed.out_features]
+    """The product on the CPU in BF16 where ``x`` is, else in FP32; sums are FP32, and padded outputs are cut off."""
+    kept = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
+    x = x.to(kept).contiguous()
+    y = torch.empty((x.shape[0], packed.codes.shape[0] * TILE), dtype=kept)
+    first = (x.data_ptr(), x.shape[0], kept is torch.bfloat16)
+    return _call("qsync_weight_only_linear", packed, y, *first)[:, : packed.out_features]
 
 
 def unpack(packed: PackedWeight) -> Tensor:
