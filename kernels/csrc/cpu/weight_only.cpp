@@ -21,6 +21,7 @@ constexpr int kLanes = 16, kMostRows = 8;
 constexpr int kLanes = 8, kMostRows = 4;
 #endif
 constexpr int kWords = 4, kOutputs = kLanes / kWords, kTile = 64;
+constexpr int kAhead = 4096;  // bytes; processors do not fetch codes early enough by themselves while they multiply
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -172,6 +173,7 @@ void run_tile(const Words* x, int64_t block_vectors, const float* sums, int64_t 
         for (int q = 0; q < L::kLoads; ++q) {
           for (int t = 0; t < 4; ++t) {
             const Words words = load(codes + q * 512 + (t * 8 + v * kOutputs) * 16);
+            __builtin_prefetch(codes + q * 512 + (t * 8 + v * kOutputs) * 16 + kAhead);
             const Words* inputs = x + (q * 4 + t) * L::kVectors;
 #pragma GCC unroll 8
             for (int step = 0; step < L::kSteps; ++step) {
