@@ -42,13 +42,14 @@ inline float widen(Bf16 x) {
   return wide;
 }
 
-inline void narrow(float x, float* to) { *to = x; }
+inline void store(Floats x, float* to) { std::memcpy(to, &x, sizeof(x)); }
 
-inline void narrow(float x, Bf16* to) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  *to = Bf16(x == x ? rounded : 0x7FC0);
+inline void store(Floats x, Bf16* to) {
+  typedef Bf16 Narrow __attribute__((vector_size(2 * kLanes)));
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  const Narrow narrow = __builtin_convertvector(x == x ? rounded : Words{} + 0x7FC0, Narrow);
+  std::memcpy(to, &narrow, sizeof(narrow));
 }
 
 // How codes of a word meet activations: as FP32 numbers, one input at a time.
@@ -207,13 +208,11 @@ void run_tile(const Words* x, int64_t block_vectors, const float* sums, int64_t 
   }
   for (int n = 0; n < kRows; ++n) {
     const Floats* vectors = &totals[n][0][0][0];  // output m is in the lanes of vector m / kOutputs
-    float results[kTile];
     for (int m = 0; m < kTile; m += kLanes, vectors += 4) {
+      Floats offset;
+      std::memcpy(&offset, offsets[n] + m, sizeof(offset));
       const Floats result = fold(fold(vectors[0], vectors[1]), fold(vectors[2], vectors[3]));
-      std::memcpy(results + m, &result, sizeof(result));
-    }
-    for (int m = 0; m < kTile; ++m) {
-      narrow(results[m] - L::kZero * offsets[n][m], y + n * padded + m);
+      store(result - float(L::kZero) * offset, y + n * padded + m);
     }
   }
 }
@@ -259,10 +258,24 @@ void run(const X* x, int64_t rows, const uint8_t* codes, const float* scales, in
   }
 }
 
-template <int kBits>
-void unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t blocks, int64_t group_blocks, float* y,
+// The words of sixteen inputs of an output are spread over lanes in the order of the inputs.
+template <int kBits, typename Y>
+void unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t blocks, int64_t group_blocks, Y* y,
             int threads) {
   using L = Singles<kBits>;
+  constexpr int kParts = 16 / kLanes;
+  Ints word[kParts];
+  Words shift[2];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int part = 0; part < kParts; ++part) {
+      word[part][lane] = (part * kLanes + lane) / L::kInputs;
+    }
+    for (int j = 0; j < L::kCodes; ++j) {
+      if (L::input(j) == lane % L::kInputs) {
+        shift[L::half(j)][lane] = kBits * j;
+      }
+    }
+  }
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t tile = 0; tile < tiles; ++tile) {
     for (int64_t block = 0; block < blocks; ++block) {
@@ -270,18 +283,19 @@ void unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t bl
       for (int i = 0; i < 4; ++i) {
         const uint8_t* strip = codes + ((tile * blocks + block) * 4 + i) * L::kLoads * 512;
         for (int g = 0; g < 8; ++g) {
-          float* rows[2];
-          for (int half = 0; half < 2; ++half) {
-            rows[half] = y + ((tile * kTile + i * 16 + half * 8 + g) * blocks + block) * kTile;
-          }
-          const float factor[2] = {factors[i * 16 + g], factors[i * 16 + 8 + g]};
+          Y* to = y + ((tile * kTile + i * 16 + g) * blocks + block) * kTile;
           for (int t = 0; t < 4; ++t) {
-            for (int word = 0; word < kWords * L::kLoads; ++word) {
-              uint32_t bits;
-              std::memcpy(&bits, strip + word / kWords * 512 + (t * 8 + g) * 16 + word % kWords * 4, sizeof(bits));
-              for (int j = 0; j < L::kCodes; ++j) {
-                const int code = int(bits >> (kBits * j) & L::kMask) - L::kZero;
-                rows[L::half(j)][16 * t + L::kInputs * word + L::input(j)] = float(code) * factor[L::half(j)];
+            Words words = {};
+            for (int q = 0; q < L::kLoads; ++q) {
+              std::memcpy((uint8_t*)&words + 16 * q, strip + q * 512 + (t * 8 + g) * 16, 16);
+            }
+            for (int part = 0; part < kParts; ++part) {
+              const Words spread = __builtin_shuffle(words, word[part]);
+#pragma GCC unroll 2
+              for (int half = 0; half < 2; ++half) {
+                const Ints numbers = (Ints)(spread >> shift[half] & L::kMask) - L::kZero;
+                const Floats values = __builtin_convertvector(numbers, Floats) * factors[i * 16 + half * 8 + g];
+                store(values, to + half * 8 * blocks * kTile + 16 * t + part * kLanes);
               }
             }
           }
@@ -331,13 +345,16 @@ extern "C" void qsync_weight_only_linear(const void* x, int64_t rows, int bf16, 
   }
 }
 
-// y: (64 tiles, 64 blocks).
-extern "C" void qsync_weight_only_unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t blocks,
-                                         int64_t group_blocks, int bits, float* y, int threads) {
-  if (bits == 4) {
-    unpack<4>(codes, scales, tiles, blocks, group_blocks, y, threads);
+// y: (64 tiles, 64 blocks), FP32 or BF16.
+extern "C" void qsync_weight_only_unpack(int bf16, const uint8_t* codes, const float* scales, int64_t tiles,
+                                         int64_t blocks, int64_t group_blocks, int bits, void* y, int threads) {
+  const auto go = [&](auto unpack_to, auto number) {
+    unpack_to(codes, scales, tiles, blocks, group_blocks, static_cast<decltype(number)*>(y), threads);
+  };
+  if (bf16) {
+    bits == 4 ? go(unpack<4, Bf16>, Bf16()) : go(unpack<8, Bf16>, Bf16());
   } else {
-    unpack<8>(codes, scales, tiles, blocks, group_blocks, y, threads);
+    bits == 4 ? go(unpack<4, float>, float()) : go(unpack<8, float>, float());
   }
 }
 
