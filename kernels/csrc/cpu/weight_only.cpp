@@ -45,10 +45,14 @@ inline float widen(Bf16 x) {
 inline void store(Floats x, float* to) { std::memcpy(to, &x, sizeof(x)); }
 
 inline void store(Floats x, Bf16* to) {
+#ifdef __AVX512BF16__  // magnitudes below 2**-126 become zeros
+  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
+#else
   typedef Bf16 Narrow __attribute__((vector_size(2 * kLanes)));
   const Words bits = (Words)x;
   const Words rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
   const Narrow narrow = __builtin_convertvector(x == x ? rounded : Words{} + 0x7FC0, Narrow);
+#endif
   std::memcpy(to, &narrow, sizeof(narrow));
 }
 
@@ -258,17 +262,18 @@ void run(const X* x, int64_t rows, const uint8_t* codes, const float* scales, in
   }
 }
 
-// The words of sixteen inputs of an output are spread over lanes in the order of the inputs.
+// Words of sixteen inputs of an output are spread over lanes in the order of the inputs.
 template <int kBits, typename Y>
 void unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t blocks, int64_t group_blocks, Y* y,
             int threads) {
   using L = Singles<kBits>;
-  constexpr int kParts = 16 / kLanes;
+  constexpr int kParts = 16 / kLanes, kVectors = 8 / kOutputs, kInLoad = 16 / L::kLoads;
   Ints word[kParts];
   Words shift[2];
   for (int lane = 0; lane < kLanes; ++lane) {
     for (int part = 0; part < kParts; ++part) {
-      word[part][lane] = (part * kLanes + lane) / L::kInputs;
+      const int input = part * kLanes + lane;
+      word[part][lane] = input / kInLoad * kLanes + input % kInLoad / L::kInputs;
     }
     for (int j = 0; j < L::kCodes; ++j) {
       if (L::input(j) == lane % L::kInputs) {
@@ -282,20 +287,20 @@ void unpack(const uint8_t* codes, const float* scales, int64_t tiles, int64_t bl
       const float* factors = scales + block / group_blocks * tiles * kTile + tile * kTile;
       for (int i = 0; i < 4; ++i) {
         const uint8_t* strip = codes + ((tile * blocks + block) * 4 + i) * L::kLoads * 512;
-        for (int g = 0; g < 8; ++g) {
-          Y* to = y + ((tile * kTile + i * 16 + g) * blocks + block) * kTile;
+        for (int v = 0; v < kVectors; ++v) {
           for (int t = 0; t < 4; ++t) {
-            Words words = {};
-            for (int q = 0; q < L::kLoads; ++q) {
-              std::memcpy((uint8_t*)&words + 16 * q, strip + q * 512 + (t * 8 + g) * 16, 16);
-            }
-            for (int part = 0; part < kParts; ++part) {
-              const Words spread = __builtin_shuffle(words, word[part]);
+            const uint8_t* at = strip + (t * 8 + v * kOutputs) * 16;
+            const Words first = load(at), last = load(at + (L::kLoads - 1) * 512);
+            for (int output = 0; output < kOutputs; ++output) {
+              for (int part = 0; part < kParts; ++part) {
+                const Words spread = __builtin_shuffle(first, last, word[part] + output * kWords);
 #pragma GCC unroll 2
-              for (int half = 0; half < 2; ++half) {
-                const Ints numbers = (Ints)(spread >> shift[half] & L::kMask) - L::kZero;
-                const Floats values = __builtin_convertvector(numbers, Floats) * factors[i * 16 + half * 8 + g];
-                store(values, to + half * 8 * blocks * kTile + 16 * t + part * kLanes);
+                for (int half = 0; half < 2; ++half) {
+                  const int m = i * 16 + half * 8 + v * kOutputs + output;
+                  const Ints numbers = (Ints)(spread >> shift[half] & L::kMask) - L::kZero;
+                  store(__builtin_convertvector(numbers, Floats) * factors[m],
+                        y + ((tile * kTile + m) * blocks + block) * kTile + 16 * t + part * kLanes);
+                }
               }
             }
           }
