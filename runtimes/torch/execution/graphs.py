@@ -245,9 +245,7 @@ class CapturedPasses:
             with (
                 torch.cuda.device(model_device(self._model)),
                 model_unchanged(self._model),
-                contextlib.nullcontext()
-                if self._compiled is None
-                else compiled_in_place(self._model, self._compiled()),
+                contextlib.nullcontext() if self._compiled is None else compiled_in_place(self._model, self._compiled()),
             ):
                 return self._warm_up_and_capture(leaves, spec)
         except torch.OutOfMemoryError:
