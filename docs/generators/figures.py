@@ -537,8 +537,8 @@ _ROWS = (
         "decoding.json",
     ),
     (
-        "Serving Gemma 3 270M with 4-bit layers and an 8-bit head on two threads, 8 prompts of 64 tokens and 32 new ones: "
-        "tokens per second over transformers, over llama.cpp, each in its faster type",
+        "Serving Gemma 3 270M with 4-bit layers and an 8-bit head on two threads, 8 prompts of 64 tokens and 32 new "
+        "ones: tokens per second over transformers, over llama.cpp, each in its faster type",
         "prefill {{ serving-peers.prefill.over-transformers }} and {{ serving-peers.prefill.over-llama.cpp }} x, "
         "decoding {{ serving-peers.decode.over-transformers }} and {{ serving-peers.decode.over-llama.cpp }} x",
         ">= 1 x; >= 0.8 x{{ serving-peers.missed }}",
