@@ -51,6 +51,7 @@ def figures() -> dict[str, str]:
         **_plain_processor(results["plain-processor.json"]),
         **_serving_harm(results["serving-harm.json"]),
         **_serving_load(results["serving-load.json"]),
+        **_serving_peers(results["serving-peers.json"]),
         **_serving_solvers(results["serving-solvers.json"]),
         **_speculation(results["decoding-simulation.json"]),
         **_acceptance(results["decoding-acceptance.json"]),
@@ -100,6 +101,24 @@ def _serving_load(data: Record) -> dict[str, str]:
         "serving-load.answers": lost["note"],
         "serving-load.growth": percent(growth["measured"]),
     }
+
+
+def _serving_peers(data: Record) -> dict[str, str]:
+    """Tokens per second of engines, medians, and ours over the peers'."""
+    texts = {}
+    for phase in ("prefill", "decode"):
+        speeds: dict[str, list[float]] = {}
+        for record in data["records"]:
+            name = record["engine"].replace(", ", ".").replace(" ", "-").lower()
+            speeds.setdefault(f"serving-peers.{phase}.{name}", []).append(record[f"{phase}_tokens_per_s"])
+        texts |= {name: f"{statistics.median(values):.0f}" for name, values in speeds.items()}
+    missed = []
+    for row in data["asked"]:
+        phase, peer = row["what"].split()[0], row["what"].split(" over ")[1].split(",")[0]
+        texts[f"serving-peers.{phase}.over-{peer}"] = f"{row['measured']:.2f}"
+        missed += [] if row["met"] else [f"{phase} over {peer}"]
+    texts["serving-peers.missed"] = f": missed by {', '.join(missed)}" if missed else ""
+    return texts
 
 
 def _serving_solvers(data: Record) -> dict[str, str]:
@@ -516,6 +535,14 @@ _ROWS = (
         "{{ decoding.auto }}; {{ decoding.peer }} x",
         ">= 0.99",
         "decoding.json",
+    ),
+    (
+        "Serving Gemma 3 270M with 4-bit layers and an 8-bit head on two threads, 8 prompts of 64 tokens and 32 new "
+        "ones: tokens per second over transformers, over llama.cpp, each in its faster type",
+        "prefill {{ serving-peers.prefill.over-transformers }} and {{ serving-peers.prefill.over-llama.cpp }} x, "
+        "decoding {{ serving-peers.decode.over-transformers }} and {{ serving-peers.decode.over-llama.cpp }} x",
+        ">= 1 x; >= 0.8 x{{ serving-peers.missed }}",
+        "serving-peers.json",
     ),
     (
         "Serving plans of 80 layers: over 4 devices the default's distance from the best plan in the median and its "

@@ -22,8 +22,8 @@ def functions() -> ctypes.CDLL | str:
     if not isinstance(loaded, str):
         pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         weight = (count, count, count, number, pointer, number)  # tiles, blocks, group in blocks, bits, y, threads
-        loaded.qsync_weight_only_linear.argtypes = [pointer, count, pointer, pointer, *weight]
-        loaded.qsync_weight_only_unpack.argtypes = [pointer, pointer, *weight]
+        loaded.qsync_weight_only_linear.argtypes = [pointer, count, number, pointer, pointer, *weight]
+        loaded.qsync_weight_only_unpack.argtypes = [number, pointer, pointer, *weight]
         loaded.qsync_weight_only_rotate.argtypes = [pointer, count, number, number]
         for name in ("linear", "unpack", "rotate"):
             getattr(loaded, f"qsync_weight_only_{name}").restype = None
@@ -37,17 +37,26 @@ def _call(name: str, packed: PackedWeight, y: Tensor, *first: Any) -> Tensor:
     return y
 
 
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    """The type that compiled code reads and writes in place of another."""
+    return dtype if dtype is torch.bfloat16 else torch.float32
+
+
 def linear(x: Tensor, packed: PackedWeight) -> Tensor:
-    """FP32 product on the CPU, padded outputs cut off."""
-    x = x.float().contiguous()
-    y = torch.empty((x.shape[0], packed.codes.shape[0] * TILE))
-    return _call("qsync_weight_only_linear", packed, y, x.data_ptr(), x.shape[0])[:, : packed.out_features]
+    """The product on the CPU in BF16 where ``x`` is, else in FP32; sums are FP32, and padded outputs are cut off."""
+    kept = _kept(x.dtype)
+    x = x.to(kept).contiguous()
+    y = torch.empty((x.shape[0], packed.codes.shape[0] * TILE), dtype=kept)
+    first = (x.data_ptr(), x.shape[0], kept is torch.bfloat16)
+    return _call("qsync_weight_only_linear", packed, y, *first)[:, : packed.out_features]
 
 
-def unpack(packed: PackedWeight) -> Tensor:
-    """The padded weight in FP32 on the CPU, as its codes say."""
+def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The padded weight on the CPU, as its codes say; each number is rounded once."""
     high, wide = packed.codes.shape[:2]
-    return _call("qsync_weight_only_unpack", packed, torch.empty((high * TILE, wide * TILE)))
+    kept = _kept(dtype)
+    y = torch.empty((high * TILE, wide * TILE), dtype=kept)
+    return _call("qsync_weight_only_unpack", packed, y, kept is torch.bfloat16).to(dtype)
 
 
 def rotate(x: Tensor, block: int) -> Tensor:

@@ -105,7 +105,7 @@ def _stored(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float64:
         padded = _weight_MK(*arguments, dtype)
     elif packed.device.type == "cpu" and not _refusal(packed.device):
-        padded = host.unpack(packed).to(dtype)
+        padded = host.unpack(packed, dtype)
     else:
         padded = library.operator(UNIT, "weight_only_unpack", packed.device, "auto")(*arguments, dtype)
     return padded[: packed.out_features]

@@ -42,6 +42,7 @@ def test_codes_come_back(outputs, inputs, bits, group):
     assert torch.equal(codes_of(packed), codes)
     assert torch.equal(unpack(packed, torch.float64), weight)
     assert torch.equal(unpack(packed), weight.float())
+    assert torch.equal(unpack(packed, torch.bfloat16), weight.float().bfloat16())
     assert packed.shape == (outputs, inputs)
 
 
@@ -92,6 +93,17 @@ def test_products_are_those_of_float64(bits, group, rows, dtype):
         y = linear(x, packed, backend=backend)
         assert y.dtype is dtype
         assert bool(((y.double() - exact).abs() <= rounding * terms).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_with_one_number_are_columns_of_the_weight(bits, dtype):
+    packed, _, _ = random_packed(130, 200, bits, 64)
+    columns = unpack(packed).t().to(dtype)
+    for rows in torch.eye(200, dtype=dtype).split([1, 2, 3, 5, 8, 15, 32, 64, 70]):
+        y = linear(rows, packed, reproducible=not explain("cpu"))
+        # Zeros of codes are subtracted after the sum where numbers are FP32.
+        assert torch.allclose(y.float(), columns[rows.argmax(1)].float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
 
 
 def rounded(x, activations):
