@@ -87,7 +87,7 @@ def out_of_memory_by_type() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if str(error).startswith("CUDA out of memory"):
+        if "CUDA out of memory: no room for a result of" in str(error):  # behind the name of the source file
             raise torch.OutOfMemoryError(str(error)) from error
         raise
 

@@ -127,7 +127,7 @@ def test_queries_may_be_a_part_of_a_product_and_contexts_grow_in_a_graph():
 
 @pytest.mark.gpu
 def test_what_the_kernel_refuses_is_named():
-    tensors, _ = case([20], dtype=torch.bfloat16, device="cuda")
+    tensors, _ = case([20, 3], dtype=torch.bfloat16, device="cuda")
     q, pool, table, ends = tensors
     run = torch.ops.qsync_opt.paged_attention
     paged_attention(*tensors, scale=0.1, backend="compiled")

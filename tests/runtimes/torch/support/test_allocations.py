@@ -60,7 +60,8 @@ def test_a_failure_inside_comes_through() -> None:
 
 
 def test_out_of_memory_has_the_type_of_torch_whoever_finds_it() -> None:
-    own = RuntimeError("CUDA out of memory: no room for a result of 7 elements in a kernel of qsync_opt")
+    text = "CUDA out of memory: no room for a result of 7 elements in a kernel of qsync_opt"
+    own = RuntimeError(f"empty_on, kernels/csrc/stable.cuh:56, {text}")
     with pytest.raises(torch.OutOfMemoryError, match="7 elements"), out_of_memory_by_type():
         raise own
     of_torch = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
