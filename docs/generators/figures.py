@@ -43,7 +43,7 @@ def figures() -> dict[str, str]:
         **_by_hand("by-hand", results["by-hand.json"]),
         **_by_hand("by-hand-h200", results["by-hand-h200.json"]),
         **_eight_bit(results["eight-bit-training.json"]),
-        **_checkpoints(results["checkpoints-h200.json"], results["checkpoints-h200-stall.json"]),
+        **_checkpoints(results["checkpoints-h200.json"]),
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs("costs", results["learned-costs.json"]),
@@ -221,20 +221,20 @@ def _by_hand(name: str, data: Record) -> dict[str, str]:
     }
 
 
-def _checkpoints(whole: Record, calls: Record) -> dict[str, str]:
-    """What a save behind training costs on a card: the disk's share and steps from one run, stalls from another."""
+def _checkpoints(data: Record) -> dict[str, str]:
+    """What a save behind training costs on a card."""
 
-    def listed(data: Record, what: str, unit: str, scale: float = 1.0) -> str:
+    def listed(what: str, unit: str, scale: float = 1.0) -> str:
         rows = [row for row in data["asked"] if row["what"].startswith(what) and row["measured"] is not None]
         return ", ".join(f"{scale * r['measured']:.3g} {unit} ({r['what'].rpartition(', ')[2]})" for r in rows)
 
-    late = [r["what"].rpartition(", ")[2] for r in calls["asked"] if r["what"].startswith("stall") and not r["met"]]
+    late = [r["what"].rpartition(", ")[2] for r in data["asked"] if r["what"].startswith("stall") and not r["met"]]
     return {
-        "checkpoints.stall": listed(calls, "stall", "ms", 1e3),
+        "checkpoints.stall": listed("stall", "ms", 1e3),
         "checkpoints.missed": " and ".join(late),
-        "checkpoints.durable": listed(whole, "durable against the disk", "x"),
-        "checkpoints.steps": listed(whole, "steps beside a save", "%"),
-        "checkpoints.memory": listed(whole, "host memory", "MiB"),
+        "checkpoints.durable": listed("durable against the disk", "x"),
+        "checkpoints.steps": listed("steps beside a save", "%"),
+        "checkpoints.memory": listed("host memory", "MiB"),
     }
 
 
@@ -518,7 +518,7 @@ _ROWS = (
         "What its call takes from training",
         "{{ checkpoints.stall }}",
         "<= 5 ms: missed at {{ checkpoints.missed }}",
-        "checkpoints-h200-stall.json",
+        "checkpoints-h200.json",
     ),
     (
         "Drafts of Gemma 3 270M by itself with 4-bit weights, accepted at the first position: activations of INT8, "
