@@ -5,8 +5,8 @@ python benchmarks/memory_limited.py [--models "vit full,diffusion full"] [--shar
 For every model one fresh process measures the peak of a step under BF16 autocast, and shows that it runs out of memory
 under a cap (``torch.cuda.set_per_process_memory_fraction``) of the largest of ``--shares`` of that. Another one plans
 under a cap of the first share and trains; where there is no plan, the next share is tried. The plan keeps 5 % of the
-cap free, as by default: room for workspaces of libraries and for fragmentation, some 200 MB, so that a cap must not be
-of a few GB. ``--times`` repeats the batch. On a CPU, where nothing enforces a cap, it is the plan's limit.
+cap free, as by default: room for workspaces of libraries and for fragmentation, some 200 MB, so that the cap should
+be well above 4 GB. ``--times`` repeats the batch. On a CPU, where nothing enforces a cap, it is the plan's limit.
 Writes ``benchmarks/results/memory-limited.json``.
 """
 
@@ -31,7 +31,7 @@ from results_head import results_head
 from unlike_models import KINDS, SIZES, Subject, subject
 
 from qsync_opt.io import write_json
-from qsync_opt.runtimes.torch.support import allocation_of
+from qsync_opt.runtimes.torch.support import allocation_of, out_of_memory_by_type
 
 HERE = Path(__file__).resolve().parent
 MODELS = tuple(f"{kind} {size}" for kind in KINDS for size in SIZES)
@@ -152,10 +152,9 @@ def planned(model: str, device: torch.device, times: int, cap_bytes: int) -> dic
         },
     }
     try:
-        return record | trained(training, qsync_opt.LossScaler(training.model))
-    except RuntimeError as failure:  # of a kernel of this package no more than this
-        if "CUDA out of memory" not in str(failure):
-            raise
+        with out_of_memory_by_type():
+            return record | trained(training, qsync_opt.LossScaler(training.model))
+    except torch.OutOfMemoryError as failure:
         return record | {"failure": f"training under the plan: {failure}"[:400]}
 
 

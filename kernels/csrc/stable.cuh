@@ -52,7 +52,11 @@ inline Tensor empty_on(const Tensor& like, std::initializer_list<int64_t> sizes,
   AtenTensorHandle made = nullptr;
   const bool has_room = aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides, type,
                                                  aoti_torch_device_type_cuda(), like.get_device_index(), &made) == 0;
-  // The interface says no more than that it failed, and sizes and type are right. Python looks for these words.
+  // The interface says no more than that it failed. For lack of room, which Python knows by these words, because sizes and
+  // type are right; unless an earlier kernel failed, whose error stays.
+  if (!has_room) {
+    STD_CUDA_CHECK(cudaGetLastError());
+  }
   STD_TORCH_CHECK(has_room, "CUDA out of memory: no room for a result of ", step, " elements in a kernel of qsync_opt");
   return Tensor(made);
 }

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.paged_attention.operators import UNIT, explain, paged_attention
+    from qsync_opt.kernels.paged_attention.operators import PAGE, UNIT, explain, paged_attention
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["UNIT", "explain", "paged_attention"]
+__all__ = ["PAGE", "UNIT", "explain", "paged_attention"]

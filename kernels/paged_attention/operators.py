@@ -18,7 +18,8 @@ from qsync_opt.kernels.compilation import library
 
 UNIT = "paged_attention"
 PAGE = 16
-"""Positions of a page."""
+"""Positions of a page; `kPage` of the kernel."""
+BACKENDS = ("auto", "compiled", "reference")
 _DTYPES = (torch.bfloat16, torch.float16)
 _SIZES = (64, 128, 256)
 _OLDEST_CARD = (8, 0)
@@ -98,6 +99,8 @@ def paged_attention(
             f"q is {tuple(q_SHD.shape)} in {q_SHD.dtype} and the pages are {tuple(pool.shape)} in {pool.dtype}, but "
             "these must be (2, heads of keys, slots, size), in the same type and of the same size, and heads a multiple"
         )
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"backend is {backend!r}, but allowed are {', '.join(BACKENDS)}")
     if window is not None and window < 1:
         raise UnsupportedError(f"window is {window}, but it must be at least 1, or None")
     if backend == "compiled" and (reason := explain(q_SHD.device, q_SHD.dtype, size)):

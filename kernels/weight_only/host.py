@@ -52,7 +52,7 @@ def linear(x: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The padded weight on the CPU, as its codes say; each number is rounded once."""
+    """The padded weight on the CPU, as its codes say: codes times scales in FP32, rounded to the type."""
     high, wide = packed.codes.shape[:2]
     kept = _kept(dtype)
     y = torch.empty((high * TILE, wide * TILE), dtype=kept)

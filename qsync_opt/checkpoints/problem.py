@@ -101,7 +101,7 @@ class Problem(Document):
                         "the problem"
                     )
         if self.num_bytes > MOST_BYTES:
-            raise ProblemError(f"pieces: {self.num_bytes} bytes in all, but at most 2**53 are allowed")
+            raise ProblemError(f"pieces: {self.num_bytes} bytes in all, but at most 2**53 are allowed; split them")
         freeze(self, "hosts", "writers", "extras")
 
     @property

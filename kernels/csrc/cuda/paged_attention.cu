@@ -232,8 +232,8 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const Tensor& t
                             int64_t window) {
   const OnDeviceOf guard(q);
   const int device = q.get_device_index();
-  STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && q.stride(1) == q.size(2) && q.stride(0) % 8 == 0 &&
-                      reinterpret_cast<uintptr_t>(q.data_ptr()) % 16 == 0,
+  STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && (q.size(1) == 1 || q.stride(1) == q.size(2)) &&
+                      q.stride(0) % 8 == 0 && reinterpret_cast<uintptr_t>(q.data_ptr()) % 16 == 0,
                   "paged_attention: q must be (sequences, heads, size), its rows contiguous from multiples of 16 bytes on");
   STD_TORCH_CHECK(pool.dim() == 4 && pool.is_contiguous() && pool.size(0) == 2 && pool.size(3) == q.size(2) &&
                       pool.size(2) % kPage == 0 && pool.scalar_type() == q.scalar_type() && pool.get_device_index() == device,
@@ -262,7 +262,7 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const Tensor& t
   args.columns = table.size(1);
   args.slots = pool.size(2);
   args.group = int(q.size(1) / kv_heads);
-  args.window = int(window);
+  args.window = window < table.size(1) * kPage ? int(window) : 0;  // one that hides nothing is none
   args.scale = float(scale * kLog2OfE);
   if (q.scalar_type() == ScalarType::BFloat16) {
     run<__nv_bfloat16>(args, q, kv_heads);

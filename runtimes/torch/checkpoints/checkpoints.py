@@ -192,7 +192,7 @@ class Checkpoints:
             self._hooks = [
                 optimizer.register_step_pre_hook(lambda *_: self._staging.finish()) for optimizer in self._optimizers
             ]
-        with no_collection():  # the dictionaries made here would set off one, for which training would wait
+        with no_collection():  # what is made here would set off several, for which training would wait
             job = self._begin(step)
             stable = self._state.changed_by_steps_only()
 

@@ -257,12 +257,13 @@ class JobState:
         if any(None in group for group in groups):
             return None
         shapes = [tensor.shape for tensor in model_state.values()]
-        return [*model_state], shapes, groups, [[*state["state"]] for state in states], keys
+        ties = [order[id(tensor)] for tensor in model_state.values()]
+        return [*model_state], shapes, ties, groups, [[*state["state"]] for state in states], keys
 
     def changed_by_steps_only(self) -> frozenset[str]:
         """Names of tensors that nothing changes but an optimizer's step: parameters of the model that have one.
 
-        As of the last `collect`, if names and groups of parameters had not changed since the one before.
+        As of the last `collect` if all was plain tensors then, else as it is now.
         """
         if self._structure is not None:
             return self._structure.stable

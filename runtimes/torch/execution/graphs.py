@@ -241,11 +241,12 @@ class CapturedPasses:
         counter, passes = getattr(interception.handler, "counter", None), interception.passes
         count = None if counter is None else counter.clone()
         gc.collect()  # earlier graphs, which hold memory, may be part of a cycle
-        in_place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._compiled is not None:
-            in_place = compiled_in_place(self._model, self._compiled())
         try:
-            with torch.cuda.device(model_device(self._model)), model_unchanged(self._model), in_place:
+            with (
+                torch.cuda.device(model_device(self._model)),
+                model_unchanged(self._model),
+                compiled_in_place(self._model, self._compiled()) if self._compiled else contextlib.nullcontext(),
+            ):
                 return self._warm_up_and_capture(leaves, spec)
         except torch.OutOfMemoryError:
             raise

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_opt.errors import QSyncError, UnsupportedError, first_line
 from qsync_opt.runtimes.torch.interception.forwards import Forward
+from qsync_opt.runtimes.torch.support import first_device
 
 _LOGGER = logging.getLogger(__name__)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -217,10 +218,10 @@ class CompiledByBlocks:
         Torch 2.11 differentiates a region once the model has left its autocast context, but as if it were still in one:
         both passes of a block would be computed in whatever type the process has as default, FP16 on a card.
         """
-        if self._autocast is None:
+        kind = first_device(self._model).type
+        if self._autocast is None or torch.is_autocast_enabled(kind):  # the plan refuses another type itself
             yield
             return
-        kind = next(self._model.parameters()).device.type
         before = torch.get_autocast_dtype(kind)
         torch.set_autocast_dtype(kind, self._autocast)
         try:

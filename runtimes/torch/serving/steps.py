@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 
+from qsync_opt.kernels import paged_attention
 from qsync_opt.kernels.weight_only import WIDE
 from qsync_opt.runtimes.torch.serving.config import Rotary
 
-PAGE = 16
+PAGE = paged_attention.PAGE
 """Positions in a page."""
 SCRATCH = 0
 """The page that belongs to no sequence."""

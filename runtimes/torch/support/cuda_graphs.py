@@ -33,7 +33,10 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection within the block: freeing other graphs, or their tensors, would invalidate a capture."""
+    """No garbage collection within the block.
+
+    It would take time, and freeing other graphs, or their tensors, would invalidate a capture.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

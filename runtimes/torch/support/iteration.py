@@ -133,8 +133,9 @@ class TrainingExample:
 
     def run(self) -> None:
         """Run a forward and a backward pass; gradients are added to those that are there."""
+        loss = self.forward()
         with out_of_memory_by_type():
-            self.forward().backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

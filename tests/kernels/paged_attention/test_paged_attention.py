@@ -67,6 +67,8 @@ def test_arguments_that_do_not_fit_are_named():
         paged_attention(q.float(), pool, table, contexts, scale=1.0)
     with pytest.raises(UnsupportedError, match="window is 0"):
         paged_attention(*tensors, scale=1.0, window=0)
+    with pytest.raises(UnsupportedError, match="backend is 'fast', but allowed are auto, compiled, reference"):
+        paged_attention(*tensors, scale=1.0, backend="fast")
     with pytest.raises(UnsupportedError, match="there is no kernel for cpu"):
         paged_attention(*tensors, scale=1.0, backend="compiled")
     assert "kernels are for" in explain(torch.device("cuda"), torch.float32, 64)

@@ -229,6 +229,14 @@ def move_between_groups(model, optimizer):
     first[:], second[:] = second[:], first[:]
 
 
+def untie(model, optimizer):
+    model.a.weight = nn.Parameter(model.a.weight.detach().clone())
+
+
+def tie(model, optimizer):
+    model.a.bias = model.b.bias = optimizer.param_groups[1]["params"][0]
+
+
 def replace_a_layer(model, optimizer):
     model.b.bias = nn.Parameter(torch.zeros(8))
 
@@ -256,6 +264,8 @@ def other_shape(model, optimizer):
         change_the_rate,
         move_between_groups,
         move_between_groups_without_states,
+        untie,
+        tie,
         replace_a_layer,
         grow_a_buffer,
         other_shape,

@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
+from qsync_opt.errors import NotReadyError
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
 
@@ -121,6 +122,16 @@ def test_blocks_are_in_the_type_of_the_plans_autocast_and_not_of_the_process(use
         torch.set_autocast_dtype(device, before)
     assert all(gradient.isfinite().all() for gradient in results[1])
     torch.testing.assert_close(results, expected)
+
+
+def test_a_model_compiled_by_blocks_may_stand_in_autocast_of_the_plans_type_alone(uses):
+    options = ApplyOptions(autocast="BF16", compiled=True, regional=True)
+    model, other = (apply(Model(), precisions("BF16", head="BF16"), options=options) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 8)).sum().backward()
+    assert uses == [[BLOCKS]]
+    with torch.autocast("cpu", torch.float16), pytest.raises(NotReadyError, match=r"in torch\.float16, but its plan"):
+        other(torch.randn(4, 8))
 
 
 class Side(Model):
