@@ -208,7 +208,7 @@ class JobState:
         if signature is not None and structure is not None and structure.signature == signature:
             of_optimizers = (entry.values() for state in states for entry in state["state"].values())
             values = chain(model_state.values(), chain.from_iterable(of_optimizers))
-            tensors = dict(zip(structure.names, [t.detach() if t.requires_grad else t for t in values], strict=True))
+            tensors = dict(zip(structure.names, map(_detached, values), strict=True))
         else:
             structure = self._structure = None
             tensors, extra = _split_model(model_state)
@@ -404,7 +404,8 @@ def _split_model(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
+    """The tensor as it is now; training waits for this. Of parameters, frozen ones too, another may take the place."""
+    return tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
 
 
 def _outside(named: Sequence[Mapping[str, Tensor]], of_model: Mapping[int, str]) -> dict[str, Tensor]:
