@@ -199,7 +199,10 @@ class Session:
         assert len(statuses) == len(commands), f"line {block.line}: a command ended the shell\n{done.stdout}"
         following = [*(command for command, _ in commands[1:]), ""]
         for (command, shown), output, status, after in zip(commands, printed, statuses, following, strict=False):
-            assert status == 0 or after == "echo $?", f"line {block.line}: {command!r} ended {status}\n{output}"
+            if status and after != "echo $?":
+                log = self.folder / "log.txt"  # to which a page may send what it does not show
+                output += log.read_text(encoding="utf-8")[-3000:] if log.exists() else ""
+                raise AssertionError(f"line {block.line}: {command!r} ended {status}\n{output}")
             if shown.strip():
                 compare(block, shown, output)
 
