@@ -122,7 +122,7 @@ def _acceptance_record(served: str, draft: str, drafted: int, by_text: Sequence[
 
 def _acceptance_asked(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     least = min(r["drafted"] for r in records)
-    asked = [
+    rows = [
         asked_row("drafted tokens of every choice, Gemma 3 270M", f">= {ASKED_DRAFTED}", least, least >= ASKED_DRAFTED)
     ]
     for record in records:
@@ -138,8 +138,8 @@ def _acceptance_asked(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
                 note += (
                     f", within {ASKED_ERROR} with {math.ceil(texts * (chance / ASKED_ERROR) ** 2)} texts, not {texts}"
                 )
-        asked.append(asked_row(what, f"<= {ASKED_ERROR}", error, error <= ASKED_ERROR, note))
-    return asked
+        rows.append(asked_row(what, f"<= {ASKED_ERROR}", error, error <= ASKED_ERROR, note))
+    return rows
 
 
 def acceptance(model: str, prompts: int, new_tokens: int, keep: Callable[[dict[str, Any]], None]) -> None:
@@ -247,7 +247,7 @@ def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
     cost = (host["declining"] - host["off"]) / pass_s
     autos = [r["speedup"] for r in records if r["way"] == "auto"]
     same = all(r["answers_equal_plain"].split(" of ")[0] == str(r["batch"]) for r in records)
-    asked = [
+    rows = [
         asked_row("tokens/s of auto over plain, the least of topics and repeats at batches 1 and 4",
             f">= {ASKED_SPEEDUP}", min(autos), min(autos) >= ASKED_SPEEDUP),
         asked_row("time of the engine for a controller that declines, as a share of a pass", f"< {ASKED_COST}", cost,
@@ -256,7 +256,7 @@ def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
             "FP32, not in the mode that is equal by construction"),
         asked_row("tokens/s beside llama.cpp", "stated", None, False, "there is no llama.cpp here"),
     ]  # fmt: skip
-    result = {"asked": asked, "reasons": reasons, "measured": measured.to_json(), "host_s": host, "records": records}
+    result = {"asked": rows, "reasons": reasons, "measured": measured.to_json(), "host_s": host, "records": records}
     return {**result, "peer": peer(model, texts, new_tokens)}
 
 

@@ -113,11 +113,12 @@ def by_llama_cpp(model: str, program: str) -> Engine:
 def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was set as a target, by the medians of the rounds."""
     rows = []
+    by_phase: dict[str, dict[str, list[float]]] = {phase: {} for phase in PHASES}
+    for phase, values in by_phase.items():
+        for record in records:
+            values.setdefault(record["engine"], []).append(record[f"{phase}_tokens_per_s"])
     for peer, least in LEAST.items():
-        for phase in PHASES:
-            values: dict[str, list[float]] = {}
-            for record in records:
-                values.setdefault(record["engine"], []).append(record[f"{phase}_tokens_per_s"])
+        for phase, values in by_phase.items():
             medians = {engine: statistics.median(speeds) for engine, speeds in values.items()}
             fastest = {
                 name: max(speed for engine, speed in medians.items() if engine.startswith(name))

@@ -19,6 +19,8 @@ from qsync_opt.errors import NotInstalledError, NotReadyError, UnsupportedError
 from qsync_opt.kernels.compilation import builder
 
 NAMESPACE = "qsync_opt"
+BACKENDS = ("auto", "compiled", "reference")
+"""By which an operator may be asked for: compiled where that runs, compiled or an error, the specification."""
 _FRAGMENT: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _PLAIN: dict[str, dict[str, Callable[..., Any]]] = {}
 # Per unit, "" if its CUDA code is loaded, else why it is not.
@@ -47,6 +49,16 @@ def define(schema: str, *, unit: str | None, plain: Callable[..., Any], fake: Ca
         _PLAIN.setdefault(unit, {})[name] = plain
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
     return getattr(torch.ops.qsync_opt, name).default
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that `operator` does not know.
+
+    Raises:
+        UnsupportedError: It is none of `BACKENDS`.
+    """
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"backend is {backend!r}, but allowed are {', '.join(BACKENDS)}")
 
 
 def operator(unit: str, name: str, device: torch.device, backend: str) -> Any:
@@ -117,3 +129,12 @@ def reason(unit: str) -> str:
     """Why a unit's compiled code does not run here, with what to install; empty if it does."""
     activate(unit)
     return _STATE[unit]
+
+
+def refusal(unit: str, device: torch.device, oldest: tuple[int, int]) -> str:
+    """Why the unit's CUDA code, for cards from a compute capability on, does not run on a device, or nothing."""
+    if device.type != "cuda":
+        return f"there is no kernel for {device.type}"
+    if torch.cuda.get_device_capability(device) < oldest:
+        return f"{device} is older than compute capability {'.'.join(map(str, oldest))}"
+    return reason(unit)

@@ -25,7 +25,6 @@ from qsync_opt.kernels.quantize import signed
 
 UNIT = "gradients"
 _CUDA_BLOCK = 256
-BACKENDS = ("auto", "compiled", "reference")
 
 
 @functools.cache
@@ -56,8 +55,8 @@ class Codec:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise UnsupportedError(f"backend={self.backend!r}: allowed are {', '.join(BACKENDS)}")
+        if self.backend not in library.BACKENDS:
+            raise UnsupportedError(f"backend={self.backend!r}: allowed are {', '.join(library.BACKENDS)}")
 
     def _on(self, device: torch.device) -> str | None:
         compiler = None if self.backend == "reference" else compiled_by(device)

@@ -31,7 +31,6 @@ _NAN = 0x7FC0
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER = 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
-_BACKENDS = ("auto", "compiled", "reference")
 
 
 def _signed(value: int) -> int:
@@ -138,8 +137,7 @@ def _check(x: Tensor, index: Tensor, bits: int, backend: str) -> None:
         raise UnsupportedError(
             f"index has the type {index.dtype} and {index.dim()} dimensions; int64 (rows,) is needed"
         )
-    if backend not in _BACKENDS:
-        raise UnsupportedError(f"backend is {backend!r}, but allowed are {', '.join(_BACKENDS)}")
+    library.check_backend(backend)
     row_bytes(x.shape[1], bits)
 
 

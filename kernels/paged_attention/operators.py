@@ -19,7 +19,6 @@ from qsync_opt.kernels.compilation import library
 UNIT = "paged_attention"
 PAGE = 16
 """Positions of a page; `kPage` of the kernel."""
-BACKENDS = ("auto", "compiled", "reference")
 _DTYPES = (torch.bfloat16, torch.float16)
 _SIZES = (64, 128, 256)
 _OLDEST_CARD = (8, 0)
@@ -52,15 +51,12 @@ library.define(
 @functools.cache
 def explain(device: torch.device, dtype: torch.dtype, size: int) -> str:
     """Why compiled code does not serve heads of a size in a type on a device, or nothing."""
-    if device.type != "cuda":
-        return f"there is no kernel for {device.type}"
-    if dtype not in _DTYPES:
-        return f"the type is {dtype}, and kernels are for {', '.join(map(str, _DTYPES))}"
-    if size not in _SIZES:
-        return f"heads have {size} numbers, and kernels are for {', '.join(map(str, _SIZES))}"
-    if torch.cuda.get_device_capability(device) < _OLDEST_CARD:
-        return f"{device} is older than compute capability {'.'.join(map(str, _OLDEST_CARD))}"
-    return library.reason(UNIT)
+    if device.type == "cuda":
+        if dtype not in _DTYPES:
+            return f"the type is {dtype}, and kernels are for {', '.join(map(str, _DTYPES))}"
+        if size not in _SIZES:
+            return f"heads have {size} numbers, and kernels are for {', '.join(map(str, _SIZES))}"
+    return library.refusal(UNIT, device, _OLDEST_CARD)
 
 
 def paged_attention(
@@ -99,13 +95,13 @@ def paged_attention(
             f"q is {tuple(q_SHD.shape)} in {q_SHD.dtype} and the pages are {tuple(pool.shape)} in {pool.dtype}, but "
             "these must be (2, heads of keys, slots, size), in the same type and of the same size, and heads a multiple"
         )
-    if backend not in BACKENDS:
-        raise UnsupportedError(f"backend is {backend!r}, but allowed are {', '.join(BACKENDS)}")
+    library.check_backend(backend)
     if window is not None and window < 1:
         raise UnsupportedError(f"window is {window}, but it must be at least 1, or None")
-    if backend == "compiled" and (reason := explain(q_SHD.device, q_SHD.dtype, size)):
+    reason = explain(q_SHD.device, q_SHD.dtype, size)
+    if backend == "compiled" and reason:
         raise UnsupportedError(f"backend 'compiled': {reason}")
-    plain = backend == "reference" or bool(explain(q_SHD.device, q_SHD.dtype, size))
+    plain = backend == "reference" or bool(reason)
     run = _plain if plain else library.operator(UNIT, "paged_attention", q_SHD.device, backend)
     result: Tensor = run(q_SHD, pool, table_SP, contexts_S, scale, window or 0)
     return result

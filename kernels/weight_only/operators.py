@@ -22,7 +22,6 @@ from qsync_opt.kernels.weight_only.layout import TILE, PackedWeight, ordered_cod
 from qsync_opt.kernels.weight_only.rotation import rotate
 from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE, round_rows
 
-BACKENDS = ("auto", "compiled", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CARD_DTYPES = (torch.bfloat16, torch.float16)
 _FEW_ROWS = {"cuda": 32, "cpu": 64}
@@ -82,11 +81,7 @@ def _refusal(device: torch.device) -> str:
     if device.type == "cpu":
         functions = host.functions()
         return functions if isinstance(functions, str) else ""
-    if device.type != "cuda":
-        return f"there is no kernel for {device.type}"
-    if torch.cuda.get_device_capability(device) < _OLDEST_CARD:
-        return f"{device} is older than compute capability {'.'.join(map(str, _OLDEST_CARD))}"
-    return library.reason(UNIT)
+    return library.refusal(UNIT, device, _OLDEST_CARD)
 
 
 def explain(device: torch.device | str = "cpu") -> str:
@@ -171,8 +166,7 @@ def linear(
 
 
 def _check(x: Tensor, packed: PackedWeight, activations: str, backend: str) -> None:
-    if backend not in BACKENDS:
-        raise UnsupportedError(f"backend is {backend!r}, but allowed are {', '.join(BACKENDS)}")
+    library.check_backend(backend)
     if activations not in ACTIVATIONS:
         raise UnsupportedError(f"activations is {activations!r}, but allowed are {', '.join(ACTIVATIONS)}")
     if x.dtype not in _DTYPES:

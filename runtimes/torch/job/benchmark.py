@@ -36,7 +36,7 @@ from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job, batch_size,
 from qsync_opt.runtimes.torch.job.passes import carried_out
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job.steps import own_optimizer, parameters_put_back
-from qsync_opt.runtimes.torch.support import cpu_clock, model_unchanged, out_of_memory_by_type, synchronize
+from qsync_opt.runtimes.torch.support import cpu_clock, model_unchanged, synchronize
 
 _LOGGER = logging.getLogger(__name__)
 _COMMON_ROUNDS, _MOST_ROUNDS, _CAPTURED_BLOCKS = 4, 17, 3
@@ -268,7 +268,7 @@ class StepBenchmark:
                         group["lr"] = 0.0 * group["lr"]
             self._scaler = None
             if first:  # by itself: what does not fit or cannot be done shows here, while nobody waits
-                with self._alone(), out_of_memory_by_type():
+                with self._alone():
                     self._step()
             synchronize(self._device)
         except (torch.cuda.OutOfMemoryError, UnsupportedError) as error:
@@ -339,9 +339,9 @@ class StepBenchmark:
         self._optimizer.zero_grad()
         loss = self._example.forward()
         if self._scaler is None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._example.backward(loss)
             self._optimizer.step()
             return
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._example.backward(self._scaler.scale(loss))
         self._scaler.step(self._optimizer)
         self._scaler.update()

@@ -26,7 +26,6 @@ from qsync_opt.runtimes.torch.support import (
     allocation_of,
     bare_model,
     intervals_ns,
-    out_of_memory_by_type,
     resident_bytes,
     silent_profiler,
     state_bytes,
@@ -237,8 +236,8 @@ class Stepper:
         with phase(FORWARD):
             loss = example.forward()
         note()
-        with phase(BACKWARD), out_of_memory_by_type():
-            loss.backward()  # type: ignore[no-untyped-call]
+        with phase(BACKWARD):
+            example.backward(loss)
         note()
         if self._clip_norm is not None:
             with phase(CLIP):

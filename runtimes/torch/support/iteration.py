@@ -131,11 +131,14 @@ class TrainingExample:
             output = self.model(*self.args, **self.kwargs)
             return (self.loss or default_loss)(output)
 
-    def run(self) -> None:
-        """Run a forward and a backward pass; gradients are added to those that are there."""
-        loss = self.forward()
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a loss of `forward`; gradients are added to those that are there."""
         with out_of_memory_by_type():
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def run(self) -> None:
+        """Run a forward and a backward pass; gradients are added to those that are there."""
+        self.backward(self.forward())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,8 +220,7 @@ def _run(example: TrainingExample, optimizer: torch.optim.Optimizer | None) -> t
     wall_ns, marks = time.perf_counter_ns(), [clock()]
     loss = example.forward()
     marks.append(clock())
-    with out_of_memory_by_type():
-        loss.backward()  # type: ignore[no-untyped-call]
+    example.backward(loss)
     marks.append(clock())
     _finish(example, optimizer)
     marks.append(clock())
