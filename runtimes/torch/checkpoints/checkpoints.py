@@ -54,7 +54,7 @@ from qsync_opt.runtimes.torch.checkpoints.resuming import (
     resume_plan,
 )
 from qsync_opt.runtimes.torch.checkpoints.staging import Background, Staging
-from qsync_opt.runtimes.torch.checkpoints.state import OPTIMIZER, JobState, Sizes, Values, join_state, sizes_of_old
+from qsync_opt.runtimes.torch.checkpoints.state import Collected, JobState, Sizes, Values, join_state, sizes_of_old
 from qsync_opt.runtimes.torch.checkpoints.storage import (
     RankFile,
     WritePlan,
@@ -194,12 +194,10 @@ class Checkpoints:
             ]
         with no_collection():  # what is made here would set off several, for which training would wait
             job = self._begin(step)
-            stable = self._state.changed_by_steps_only()
 
             def copy() -> None:
                 if job.file is not None:
-                    names = [name for name, _ in job.file.boxes]
-                    later = [name in stable or (bool(stable) and name.startswith(f"{OPTIMIZER}.")) for name in names]
+                    later = [name in job.collected.stable for name, _ in job.file.boxes]
                     self._staging.begin(job.file, job.parts(), later)
 
             together(copy)
@@ -247,15 +245,15 @@ class Checkpoints:
         """Agree on a save, plan who writes what, and create the folder."""
         check_integer(step, "step")
         rank, _ = world()
-        tensors, values, shapes = together(lambda: self._state.collect(rank))
+        collected = together(lambda: self._state.collect(rank))
         require_agreement(
             "the step or the model to be saved",
-            {"step": step, "model": shapes},
+            {"step": step, "model": collected.shapes},
             "save the same model at the same step on all ranks",
         )
-        _require_equal_others(values.others)
+        _require_equal_others(collected.values.others)
         ranks = self._ranks()
-        layout = self._planner.plan(tensors)
+        layout = self._planner.plan(collected.tensors, collected.layout)
         create = _attempting(step, lambda: None if rank else str(begin(self._folder, step)))
         temporary = Path(broadcast_json(together(create)))
         plan = plan_of_ranks(ranks)
@@ -266,10 +264,10 @@ class Checkpoints:
             digest=digest_of_ranks(ranks),
             memory_bytes={} if self._plan is None else self._plan.memory_bytes,
             ranks=tuple(ranks),
-            values=values,
+            values=collected.values,
         )
         return _Job(
-            step=step, temporary=temporary, tensors=tensors, state=state, layout=layout, file=layout.files[rank]
+            step=step, temporary=temporary, collected=collected, state=state, layout=layout, file=layout.files[rank]
         )
 
     def _commit(self, job: _Job, chunks: Callable[[], Iterable[memoryview]], group: Any = None) -> None:
@@ -427,14 +425,14 @@ class _Job:
 
     step: int
     temporary: Path
-    tensors: Mapping[str, Tensor]
+    collected: Collected
     state: _State
     layout: WritePlan
     file: RankFile | None
 
     def parts(self) -> list[Tensor]:
         """The values of the boxes of the file, not copied."""
-        return [] if self.file is None else list(pieces_of(self.file, self.tensors))
+        return [] if self.file is None else list(pieces_of(self.file, self.collected.tensors))
 
 
 def _on_gloo() -> bool:

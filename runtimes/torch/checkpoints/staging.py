@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -42,14 +44,11 @@ class Staging:
         """Copy the boxes of a file, but leave those marked as ``later`` to `copy`."""
         self._error = self._event = None
         self.reserve(file, sources)
-        deferred: list[tuple[Tensor, Tensor]] = []
-        at_once: list[tuple[Tensor, Tensor]] = []
-        for source, target, wait in zip(sources, self._slices, later, strict=True):
-            (deferred if wait else at_once).append((source, target))
-        self._deferred = self._held = deferred
+        pairs = list(zip(sources, self._slices, strict=True))
+        self._deferred = self._held = list(compress(pairs, later))
         device = next((source.device for source in sources if source.is_cuda), None)
         with torch.no_grad():
-            for source, target in at_once:
+            for source, target in compress(pairs, map(operator.not_, later)):
                 target.copy_(source, non_blocking=source.is_cuda)  # in the order of the current stream
         if device is not None:
             if self._stream is None:

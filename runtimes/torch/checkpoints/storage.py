@@ -110,32 +110,33 @@ class WritePlanner:
 
     def __init__(self) -> None:
         self._own: Any = None
+        self._layout: object = None
         self._plan: WritePlan | None = None
 
-    def plan(self, tensors: Mapping[str, Tensor]) -> WritePlan:
+    def plan(self, tensors: Mapping[str, Tensor], layout: object) -> WritePlan:
         """The plan for what all ranks hold; every rank must call it.
+
+        Args:
+            tensors: By name.
+            layout: The same object as in the call before if names, shapes and types are the same.
 
         Raises:
             ModelError: Shapes or types differ between ranks.
             ProblemError: The boxes of a tensor do not cover it.
         """
-        # The boxes of plain tensors follow from their shapes: training waits for this loop over all tensors.
-        own = [
-            (name, tensor.dtype, tensor.shape, None)
-            if type(tensor) is Tensor or not isinstance(tensor, DTensor)
-            else (name, tensor.dtype, tensor.shape, local_part(tensor)[1])
-            for name, tensor in tensors.items()
-        ]
-        same = gather_json(own == self._own)
+        own = self._own
+        if layout is not self._layout:
+            own = [(name, tensor.dtype, tensor.shape, local_part(tensor)[1]) for name, tensor in tensors.items()]
+        same = gather_json(self._plan is not None and own == self._own)
         if self._plan is None or not all(same):
-            boxes = [Box.whole(shape) if box is None else box for _, _, shape, box in own]
+            self._layout = None  # until the plan is made
             entries = [
-                [name, TYPES[dtype], [*shape], [*box.offsets], [*box.lengths]]
-                for (name, dtype, shape, _), box in zip(own, boxes, strict=True)
+                [name, TYPES[dtype], [*shape], [*box.offsets], [*box.lengths]] for name, dtype, shape, box in own
             ]
             of_ranks = gather_json({"host": socket.gethostname(), "tensors": entries})
             self._plan = plan_writes([rank["tensors"] for rank in of_ranks], [rank["host"] for rank in of_ranks])
             self._own = own
+        self._layout = layout
         return self._plan
 
 

@@ -251,6 +251,19 @@ def other_shape(model, optimizer):
         optimizer.state[model.b.bias][name] = torch.zeros(2, 4)
 
 
+def other_type(model, optimizer):
+    model.a.bias.data = model.a.bias.data.bfloat16()
+
+
+def add_a_state_that_looks_like_a_mark(model, optimizer):
+    optimizer.state[model.a.bias] = {"$tensor": torch.ones(2)}
+
+
+def own_a_parameter_of_no_model(model, optimizer):
+    if len(optimizer.param_groups) == 2:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": torch.tensor(0.25)})
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -269,6 +282,9 @@ def other_shape(model, optimizer):
         replace_a_layer,
         grow_a_buffer,
         other_shape,
+        other_type,
+        add_a_state_that_looks_like_a_mark,
+        own_a_parameter_of_no_model,
     ],
 )
 def test_what_changed_between_saves_is_saved_as_by_one_who_sees_it_for_the_first_time(tmp_path, change):
@@ -294,3 +310,21 @@ def test_what_changed_between_saves_is_saved_as_by_one_who_sees_it_for_the_first
             contents.append({path.name: path.read_bytes() for path in files})
         assert len(contents[0]) >= 3
         assert contents[0] == contents[1]
+
+
+def test_what_has_no_form_in_files_is_named_also_after_saves_without_it(tmp_path):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = Checkpoints(tmp_path, model, optimizer)
+    for step in (1, 2):
+        checkpoints.save_in_background(step)
+        checkpoints.wait()
+    whole = model.b.bias
+    model.b.bias = nn.Parameter(whole.detach().to_sparse())
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"'model\.b\.bias' is sparse"):
+            checkpoints.save_in_background(3)
+    model.b.bias = whole
+    checkpoints.save_in_background(3)
+    checkpoints.wait()
+    assert checkpoints.steps == [2, 3]
