@@ -43,7 +43,8 @@ def figures() -> dict[str, str]:
         **_by_hand("by-hand", results["by-hand.json"]),
         **_by_hand("by-hand-h200", results["by-hand-h200.json"]),
         **_eight_bit(results["eight-bit-training.json"]),
-        **_checkpoints(results["checkpoints-h200.json"], results["checkpoints-h200-peers.json"]),
+        **_checkpoints(results["checkpoints-h200.json"], results["checkpoints-h200-stall.json"]),
+        **_memory_limited(results["memory-limited.json"]),
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs("costs", results["learned-costs.json"]),
@@ -221,22 +222,30 @@ def _by_hand(name: str, data: Record) -> dict[str, str]:
     }
 
 
-def _checkpoints(data: Record, peers: Record) -> dict[str, str]:
-    """What a save behind training costs on a card; the call also in the later run beside peers."""
+def _memory_limited(data: Record) -> dict[str, str]:
+    """Plans under caps at which BF16 autocast runs out of memory: peaks over its peak, and how they are predicted."""
+    records = data["records"]
+    planning = sorted(record["planning_s"] for record in records)
+    return {
+        "limited.times": " and ".join(map(str, sorted({record["times"] for record in records}))),
+        "limited.peaks": ", ".join(f"{r['of_bf16']:.2f} ({r['model'].removesuffix(' full')})" for r in records),
+        "limited.error": f"{100 * max(abs(record['error']) for record in records):.1f} %",
+        "limited.planning": f"{span(planning, '.0f')} s",
+    }
 
-    def listed(what: str, unit: str, scale: float = 1.0) -> str:
+
+def _checkpoints(durable: Record, stall: Record) -> dict[str, str]:
+    """What a save behind training costs on a card."""
+
+    def listed(data: Record, what: str, unit: str, scale: float = 1.0) -> str:
         rows = [row for row in data["asked"] if row["what"].startswith(what) and row["measured"] is not None]
         return ", ".join(f"{scale * r['measured']:.3g} {unit} ({r['what'].rpartition(', ')[2]})" for r in rows)
 
-    late = [r["what"].rpartition(", ")[2] for r in data["asked"] if r["what"].startswith("stall") and not r["met"]]
     return {
-        "checkpoints.stall": listed("stall", "ms", 1e3),
-        "checkpoints.missed": " and ".join(late),
-        "checkpoints.stall-later": f"{1e3 * peers['asked'][0]['measured']:.3g} ms",
-        "checkpoints.later": peers["commit"],
-        "checkpoints.durable": listed("durable against the disk", "x"),
-        "checkpoints.steps": listed("steps beside a save", "%"),
-        "checkpoints.memory": listed("host memory", "MiB"),
+        "checkpoints.durable": listed(durable, "durable against the disk", "x"),
+        "checkpoints.stall": listed(stall, "stall", "ms", 1e3),
+        "checkpoints.steps": listed(stall, "steps beside a save", "%"),
+        "checkpoints.memory": listed(stall, "host memory", "MiB"),
     }
 
 
@@ -510,18 +519,23 @@ _ROWS = (
         "eight-bit-training.json",
     ),
     (
-        "A save behind training: until durable, over the disk's own write; steps beside it slower by; host memory "
-        "beyond one copy",
-        "{{ checkpoints.durable }}; {{ checkpoints.steps }}; {{ checkpoints.memory }}",
-        "<= 1.1 x; <= 3 %; <= 64 MiB",
+        "Training under a memory cap at which BF16 autocast runs out of memory: peak over autocast's; predicted peak "
+        "off by",
+        "{{ limited.peaks }}; {{ limited.error }}",
+        "<= 3 %",
+        "memory-limited.json",
+    ),
+    (
+        "A save behind training until durable, over the disk's own write",
+        "{{ checkpoints.durable }}",
+        "<= 1.1 x",
         "checkpoints-h200.json",
     ),
     (
-        "What its call takes from training",
-        "{{ checkpoints.stall }}; since `{{ checkpoints.later }}` {{ checkpoints.stall-later }} at 1.01 GB, others not "
-        "measured",
-        "<= 5 ms: missed at {{ checkpoints.missed }}",
-        "checkpoints-h200.json",
+        "What its call takes from training; steps beside it slower by; host memory beyond one copy",
+        "{{ checkpoints.stall }}; {{ checkpoints.steps }}; {{ checkpoints.memory }}",
+        "<= 5 ms; <= 3 %; <= 64 MiB",
+        "checkpoints-h200-stall.json",
     ),
     (
         "Drafts of Gemma 3 270M by itself with 4-bit weights, accepted at the first position: activations of INT8, "
