@@ -59,16 +59,17 @@ from qsync_opt.runtimes.torch.checkpoints.storage import (
     RankFile,
     WritePlan,
     WritePlanner,
-    pieces_of,
     saved_sizes,
     write_file,
 )
 from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
     digest,
+    fingerprint,
     gather_json,
+    gather_together,
     naming_lost_ranks,
-    require_agreement,
+    require_equal,
     together,
     world,
 )
@@ -164,7 +165,7 @@ class Checkpoints:
         """
         self.wait()
         job = self._begin(step)
-        self._commit(job, lambda: () if job.file is None else self._ring.chunks(job.file, job.parts()))
+        self._commit(job, lambda: () if job.file is None else self._ring.chunks(job.file, job.parts))
         return step_folder(self._folder, step)
 
     def save_in_background(self, step: int) -> None:
@@ -193,14 +194,14 @@ class Checkpoints:
                 optimizer.register_step_pre_hook(lambda *_: self._staging.finish()) for optimizer in self._optimizers
             ]
         with no_collection():  # what is made here would set off several, for which training would wait
-            job = self._begin(step)
+            job = self._begin(step, group)
 
             def copy() -> None:
                 if job.file is not None:
                     later = [name in job.collected.stable for name, _ in job.file.boxes]
-                    self._staging.begin(job.file, job.parts(), later)
+                    self._staging.begin(job.file, job.parts, later)
 
-            together(copy)
+            together(copy, group)
 
         def write() -> None:
             self._staging.copy()
@@ -241,21 +242,35 @@ class Checkpoints:
         """Host memory of this rank that is kept: a copy of what it writes in the background, 48 MiB for `save`."""
         return self._staging.num_bytes + self._ring.num_bytes
 
-    def _begin(self, step: int) -> _Job:
+    def _begin(self, step: int, group: Any = None) -> _Job:
         """Agree on a save, plan who writes what, and create the folder."""
         check_integer(step, "step")
         rank, _ = world()
-        collected = together(lambda: self._state.collect(rank))
-        require_agreement(
+        collected: Collected | None = None
+
+        def facts() -> dict[str, Any]:
+            nonlocal collected
+            collected = self._state.collect(rank)
+            return {
+                "job": fingerprint({"step": step, "model": collected.shapes}),
+                "others": {name: digest(value) for name, value in collected.values.others.items()},
+                "rank": encode(RankState.of(self._model, rank, self._plan)),
+                "known": self._planner.knows(collected.held),
+            }
+
+        of_ranks = gather_together(facts, group)  # once, as training waits for every message
+        assert collected is not None
+        require_equal(
             "the step or the model to be saved",
-            {"step": step, "model": collected.shapes},
+            [each["job"] for each in of_ranks],
             "save the same model at the same step on all ranks",
         )
-        _require_equal_others(collected.values.others)
-        ranks = self._ranks()
-        layout = self._planner.plan(collected.tensors, collected.layout)
+        _require_equal_others([each["others"] for each in of_ranks])
+        ranks = [decode(RankState, each["rank"], f"rank {number}") for number, each in enumerate(of_ranks)]
+        known = all(each["known"] for each in of_ranks)
+        layout = self._planner.plan(collected.held, rank, known=known, group=group)
         create = _attempting(step, lambda: None if rank else str(begin(self._folder, step)))
-        temporary = Path(broadcast_json(together(create)))
+        temporary = Path(gather_together(create, group)[0])
         plan = plan_of_ranks(ranks)
         state = _State(
             step=step,
@@ -267,7 +282,13 @@ class Checkpoints:
             values=collected.values,
         )
         return _Job(
-            step=step, temporary=temporary, collected=collected, state=state, layout=layout, file=layout.files[rank]
+            step=step,
+            temporary=temporary,
+            collected=collected,
+            state=state,
+            layout=layout,
+            file=layout.files[rank],
+            parts=self._planner.parts(collected.tensors),
         )
 
     def _commit(self, job: _Job, chunks: Callable[[], Iterable[memoryview]], group: Any = None) -> None:
@@ -429,10 +450,8 @@ class _Job:
     state: _State
     layout: WritePlan
     file: RankFile | None
-
-    def parts(self) -> list[Tensor]:
-        """The values of the boxes of the file, not copied."""
-        return [] if self.file is None else list(pieces_of(self.file, self.collected.tensors))
+    parts: Sequence[Tensor]
+    """The values of the boxes of the file, not copied."""
 
 
 def _on_gloo() -> bool:
@@ -445,17 +464,14 @@ def _bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def _require_equal_others(others: Mapping[str, Any]) -> None:
+def _require_equal_others(digests: Sequence[Mapping[str, str]]) -> None:
     """Refuse other objects whose states differ between ranks, of which a checkpoint keeps one.
 
     Raises:
         ModelError: On all ranks; the text names the object.
     """
-    if not others:
-        return
-    digests = gather_json({name: digest(value) for name, value in others.items()})
     for rank, own in enumerate(digests):
-        for name in others:
+        for name in own.keys() | digests[0].keys():
             if own.get(name) != digests[0].get(name):
                 raise ModelError(
                     f"the state of {name!r} is another one on rank {rank} than on rank 0, and a checkpoint keeps one "

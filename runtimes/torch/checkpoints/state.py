@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_few, first_line
 from qsync_opt.io import LARGEST_INTEGER
-from qsync_opt.runtimes.torch.checkpoints.storage import TYPES
+from qsync_opt.runtimes.torch.checkpoints.storage import Entry, held_part
 from qsync_opt.runtimes.torch.ddp import digest
 from qsync_opt.runtimes.torch.support import bare_model, first_device, plain_name
 
@@ -138,19 +138,19 @@ class Collected:
     """What a rank saves.
 
     Attributes:
-        tensors: By name, not copied.
+        tensors: The values that it holds of each tensor, by name, not copied.
+        held: What plans need to know of each.
         values: All that is no tensor.
         shapes: Digest of the names and shapes of the model's tensors.
         stable: Names of tensors that nothing changes but an optimizer's step: the model's parameters that have one,
             and the optimizers' states if there are such parameters.
-        layout: The same object as in the save before if names, shapes and types of all tensors are the same.
     """
 
     tensors: Mapping[str, Tensor]
+    held: Sequence[Entry]
     values: Values
     shapes: str
     stable: frozenset[str]
-    layout: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,7 +162,8 @@ class _Structure:
     Attributes:
         signature: By `_signature`; None if it does not tell all.
         shapes: As in `Collected`.
-        names: Of all tensors: the model's, then those of each parameter's state.
+        held: As in `Collected`, of the model's tensors, then of those of each parameter's state.
+        buffers: Names of the model's buffers among them.
         groups: Names of the parameters in each optimizer's groups, one after the other.
         states: Of each optimizer by parameter, as JSON.
         stable: As in `Collected`.
@@ -170,7 +171,8 @@ class _Structure:
 
     signature: Any
     shapes: str
-    names: tuple[str, ...]
+    held: tuple[Entry, ...]
+    buffers: frozenset[str]
     groups: tuple[list[str], ...]
     states: tuple[dict[str, Any], ...]
     stable: frozenset[str]
@@ -193,7 +195,8 @@ class JobState:
         self._optimizers = optimizers
         self._others = others
         self._structure: _Structure | None = None
-        self._layout: Any = None
+        self._seen: Any = None
+        self._held: Sequence[Entry] = ()
 
     @property
     def _model(self) -> nn.Module:
@@ -210,30 +213,30 @@ class JobState:
         rest = {f"{RANDOM}.{rank}.cpu": torch.get_rng_state()}
         if (device := first_device(self._model)).type == "cuda":
             rest[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
-        tensors, extra, optimizers, structure = self._of_model_and_optimizers(rest)
-        if rank:
+        with torch.no_grad():
+            tensors, extra, optimizers, structure = self._of_model_and_optimizers(rest)
             # DistributedDataParallel continues with the buffers of rank 0.
-            for name, _ in self._model.named_buffers(remove_duplicate=False):
-                tensors.pop(f"{MODEL}.{plain_name(name)}", None)
-        else:
-            rest |= others
-        tensors |= rest
-        layout = structure, [(name, *_kind(tensor)) for name, tensor in rest.items()]
-        if layout != self._layout:
-            _require_supported(tensors)
-            self._layout = layout
+            dropped = structure.buffers if rank else frozenset()
+            for name in dropped:
+                del tensors[name]
+            last = [held_part(name, tensor) for name, tensor in (rest if rank else rest | others).items()]
+        tensors |= {entry[0]: part for part, entry in last}
+        entries = [entry for _, entry in last]
+        if (structure, entries) != self._seen:
+            self._seen = structure, entries
+            self._held = [*(entry for entry in structure.held if entry[0] not in dropped), *entries]
         return Collected(
             tensors=tensors,
+            held=self._held,
             values=Values(model=extra, optimizers=optimizers, others=values),
             shapes=structure.shapes,
             stable=structure.stable,
-            layout=self._layout,
         )
 
     def _of_model_and_optimizers(
         self, rest: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any], tuple[Any, ...], _Structure]:
-        """Tensors by name; extra state of the model and the states of the optimizers as JSON.
+        """Values held of each tensor by name; extra state of the model and the states of the optimizers as JSON.
 
         Tensors of an optimizer that belong to no parameter are added to ``rest``.
         """
@@ -245,30 +248,35 @@ class JobState:
         outside: list[Mapping[str, Tensor]] = [{} for _ in states]
         structure = self._structure
         if structure is not None and signature is not None and structure.signature == signature:
-            # As `_detached`, but in half the time.
-            aliases = [t if type(t) is Tensor and not t.requires_grad else t.data for t in plain]
-            tensors = dict(zip(structure.names, aliases, strict=True))
+            own = [t if type(t) is Tensor and not t.requires_grad else _values_of(t) for t in plain]
+            tensors = {entry[0]: part for entry, part in zip(structure.held, own, strict=True)}
         else:
-            tensors, extra = _split_model(model_state)
-            shapes = digest({name: tensor.shape for name, tensor in tensors.items()})
+            whole, extra = _split_model(model_state)
+            shapes = digest({name: tensor.shape for name, tensor in whole.items()})
             of_model = self._parameter_names()
             named = [self._named_groups(number, of_model) for number in range(len(states))]
-            outside = [_outside(own, of_model) for own in named]
-            groups = tuple([*chain.from_iterable(own)] for own in named)
+            outside = [_outside(each, of_model) for each in named]
+            groups = tuple([*chain.from_iterable(each)] for each in named)
             by_name = tuple(
-                {names[i]: split_state(v, f"{OPTIMIZER}.{k}.{names[i]}", tensors) for i, v in state["state"].items()}
+                {names[i]: split_state(v, f"{OPTIMIZER}.{k}.{names[i]}", whole) for i, v in state["state"].items()}
                 for k, (names, state) in enumerate(zip(groups, states, strict=True))
             )
             marked = signature is not None and any(_MARKS & entry.keys() for own in by_name for entry in own.values())
             if marked or any(outside):
                 signature = None
+            tensors, held = {}, []
+            for name, tensor in whole.items():
+                tensors[name], entry = held_part(name, tensor)
+                held.append(entry)
+            buffers = {f"{MODEL}.{plain_name(name)}" for name, _ in self._model.named_buffers(remove_duplicate=False)}
             structure = self._structure = _Structure(
                 signature=signature,
                 shapes=shapes,
-                names=tuple(tensors),
+                held=tuple(held),
+                buffers=frozenset(buffers & whole.keys()),
                 groups=groups,
                 states=by_name,
-                stable=self._stable(tensors),
+                stable=self._stable(whole),
             )
         optimizers = []
         for number, (names, state) in enumerate(zip(structure.groups, states, strict=True)):
@@ -401,14 +409,16 @@ class JobState:
         ]
 
 
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 _kind = attrgetter("shape", "dtype", "layout", "is_meta")
 """What decides where a tensor lies in a file, and whether it can be in one."""
+_sharding = attrgetter("placements", "device_mesh")
 
 
 def _signature(
     model_state: Mapping[str, Any], states: Sequence[Mapping[str, Any]], params: Sequence[Sequence[Sequence[Tensor]]]
 ) -> tuple[Any, Sequence[Tensor]]:
-    """What the `_Structure` of a model and its optimizers depends on, and their tensors; None where others are there.
+    """What the `_Structure` of a model and its optimizers depends on, and their tensors; None where values are not.
 
     Args:
         model_state: With the parameters themselves.
@@ -421,13 +431,15 @@ def _signature(
         return None, ()
     tensors = [*model_state.values(), *chain.from_iterable(map(dict.values, entries))]
     types = [*map(type, tensors)]
-    if not {*types} <= {Tensor, nn.Parameter, nn.Buffer}:
+    kinds = {*types} - _PLAIN
+    if not kinds <= {DTensor}:
         return None, ()
+    shardings = [_sharding(tensor) for tensor in tensors if type(tensor) is DTensor] if kinds else []
     places = [*map(id, model_state.values())]
     groups = [[[*map(id, group)] for group in own] for own in params]
     numbers = [[*state["state"]] for state in states]
     keys = [*map(tuple, entries)]
-    return ([*model_state], places, types, [*map(_kind, tensors)], groups, numbers, keys), tensors
+    return ([*model_state], places, types, [*map(_kind, tensors)], shardings, groups, numbers, keys), tensors
 
 
 def _split_model(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -456,29 +468,14 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
 
 
+def _values_of(tensor: Tensor) -> Tensor:
+    """The values that this rank holds, as they are now: `_detached`, and in half the time; without gradients only."""
+    return (tensor.to_local() if type(tensor) is DTensor else tensor).data
+
+
 def _outside(named: Sequence[Mapping[str, Tensor]], of_model: Mapping[int, str]) -> dict[str, Tensor]:
     """The parameters of an optimizer's groups that are not the model's."""
     return {name: parameter for group in named for name, parameter in group.items() if id(parameter) not in of_model}
-
-
-def _require_supported(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that safetensors cannot store."""
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if (kind := _unsupported(local)) is not None:
-            raise ModelError(
-                f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
-                "out of state_dict() (a buffer with persistent=False)"
-            )
-
-
-def _unsupported(tensor: Tensor) -> str | None:
-    """Why safetensors cannot store a tensor, None if it can."""
-    if tensor.layout is not torch.strided:
-        return "sparse"
-    if tensor.is_meta:
-        return "on the device meta, without values"
-    return None if tensor.dtype in TYPES else f"of type {tensor.dtype}"  # quantized ones have types of their own
 
 
 class _BlankTensors(dict[str, Tensor]):

@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,39 +105,75 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
     return local, Box(tuple(offsets), tuple(lengths))
 
 
+Entry = list[Any]
+"""What a rank holds of a tensor, as JSON: name, type, shape, and offsets and lengths of its box."""
+
+
+def held_part(name: str, tensor: Tensor) -> tuple[Tensor, Entry]:
+    """The values that this rank holds of a tensor, and what plans need to know of it.
+
+    Raises:
+        ModelError: Files cannot hold such a tensor, or it is a sum that is not reduced yet.
+    """
+    local, box = local_part(tensor)
+    if (kind := _unsupported(local)) is not None:
+        raise ModelError(
+            f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
+            "out of state_dict() (a buffer with persistent=False)"
+        )
+    return local, [name, TYPES[local.dtype], [*tensor.shape], [*box.offsets], [*box.lengths]]
+
+
+def _unsupported(tensor: Tensor) -> str | None:
+    """Why safetensors cannot store a tensor, None if it can."""
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    if tensor.is_meta:
+        return "on the device meta, without values"
+    return None if tensor.dtype in TYPES else f"of type {tensor.dtype}"  # quantized ones have types of their own
+
+
 class WritePlanner:
     """Plans of who writes what, computed anew only when a rank holds other boxes than before."""
 
     def __init__(self) -> None:
-        self._own: Any = None
-        self._layout: object = None
+        self._held: Sequence[Entry] | None = None
         self._plan: WritePlan | None = None
+        self._cuts: list[tuple[str, tuple[slice, ...] | None]] = []
 
-    def plan(self, tensors: Mapping[str, Tensor], layout: object) -> WritePlan:
+    def knows(self, held: Sequence[Entry]) -> bool:
+        """Whether the last plan is for what this rank holds now."""
+        return self._plan is not None and held == self._held
+
+    def plan(self, held: Sequence[Entry], rank: int, *, known: bool, group: Any = None) -> WritePlan:
         """The plan for what all ranks hold; every rank must call it.
 
         Args:
-            tensors: By name.
-            layout: The same object as in the call before if names, shapes and types are the same.
+            held: By this rank.
+            rank: This one.
+            known: Whether all ranks know what they hold.
+            group: Process group; None: the default one.
 
         Raises:
             ModelError: Shapes or types differ between ranks.
             ProblemError: The boxes of a tensor do not cover it.
         """
-        own = self._own
-        if layout is not self._layout:
-            own = [(name, tensor.dtype, tensor.shape, local_part(tensor)[1]) for name, tensor in tensors.items()]
-        same = gather_json(self._plan is not None and own == self._own)
-        if self._plan is None or not all(same):
-            self._layout = None  # until the plan is made
-            entries = [
-                [name, TYPES[dtype], [*shape], [*box.offsets], [*box.lengths]] for name, dtype, shape, box in own
+        if self._plan is None or not known:
+            self._plan = None
+            of_ranks = gather_json({"host": socket.gethostname(), "tensors": held}, group)
+            plan = plan_writes([each["tensors"] for each in of_ranks], [each["host"] for each in of_ranks])
+            places = {name: Box(tuple(offsets), tuple(lengths)) for name, _, _, offsets, lengths in held}
+            file = plan.files[rank]
+            self._cuts = [
+                (name, None if box.lengths == places[name].lengths else box.relative_to(places[name]))
+                for name, box in (() if file is None else file.boxes)
             ]
-            of_ranks = gather_json({"host": socket.gethostname(), "tensors": entries})
-            self._plan = plan_writes([rank["tensors"] for rank in of_ranks], [rank["host"] for rank in of_ranks])
-            self._own = own
-        self._layout = layout
+            self._held, self._plan = held, plan
         return self._plan
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """The values of each box of this rank's file, as views of what it holds."""
+        return [tensors[name] if cut is None else tensors[name][cut] for name, cut in self._cuts]
 
 
 def plan_writes(held: Sequence[Sequence[Any]], hosts: Sequence[str]) -> WritePlan:
@@ -219,18 +255,6 @@ def _rank_file(
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor on its device; a copy only if it is not contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def pieces_of(file: RankFile, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The values of each box of a rank's file, as views of what the rank holds."""
-    for name, box in file.boxes:
-        tensor = tensors[name]
-        # Training waits for this loop over all tensors, most of which are whole and no DTensor.
-        if (type(tensor) is Tensor or not isinstance(tensor, DTensor)) and box.lengths == tensor.shape:
-            yield tensor
-        else:
-            local, place = local_part(tensor)
-            yield local[box.relative_to(place)]
 
 
 def write_file(folder: Path, file: RankFile, chunks: Iterable[memoryview]) -> FileFact:

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
         broadcast_json,
         digest,
         fail_together,
+        fingerprint,
         gather_json,
+        gather_together,
         message_device,
         naming_lost_ranks,
         require_agreement,
+        require_equal,
         together,
         world,
     )
@@ -39,7 +42,8 @@ else:
 
 __all__ = [
     "RESULT", "CollectiveCost", "ShareSampler", "WorkerError", "Workers", "broadcast_json", "clamped_share", "digest",
-    "fail_together", "fit_all_reduce", "free_port", "gather_json", "global_count", "global_mean", "measure_all_reduce",
-    "measure_collectives", "measure_slowdown", "message_device", "naming_lost_ranks", "never_falling", "process_group",
-    "require_agreement", "split_samples", "together", "world",
+    "fail_together", "fingerprint", "fit_all_reduce", "free_port", "gather_json", "gather_together", "global_count",
+    "global_mean", "measure_all_reduce", "measure_collectives", "measure_slowdown", "message_device",
+    "naming_lost_ranks", "never_falling", "process_group", "require_agreement", "require_equal", "split_samples",
+    "together", "world",
 ]  # fmt: skip

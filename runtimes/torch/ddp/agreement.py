@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -122,11 +122,20 @@ def require_agreement(what: str, value: Any, advice: str, group: Any = None) -> 
     Raises:
         ModelError: Raised on every rank; the text names the ranks that differ from rank 0, with both values if short.
     """
-    values = gather_json({"digest": digest(value), "shown": value if len(json.dumps(value)) <= 80 else None}, group)
-    different = [rank for rank, other in enumerate(values) if other["digest"] != values[0]["digest"]]
+    require_equal(what, gather_json(fingerprint(value), group), advice)
+
+
+def fingerprint(value: Any) -> dict[str, Any]:
+    """What `require_equal` compares: a digest of JSON data, and the data itself if it is short."""
+    return {"digest": digest(value), "shown": value if len(json.dumps(value)) <= 80 else None}
+
+
+def require_equal(what: str, fingerprints: Sequence[Mapping[str, Any]], advice: str) -> None:
+    """Raise if the fingerprints of some ranks differ; arguments and errors as of `require_agreement`."""
+    different = [rank for rank, other in enumerate(fingerprints) if other["digest"] != fingerprints[0]["digest"]]
     if different:
         ranks = ", ".join(map(str, different[:8])) + (", ..." if len(different) > 8 else "")
-        first, other = (values[rank]["shown"] for rank in (0, different[0]))
+        first, other = (fingerprints[rank]["shown"] for rank in (0, different[0]))
         shown = "" if None in (first, other) else f" ({first!r} on rank 0, {other!r} on rank {different[0]})"
         raise ModelError(f"{what} differs between ranks: ranks {ranks} are not as rank 0{shown}; {advice}")
 
@@ -142,7 +151,14 @@ def fail_together(error: Exception | None, group: Any = None) -> None:
         Exception: ``error`` itself on the rank that failed.
         NotReadyError: On the others; the text names the first rank that failed and repeats its error.
     """
-    failures = gather_json(None if error is None else f"{type(error).__name__}: {error}", group)
+    _raise_together(error, gather_json(_shown(error), group))
+
+
+def _shown(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _raise_together(error: Exception | None, failures: Sequence[str | None]) -> None:
     if error is not None:
         raise error
     for rank, text in enumerate(failures):
@@ -160,3 +176,24 @@ def together(work: Callable[[], T], group: Any = None) -> T:
         error = failure
     fail_together(error, group)
     return result  # type: ignore[return-value]
+
+
+def gather_together(work: Callable[[], Any], group: Any = None) -> list[Any]:
+    """Run ``work`` on every rank and give all of them its JSON results; if it fails on any rank, raise on all.
+
+    Args:
+        work: Returns JSON data.
+        group: Process group; None: the default one.
+
+    Raises:
+        Exception: As `fail_together` does.
+    """
+    value: Any = None
+    error: Exception | None = None
+    try:
+        value = work()
+    except Exception as failure:  # raised again below
+        error = failure
+    answers = gather_json({"error": _shown(error), "value": value}, group)
+    _raise_together(error, [answer["error"] for answer in answers])
+    return [answer["value"] for answer in answers]
