@@ -64,6 +64,7 @@ from qsync_opt.runtimes.torch.checkpoints.storage import (
 )
 from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
+    companion_group,
     digest,
     fingerprint,
     gather_json,
@@ -379,7 +380,7 @@ class Checkpoints:
     def _message_group(self, *, needed: bool) -> Any:
         """A gloo group of all ranks, created once; None, the default group, if not needed or there is one rank."""
         if needed and self._group is None and world()[1] > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = companion_group(backend="gloo")
         return self._group if needed else None
 
     def _ranks(self) -> list[RankState]:

@@ -10,6 +10,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.ddp.agreement import (
         broadcast_json,
+        companion_group,
         digest,
         fail_together,
         fingerprint,
@@ -41,9 +42,9 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "RESULT", "CollectiveCost", "ShareSampler", "WorkerError", "Workers", "broadcast_json", "clamped_share", "digest",
-    "fail_together", "fingerprint", "fit_all_reduce", "free_port", "gather_json", "gather_together", "global_count",
-    "global_mean", "measure_all_reduce", "measure_collectives", "measure_slowdown", "message_device",
-    "naming_lost_ranks", "never_falling", "process_group", "require_agreement", "require_equal", "split_samples",
-    "together", "world",
+    "RESULT", "CollectiveCost", "ShareSampler", "WorkerError", "Workers", "broadcast_json", "clamped_share",
+    "companion_group", "digest", "fail_together", "fingerprint", "fit_all_reduce", "free_port", "gather_json",
+    "gather_together", "global_count", "global_mean", "measure_all_reduce", "measure_collectives", "measure_slowdown",
+    "message_device", "naming_lost_ranks", "never_falling", "process_group", "require_agreement", "require_equal",
+    "split_samples", "together", "world",
 ]  # fmt: skip

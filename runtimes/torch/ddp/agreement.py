@@ -47,6 +47,27 @@ def message_device(group: Any = None) -> torch.device:
     return torch.device("cpu")
 
 
+def companion_group(group: Any = None, *, backend: str | None = None) -> Any:
+    """A further process group of the same ranks, whose messages may cross those of the first; all of them call it.
+
+    Left to itself, torch gives a new group a timeout of ten minutes (NCCL) or half an hour (gloo), so that a rank that
+    hangs is noticed as late, however soon the job wants to know. This one has the timeout of the first.
+
+    Args:
+        group: The first process group; None: the default one.
+        backend: As that of the first by default.
+    """
+    first: Any = dist.group.WORLD if group is None else group
+    ranks = dist.get_process_group_ranks(first)
+    options = getattr(first._get_backend(message_device(first)), "options", None)
+    return dist.new_group(
+        ranks,
+        timeout=getattr(options, "_timeout", None),
+        backend=backend or dist.get_backend(first),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),  # others do not come here
+    )
+
+
 def _encoded(value: Any, group: Any = None) -> Tensor:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(message_device(group))

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.gradients import GradientScheme, Plan, scheme
 from qsync_opt.kernels.gradients import Codec
-from qsync_opt.runtimes.torch.ddp import naming_lost_ranks, require_agreement, together
+from qsync_opt.runtimes.torch.ddp import companion_group, naming_lost_ranks, require_agreement, together
 from qsync_opt.runtimes.torch.gradients.planned import ADVICE, PlannedReductions
 from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
@@ -48,10 +48,7 @@ class GradientCompression(PlannedReductions):
         self._stream: torch.cuda.Stream | None = None
         own = group
         if not self._direct and self.workers > 1:
-            ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-            # Ranks outside of the group do not come here.
-            among_some = self.workers < dist.get_world_size()
-            own = dist.new_group(ranks, use_local_synchronization=among_some, backend=dist.get_backend(group))
+            own = companion_group(group)
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "qsync-gradients")
         self._reducer = Reducer(group=own, seed=seed, codec=self._codec)
 

@@ -32,7 +32,7 @@ from qsync_opt.messages import (
     uniform_plan,
     variance_factor,
 )
-from qsync_opt.runtimes.torch.ddp import together
+from qsync_opt.runtimes.torch.ddp import companion_group, together
 from qsync_opt.runtimes.torch.messages.exchange import EXACT, REMEMBERED, WORD_BYTES, Direction, HaloExchange
 from qsync_opt.runtimes.torch.messages.links import probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
@@ -137,7 +137,7 @@ class FullGraph:
         ]
         self._pending_plan = plan
         self._agree()
-        self.group: Any = dist.new_group()
+        self.group: Any = companion_group()
         self.ddp = DistributedDataParallel(model) if any(p.requires_grad for p in model.parameters()) else model
         self.send_counts = self._counts()
         self.links: list[list[tuple[int, float]]] | None = None

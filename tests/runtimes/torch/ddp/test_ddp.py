@@ -44,6 +44,12 @@ def test_groups_and_their_absence():
     assert not dist.is_initialized()
 
 
+def test_a_further_group_gives_up_as_soon_as_the_first(run_workers):
+    heard, silent = run_workers("companion_worker.py")
+    assert heard["seen"] == silent["seen"] == [0, 1]
+    assert "the other ranks do not answer" in heard["text"]
+
+
 def test_one_worker_in_fp32_and_one_under_a_plan(run_workers):
     fp32, planned = run_workers("hybrid_worker.py")
     for outcome in (fp32, planned):
