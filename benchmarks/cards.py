@@ -3,8 +3,8 @@
 python benchmarks/cards.py [--device cuda|cpu] [--cards N] [--parts gradients,messages,checkpoints,lost] [--output FILE]
 
 One process for each card. In ``gradients`` a bucket and a GPT are trained plainly, with DDP's BF16 hook, under single
-schemes, and under the plan of least time by `plan_reductions` from recorded steps: with the links that the cards
-have, and through sockets (``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``), which are slow. ``messages`` trains a GCN on a
+schemes, and under the plan of the shortest step by schemes that were timed alone: with the links that the cards have,
+and through sockets (``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``), which are slow. ``messages`` trains a GCN on a
 stochastic block model in FP32, in uniform widths and in planned ones. ``checkpoints`` saves a GPT that FSDP2 shards
 behind its training and loads it into other numbers of cards; every tensor is compared by its bits. In ``lost`` the last
 worker kills itself, and the others must end with an error. For hybrid training see ``hybrid_step.py``. On a CPU
@@ -44,10 +44,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
-from qsync_opt.gradients import fit_reductions, plan_reductions
+from qsync_opt.gradients import Plan, build_problem
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.ddp import broadcast_json, free_port, gather_json, process_group
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
+from qsync_opt.runtimes.torch.gradients import measure_schemes
 
 HERE = Path(__file__).parent
 PARTS = ("gradients", "messages", "checkpoints", "lost")
@@ -174,43 +175,15 @@ def gradients(worker: Worker, link: str, folder: Path) -> list[dict[str, Any]]:
             for name, ms in times.items()
         ]
     model = wrapped(worker, worker.gpt(), "plain")
-    compression = qsync_opt.compress_gradients(planned_model := wrapped(worker, worker.gpt(), "plain"), "FP32")
-
-    def step(parallel: nn.Module) -> Callable[[], None]:
-        optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-3)
-        batch = worker.tokens()
-
-        def run() -> None:
-            optimizer.zero_grad(set_to_none=False)
-            with torch.autocast(worker.device.type, torch.bfloat16):
-                loss = parallel(*batch)
-            loss.backward()
-            optimizer.step()
-
-        return run
-
-    plain, planned = step(model), step(planned_model)
+    compressed = wrapped(worker, worker.gpt(), "plain")
+    compression = qsync_opt.compress_gradients(compressed, "FP32")
+    plain, planned = bf16_step(worker, model), bf16_step(worker, compressed)
     for _ in range(3):
         planned()
     with compression.sampling():
         planned()
         planned()
-    recorded = []
-    for name in (*SINGLE, *SINGLE):
-        compression.use(name)
-        planned()
-        planned()
-        with compression.recording():
-            for _ in range(4):
-                planned()
-        recorded.append(compression.recorded())
-    sent: dict[str, Any] = {}
-    if worker.rank == 0:
-        fitted, own = fit_reductions(recorded), compression.statistics()
-        plan = plan_reductions(fitted, own)
-        sent = {"plan": plan.to_json(), "predicted_ms": round(fitted.predict(plan)[-1].end_ns / 1e6, 4)}
-    sent = broadcast_json(sent)
-    plan = qsync_opt.gradients.Plan.from_json(sent["plan"])
+    plan, predicted_ms = scheme_plan(worker, compressed, compression.statistics())
 
     def under(each: Any) -> Callable[[], None]:
         def run() -> None:
@@ -220,18 +193,61 @@ def gradients(worker: Worker, link: str, folder: Path) -> list[dict[str, Any]]:
         return run
 
     times = worker.timed({"plain": plain, **{name: under(name) for name in SINGLE[1:]}, "planned": under(plan)})
-    kinds = sorted(set(plan.schemes.values()))
+    facts = {"schemes": sorted(set(plan.schemes.values())), "predicted_ms": round(predicted_ms, 4)}
     records += [
         {"part": "gradients", "what": "GPT step", "link": link, "subject": name, "ms": ms}
-        | ({"schemes": kinds, "predicted_ms": sent["predicted_ms"]} if name == "planned" else {})
+        | (facts if name == "planned" else {})
         for name, ms in times.items()
     ]
     return records
 
 
+def bf16_step(worker: Worker, parallel: DistributedDataParallel, *, alone: bool = False) -> Callable[[], None]:
+    """A training step in BF16 autocast; ``alone``: forward and backward pass without any reduction."""
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-3)
+    batch = worker.tokens()
+
+    def passes() -> None:
+        with torch.autocast(worker.device.type, torch.bfloat16):
+            loss = parallel(*batch)
+        loss.backward()
+
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        if alone:
+            with parallel.no_sync():
+                passes()
+        else:
+            passes()
+            optimizer.step()
+
+    return run
+
+
+def scheme_plan(worker: Worker, parallel: DistributedDataParallel, buckets: Sequence[Any]) -> tuple[Plan, float]:
+    """The plan of the shortest step by schemes that are timed alone, as `auto_plan` makes it on cards; its step in ms.
+
+    The backward pass is two thirds of both passes, and has the buckets ready evenly.
+    """
+    elements = [bucket.elements for bucket in buckets]
+    times = measure_schemes(SINGLE, sorted({1 << 10, 1 << 16, *elements}), device=worker.device)
+    alone_ms = statistics.median(worker.timed({"alone": bf16_step(worker, parallel, alone=True)})["alone"])
+    sent: dict[str, Any] = {}
+    if worker.rank == 0:
+        end_ns = round(1e6 * alone_ms)
+        ready_ns = [end_ns // 3 + 2 * end_ns * (k + 1) // (3 * len(elements)) for k in range(len(elements))]
+        solution = qsync_opt.solve(build_problem(buckets, times, ready_ns, end_ns, name="GPT", noise_share=0.1))
+        assert solution.plan is not None
+        assert solution.evaluation is not None
+        sent = {"plan": solution.plan.to_json(), "predicted_ms": solution.evaluation.iteration_ns / 1e6}
+    sent = broadcast_json(sent)
+    return Plan.from_json(sent["plan"]), float(sent["predicted_ms"])
+
+
 def messages(worker: Worker, way: str, folder: Path) -> list[dict[str, Any]]:
     """Full-graph training in several widths."""
-    from qsync_opt.messages import Plan, Problem
+    from qsync_opt.messages import Plan as WidthPlan
+    from qsync_opt.messages import Problem
     from qsync_opt.runtimes.torch.messages import TrainingOptions, block_graph, partition_graph, train
 
     sizes = worker.sizes
@@ -247,7 +263,7 @@ def messages(worker: Worker, way: str, folder: Path) -> list[dict[str, Any]]:
         trained, problem = train(part, fixed(bits), with_problem=bits == 4)
         records.append({"part": "messages", "subject": name, **trained.to_json()})
     shared = Problem.from_json(broadcast_json(problem))
-    plan = Plan.from_json(broadcast_json(qsync_opt.solve(shared).plan.to_json() if worker.rank == 0 else None))
+    plan = WidthPlan.from_json(broadcast_json(qsync_opt.solve(shared).plan.to_json() if worker.rank == 0 else None))
     records.append({"part": "messages", "subject": "planned", **train(part, fixed(8), plan)[0].to_json()})
     return [{k: v for k, v in each.items() if k != "losses"} | {"loss": each["losses"][-1]} for each in records]
 
