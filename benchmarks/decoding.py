@@ -1,7 +1,7 @@
 """Speculative decoding on a CPU with a real model: how often drafts are accepted, and what that is worth.
 
     python benchmarks/decoding.py acceptance --model gemma-3-270m-q4_k_m.gguf
-    python benchmarks/decoding.py speed --model gemma-3-270m-q4_k_m.gguf
+    python benchmarks/decoding.py speed --model gemma-3-270m-q4_k_m.gguf --llama-cpp llama-batched-bench
 
 Weights have 4 bits (W4H: with rotated inputs) and activations 32, the head 8 and 32. Drafts of the model itself have
 activations of INT8 (A8), FP8 (F8) or 4 bits (A4), or read the upper halves of a cache of 8 bits (K4, A8K4). Prompts are
@@ -12,17 +12,21 @@ three times, as in summaries and edits of code.
 drafted (`decoding_replay`). Every second text predicts the tokens per cycle of the others by one acceptance per length;
 beside its error stands that which the choice of texts alone makes, for tokens of one text are alike.
 ``speed`` times answers to the same prompts, the ways of decoding in turn; ``auto`` has a problem
-measured in the same process before. The peer is transformers in FP32, plain and with its own prompt look-up.
+measured in the same process before. Peers are transformers in FP32, plain and with its own prompt look-up, and, in turn
+with ours, llama.cpp on the file as it is (where its program comes from, `serving_peers` says): prompts and answers of
+the same numbers of tokens, whatever they say.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import platform
 import pydoc_data.topics
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -189,8 +193,18 @@ class _NoWork:
         """Nothing."""
 
 
-def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
-    """The part ``speed``."""
+def llama_cpp_rate(model: str, program: str, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+    """New tokens per second of llama.cpp, the prompts' pass included; the first of two batches warms up."""
+    sizes = ["-npp", str(prompt_tokens), "-ntg", str(new_tokens), "-npl", f"{batch},{batch}", "-c", "2048"]
+    threads = [text for flag in ("-t", "-tb") for text in (flag, str(torch.get_num_threads()))]
+    command = [program, "-m", model, *sizes, *threads, "--output-format", "jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    last = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")][-1]
+    return float(batch * new_tokens / (last["t_pp"] + last["t_tg"]))
+
+
+def speed(model: str, new_tokens: int, rounds: int, llama_cpp: str | None) -> dict[str, Any]:
+    """The part ``speed``; ``llama_cpp`` is the program of that peer."""
     stages, tokenizer = load(model)
     workers, texts = LocalWorkers(stages), {"topics": topics(tokenizer, 4, 128)}
     texts["repeats"] = [[*prompt[:48], *prompt[1:48], *prompt[1:24]] for prompt in texts["topics"]]
@@ -214,7 +228,11 @@ def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
         for batch in (1, 4):
             rates: dict[str, list[float]] = {way: [] for way in ways}
             answers: dict[str, list[list[int]]] = {}
+            by_llama_cpp: list[float] = []
             for turn in range(rounds):
+                if llama_cpp is not None:
+                    length = len(prompts[0])
+                    by_llama_cpp.append(llama_cpp_rate(model, llama_cpp, batch, length, new_tokens))
                 for way in ways if turn % 2 == 0 else reversed(ways):
                     if way == "A8:3" and turn:
                         continue  # it loses by far
@@ -236,6 +254,11 @@ def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
                     }
                 )  # fmt: skip
                 print(records[-1], flush=True)
+            if by_llama_cpp:
+                turns = zip(by_llama_cpp, rates["plain"], strict=True)
+                record = {"kind": kind, "batch": batch, "way": "llama.cpp", "tokens_per_s": by_llama_cpp}
+                records.append({**record, "speedup": statistics.median(a / b for a, b in turns)})
+                print(records[-1], flush=True)
     host = {
         way: min(
             answer(_NoWork(workers), [[2, 3]], 2000, speculation=chosen(), running=1)[1] / 2000 for _ in range(3)
@@ -246,7 +269,15 @@ def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
     pass_s = measured.regimes[0].verify_ns[1] * 1e-9
     cost = (host["declining"] - host["off"]) / pass_s
     autos = [r["speedup"] for r in records if r["way"] == "auto"]
-    same = all(r["answers_equal_plain"].split(" of ")[0] == str(r["batch"]) for r in records)
+    same = all(
+        r["answers_equal_plain"].split(" of ")[0] == str(r["batch"]) for r in records if "answers_equal_plain" in r
+    )
+    peers = {(r["kind"], r["batch"]): r for r in records if r["way"] == "llama.cpp"}
+    over = {
+        f"{r['kind']}, batch {r['batch']}": r["speedup"] / peers[r["kind"], r["batch"]]["speedup"]
+        for r in records
+        if r["way"] == "auto" and peers
+    }
     rows = [
         asked_row("tokens/s of auto over plain, the least of topics and repeats at batches 1 and 4",
             f">= {ASKED_SPEEDUP}", min(autos), min(autos) >= ASKED_SPEEDUP),
@@ -254,7 +285,8 @@ def speed(model: str, new_tokens: int, rounds: int) -> dict[str, Any]:
             cost < ASKED_COST),
         asked_row("answers equal to plain decoding's", "all", "all" if same else "not all", same,
             "FP32, not in the mode that is equal by construction"),
-        asked_row("tokens/s beside llama.cpp", "stated", None, False, "there is no llama.cpp here"),
+        asked_row("tokens/s of auto over llama.cpp, the least", "stated", min(over.values(), default=None), bool(over),
+            ", ".join(f"{case}: {ratio:.2f}" for case, ratio in over.items()) or "no llama.cpp was given"),
     ]  # fmt: skip
     result = {"asked": rows, "reasons": reasons, "measured": measured.to_json(), "host_s": host, "records": records}
     return {**result, "peer": peer(model, texts, new_tokens)}
@@ -306,6 +338,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=48, help="of acceptance")
     parser.add_argument("--new-tokens", type=int, help="of each prompt; 128 for acceptance and 64 for speed")
     parser.add_argument("--rounds", type=int, default=7, help="of speed")
+    parser.add_argument("--llama-cpp", metavar="PROGRAM", help="llama.cpp's llama-batched-bench, for speed")
     parser.add_argument("--threads", type=int, help="of torch; as many as processors by default")
     options = parser.parse_args()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -319,7 +352,7 @@ def main() -> None:
     if options.part == "acceptance":
         acceptance(options.model, options.prompts, options.new_tokens or 128, keep)
     else:
-        keep(speed(options.model, options.new_tokens or 64, options.rounds))
+        keep(speed(options.model, options.new_tokens or 64, options.rounds, options.llama_cpp))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def figures() -> dict[str, str]:
         **_eight_bit(results["eight-bit-training.json"]),
         **_checkpoints(results["checkpoints-h200.json"], results["checkpoints-h200-stall.json"]),
         **_memory_limited(results["memory-limited.json"]),
+        **_cards(results["cards-2.json"]),
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs("costs", results["learned-costs.json"]),
@@ -219,6 +220,16 @@ def _by_hand(name: str, data: Record) -> dict[str, str]:
     return {
         f"{name}.steps": ", ".join(f"{model} {row['measured']:.2f} ({ways[model]} by hand)" for model, row in rows),
         f"{name}.missed": "missed by " + ", ".join(model for model, row in rows if not row["met"]),
+    }
+
+
+def _cards(data: Record) -> dict[str, str]:
+    """What was measured on two cards: an epoch over the fastest, a save's stall, and when a lost worker is noticed."""
+    rows = {row["what"].partition(":")[0]: row["measured"] for row in data["asked"] if row["measured"] is not None}
+    return {
+        "cards.messages": f"{rows['messages']:.3f}",
+        "cards.stall": f"{rows['FSDP2 on 2']:.1f} ms",
+        "cards.lost": f"{max(rows['gradients'], rows['checkpoints']):.0f}",
     }
 
 
