@@ -1,0 +1,30 @@
+"""The benchmark of several cards, on two processes of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_others_and_a_plan_is_measured(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    output = tmp_path / "cards.json"
+    command = [sys.executable, "cards.py", "--device", "cpu", "--parts", "gradients,lost", "--output", str(output)]
+    done = subprocess.run(command, cwd=BENCHMARKS, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = json.loads(output.read_text())["records"]
+    planned = [r for r in records if r.get("subject") == "planned"]
+    assert len(planned) == 1
+    assert planned[0]["predicted_ms"] > 0
+    lost = {r["what"]: r for r in records if r["part"] == "lost"}
+    assert set(lost) == {"gradients", "messages", "checkpoints"}
+    for record in lost.values():
+        assert record["statuses"][0] not in (0, None)
+        assert record["statuses"][1] == -9
+        assert "Error" in record["message"]
