@@ -8,8 +8,9 @@ acceptance of each by draft position that no one knows. What ``lookup`` would dr
 come out while it does not run, as a server does. A plan goes by a few hundred measured cycles. A controller begins with
 that plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are nanoseconds
 of the tables, so that nothing here depends on the machine. Families of regimes: those on which the controller's
-constants were chosen, others of the same kind, and others with other costs, batches and acceptances, which rise along a
-draft.
+constants were chosen, others of the same kind, and others with other costs, batches and acceptances. Where these rise
+along a draft was looked at, too, when the controller learned to begin with the acceptance of each position (on other
+seeds); where they fall was not.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def tokens_of(truth: Truth, draft: str | None, length: int) -> float:
     return tokens
 
 
-def some_truth(draw: random.Random, unseen: bool = False) -> Truth:
-    """Acceptances by position, which change a little along a draft; ``unseen``: they rise, as look-up's of texts do."""
+def some_truth(draw: random.Random, shape: str = "level") -> Truth:
+    """Acceptances by position: ``"level"`` ones change a little along a draft, ``"rising"`` ones as look-up's do."""
 
     def positions(least: float, most: float) -> list[float]:
         first, change = draw.uniform(least, most), draw.uniform(0.97, 1.01)
@@ -88,18 +89,24 @@ def some_truth(draw: random.Random, unseen: bool = False) -> Truth:
         first, last, pace = draw.uniform(least, most), draw.uniform(most, 0.99), draw.uniform(0.2, 0.8)
         return [last - (last - first) * pace**k for k in range(max(LENGTHS))]
 
-    if unseen:
-        return {"A8": rising(0.3, 0.98), "lookup": rising(0.02, 0.8)}
+    def falling(least: float, most: float) -> list[float]:
+        first, share, pace = draw.uniform(least, most), draw.uniform(0.3, 0.8), draw.uniform(0.2, 0.8)
+        return [first * (share + (1 - share) * pace**k) for k in range(max(LENGTHS))]
+
+    if shape != "level":
+        other = rising if shape == "rising" else falling
+        return {"A8": other(0.3, 0.98), "lookup": other(0.02, 0.8)}
     return {"A8": positions(0.4, 0.99), "lookup": positions(0.02, 0.9)}
 
 
-def some_regime(draw: random.Random, unseen: bool = False) -> Regime:
-    """A regime with its tables; ``unseen``: of a family on which no constant was chosen."""
+def some_regime(draw: random.Random, shape: str = "level") -> Regime:
+    """A regime with its tables; where acceptances are not level, costs and batches are others too."""
+    unlike = shape != "level"
     slope = 10 ** draw.uniform(-2.7, -0.1)
     verify_ns = {n: round(PLAIN_NS * (1 + slope * (n - 1))) for n in (1, *(length + 1 for length in LENGTHS))}
-    draft_ns = {"A8": round(PLAIN_NS * draw.uniform(*((0.05, 0.6) if unseen else (0.3, 0.95)))), "lookup": 0}
-    batch = draw.choice([1, 3, 6, 16] if unseen else [1, 2, 4, 8])
-    return Regime(verify_ns, draft_ns, batch, some_truth(draw, unseen))
+    draft_ns = {"A8": round(PLAIN_NS * draw.uniform(*((0.05, 0.6) if unlike else (0.3, 0.95)))), "lookup": 0}
+    batch = draw.choice([1, 3, 6, 16] if unlike else [1, 2, 4, 8])
+    return Regime(verify_ns, draft_ns, batch, some_truth(draw, shape))
 
 
 def accepted(draw: random.Random, truth: Sequence[float], length: int) -> int:
@@ -182,10 +189,10 @@ def run(
     return time_ns, tokens
 
 
-def one_regime(seed: int, unseen: bool = False) -> dict[str, Any]:
+def one_regime(seed: int, shape: str = "level") -> dict[str, Any]:
     """What the plan and the controller lose in one regime."""
     draw = random.Random(seed)
-    regime = some_regime(draw, unseen)
+    regime = some_regime(draw, shape)
     problem, best_ns = problem_of(regime, draw), regime.best_ns()
     plan = solve(problem).plan
     assert plan is not None
@@ -201,11 +208,11 @@ def one_regime(seed: int, unseen: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def one_change(seed: int, unseen: bool = False) -> dict[str, Any]:
+def one_change(seed: int, shape: str = "level") -> dict[str, Any]:
     """Cycles until the controller's choice is as good as asked after the kind of text has changed."""
     draw = random.Random(seed)
-    regime = some_regime(draw, unseen)
-    controller, truth = controller_of(problem_of(regime, draw)), some_truth(draw, unseen)
+    regime = some_regime(draw, shape)
+    controller, truth = controller_of(problem_of(regime, draw)), some_truth(draw, shape)
     run(controller, regime, regime.truth, WARM_CYCLES, draw)
     before = controller.current
     enough_ns = (1 + ADAPTED_LOSS) * regime.best_ns(truth)
@@ -226,11 +233,12 @@ def share(values: Sequence[bool]) -> float:
 
 
 FAMILIES = (
-    ("seeds on which constants were chosen", 0, False),
-    ("other seeds", 50_000, False),
-    ("other costs and acceptances", 90_000, True),
+    ("seeds on which constants were chosen", 0, "level"),
+    ("other seeds", 50_000, "level"),
+    ("other costs and rising acceptances", 90_000, "rising"),
+    ("other costs and falling acceptances", 130_000, "falling"),
 )
-"""Name, first seed, and whether costs and acceptances are others."""
+"""Name, first seed, and the shape of acceptances."""
 
 
 def rows(regimes: list[dict[str, Any]], changes: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
@@ -288,9 +296,9 @@ def main() -> None:
     parser.add_argument("--output", default=str(RESULTS / "decoding-simulation.json"))
     options = parser.parse_args()
     asked, records = [], []
-    for name, first, unseen in FAMILIES:
-        regimes = [one_regime(first + k, unseen) for k in range(options.regimes)]
-        changes = [one_change(10**6 + first + k, unseen) for k in range(options.regimes)]
+    for name, first, shape in FAMILIES:
+        regimes = [one_regime(first + k, shape) for k in range(options.regimes)]
+        changes = [one_change(10**6 + first + k, shape) for k in range(options.regimes)]
         changes = [change for change in changes if change["loss_if_kept"] > ADAPTED_LOSS]  # there is something to learn
         asked += rows(regimes, changes, name)
         records.append({"family": name, "regimes": regimes, "changes": changes})

@@ -64,7 +64,7 @@ def figures() -> dict[str, str]:
 
 def _speculation(data: Record) -> dict[str, str]:
     """How near plans and the controller of speculation come to the best choice, by a simulated clock."""
-    families = ("tuned", "seeds", "others")
+    families = ("tuned", "seeds", "others", "falling")
     each = len(data["asked"]) // len(families)
     texts = {}
     for number, family in enumerate(families):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from qsync_opt.decoding.acceptance import (
         Acceptance,
         AcceptanceCounts,
+        acceptance_by_position,
         clustered_interval,
         expected_tokens,
         tokens_deviation,
@@ -37,6 +38,6 @@ else:
 __all__ = [
     "Acceptance", "AcceptanceCounts", "Choice", "Controller", "ControllerOptions", "Draft", "DraftMeasurement",
     "Evaluation", "Graph", "Judged", "Measurements", "Plan", "Problem", "Regime", "RegimeEvaluation", "RegimeTimes",
-    "Selection", "build_problem", "clustered_interval", "evaluate", "expected_tokens", "explain",
-    "load_measurements", "load_speculation", "tokens_deviation", "wilson_interval",
+    "Selection", "acceptance_by_position", "build_problem", "clustered_interval", "evaluate", "expected_tokens",
+    "explain", "load_measurements", "load_speculation", "tokens_deviation", "wilson_interval",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Annotated
@@ -78,6 +78,27 @@ def _acceptance_of(tokens: float, length: int) -> float:
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if expected_tokens(middle, length) < tokens else (low, middle)
     return high
+
+
+def acceptance_by_position(acceptances: Mapping[int, float]) -> list[float]:
+    """The acceptances of draft positions that yield as many tokens per cycle as one acceptance for each length does.
+
+    Args:
+        acceptances: By length, the one acceptance with which a draft of that length yields its tokens; positions
+            between two lengths are alike.
+
+    Returns:
+        One for each position of the longest draft, inside [0, 1].
+    """
+    positions: list[float] = []
+    tokens = reached = 1.0
+    for length, acceptance in sorted(acceptances.items()):
+        more, expected = length - len(positions), expected_tokens(acceptance, length)
+        value = _acceptance_of(1 + (expected - tokens) / reached, more) if reached else 0.0
+        positions += [value] * more
+        tokens += reached * (expected_tokens(value, more) - 1)
+        reached *= value**more
+    return positions
 
 
 def wilson_interval(successes: int, trials: int, level: float = 0.95) -> Acceptance:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from qsync_opt.decoding.acceptance import acceptance_by_position
 from qsync_opt.decoding.problem import Choice, Problem, Regime
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import check_fields
@@ -22,6 +23,8 @@ _TRIALS_IN_CREDIT = 2
 """Most trials that a long time without any saves up for."""
 _PLANNED_TOKENS, _ALIKE_TOKENS, _DOUBTED_TOKENS = 2.0, 4.0, 8.0
 """Tokens that the planned acceptance counts as; the positions together, for each one; at most all, once in doubt."""
+_LEANING = 0.25
+"""Share of all measured cycles that the position before counts as."""
 _LEAST, _MOST = 0.002, 0.998
 """Limits of what an expert foretells, so that it can be wrong."""
 
@@ -87,10 +90,11 @@ class ControllerOptions:
 class _Expert:
     """Counts by position that fade at one rate, what they foretell, and how much that is trusted."""
 
-    def __init__(self, planned: float, positions: int, memory_cycles: float, weight: float) -> None:
-        self.planned, self.weight = planned, weight
+    def __init__(self, planned: Sequence[float], memory_cycles: float, weight: float) -> None:
+        self.planned, self.weight = [min(_MOST, max(_LEAST, value)) for value in planned], weight
+        self.usual = sum(self.planned) / len(self.planned)
         self.fading = math.exp(-1 / memory_cycles)
-        self.accepted, self.rejected = [0.0] * positions, [0.0] * positions
+        self.accepted, self.rejected = [0.0] * len(planned), [0.0] * len(planned)
         self.estimate()
 
     def scale(self, factor: float) -> None:
@@ -99,14 +103,18 @@ class _Expert:
         self.rejected = [factor * count for count in self.rejected]
 
     def estimate(self) -> None:
-        """The mean of each position; its prior is that of all, and theirs is the planned acceptance."""
+        """The mean of each position: its prior is what was planned, its odds moved as those of all positions were."""
         accepted = sum(self.accepted)
         self.seen = accepted + sum(self.rejected)
-        prior = _ALIKE_TOKENS * (_PLANNED_TOKENS * self.planned + accepted) / (_PLANNED_TOKENS + self.seen)
-        self.means = [
-            min(_MOST, max(_LEAST, (prior + yes) / (_ALIKE_TOKENS + yes + no)))
-            for yes, no in zip(self.accepted, self.rejected, strict=True)
-        ]
+        foretold = sum(
+            value * (yes + no) for value, yes, no in zip(self.planned, self.accepted, self.rejected, strict=True)
+        )
+        yes, no = _PLANNED_TOKENS * self.usual, _PLANNED_TOKENS * (1 - self.usual)
+        moved = (yes + accepted) * (no + self.seen - foretold) / ((no + self.seen - accepted) * (yes + foretold))
+        self.means = []
+        for value, yes, no in zip(self.planned, self.accepted, self.rejected, strict=True):
+            prior = value * moved / (1 - value + value * moved)
+            self.means.append(min(_MOST, max(_LEAST, (_ALIKE_TOKENS * prior + yes) / (_ALIKE_TOKENS + yes + no))))
 
     def log_likelihood(self, judged: Sequence[Judged]) -> float:
         """Of what a cycle showed, by what was foretold."""
@@ -120,10 +128,10 @@ class _Belief:
     Source: M. Herbster and M. Warmuth, "Tracking the best expert", Machine Learning 1998 (fixed share).
     """
 
-    def __init__(self, planned: float, positions: int, options: ControllerOptions) -> None:
-        self.positions, self.change_rate = positions, options.change_rate
+    def __init__(self, planned: Sequence[float], options: ControllerOptions) -> None:
+        self.positions, self.change_rate = len(planned), options.change_rate
         count = len(options.memory_cycles)
-        self.experts = [_Expert(planned, positions, memory, 1 / count) for memory in sorted(options.memory_cycles)]
+        self.experts = [_Expert(planned, memory, 1 / count) for memory in sorted(options.memory_cycles)]
         self._values: dict[float, list[float]] = {}
         self._changed = False
 
@@ -172,6 +180,16 @@ class _Belief:
             # Positions are alike, so that those seen say how sure one is that was not.
             square += expert.weight * (value**2 + value * (1 - value) / (_ALIKE_TOKENS + expert.seen + 1))
         return min(1.0, max(0.0, mean + deviations * math.sqrt(max(0.0, square - mean**2))))
+
+
+def _smoothed(positions: Sequence[float]) -> list[float]:
+    """Acceptances by position, each leaning on the one before: later ones were measured in fewer cycles."""
+    reached, before, result = 1.0, positions[0], []
+    for value in positions:
+        before = (reached * value + _LEANING * before) / (reached + _LEANING)
+        result.append(before)
+        reached *= value
+    return result
 
 
 class Controller:
@@ -226,12 +244,12 @@ class Controller:
         return [graph for graph in self.graphs if graph.draft == draft]
 
     def _planned_beliefs(self, problem: Problem, choices: Sequence[Choice]) -> dict[str, _Belief]:
-        """Per draft, the planned acceptance of its longest choice."""
-        longest = {choice.draft: choice for choice in sorted(choices, key=lambda choice: choice.length)}
-        return {
-            draft: _Belief(choice.acceptance.at(problem.confidence) or 0.0, choice.length, self.options)
-            for draft, choice in longest.items()
-        }
+        """Per draft, the planned acceptance of each position; how careful to be, the options say."""
+        by_draft: dict[str, dict[int, float]] = {}
+        for choice in choices:
+            acceptance = choice.acceptance.at(problem.confidence if choice.acceptance.mid is None else "mid")
+            by_draft.setdefault(choice.draft, {})[choice.length] = acceptance or 0.0
+        return {draft: _Belief(_smoothed(acceptance_by_position(own)), self.options) for draft, own in by_draft.items()}
 
     def time_per_token_ns(self, graph: Graph, deviations: float = 0.0) -> float:
         """Nanoseconds per token by what is believed now, acceptances moved by some standard deviations."""

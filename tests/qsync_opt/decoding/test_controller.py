@@ -1,11 +1,24 @@
 """The controller follows acceptance, with hysteresis, and costs little where speculation loses."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 
-from qsync_opt.decoding import Acceptance, Choice, Controller, ControllerOptions, Draft, Judged, Problem, Regime
+from qsync_opt.decoding import (
+    Acceptance,
+    Choice,
+    Controller,
+    ControllerOptions,
+    Draft,
+    Judged,
+    Problem,
+    Regime,
+    acceptance_by_position,
+    expected_tokens,
+)
 from qsync_opt.errors import ProblemError
 
 LENGTHS = (1, 3, 6)
@@ -176,3 +189,34 @@ def test_a_batch_tells_more_than_a_sequence():
 def test_what_cannot_gain_is_not_tried():
     _, graphs = run(controller(planned=0.2, draft_ns=99), 0.1, 4_000, np.random.default_rng(8))
     assert all(graph.draft is None for graph in graphs)
+
+
+def test_positions_have_the_tokens_of_every_length_and_the_controller_begins_with_them():
+    positions = [0.3, 0.7, 0.9, 0.95, 0.96, 0.97]
+    tokens = [1 + sum(math.prod(positions[:k]) for k in range(1, n + 1)) for n in range(len(positions) + 1)]
+
+    def as_one(length):
+        return brentq(lambda a: expected_tokens(a, length) - tokens[length], 0.0, 1.0)
+
+    one = {length: as_one(length) for length in (1, 2, 3, 4, 6)}
+    found = acceptance_by_position(one)
+    assert found[:4] == pytest.approx(positions[:4])
+    assert found[4] == found[5] == pytest.approx(0.965, abs=1e-3)
+    for length in one:
+        assert 1 + sum(math.prod(found[:k]) for k in range(1, length + 1)) == pytest.approx(tokens[length])
+    assert acceptance_by_position({1: 0.0, 3: 0.5}) == [0.0, 0.0, 0.0]
+    choices = tuple(
+        Choice(draft="A8", length=n, draft_ns=5, verify_ns=100 + n, acceptance=Acceptance(low=a / 2, mid=a))
+        for n, a in one.items()
+    )
+    problem = Problem(
+        name="rising",
+        memory_kib=0,
+        confidence="mid",
+        drafts={"A8": Draft(memory_kib=0)},
+        regimes=(Regime(name="b1", weight=1.0, plain_ns=100, choices=choices),),
+    )
+    beliefs = Controller(problem, "b1", [("A8", n) for n in one]).beliefs()["A8"]
+    assert list(beliefs) == sorted(beliefs)
+    assert beliefs[0] == pytest.approx(0.3, abs=1e-6)
+    assert beliefs[-1] > 0.7  # one acceptance for all would be 0.6 at most
