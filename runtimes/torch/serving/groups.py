@@ -9,13 +9,13 @@ a head of keys.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
 
+from qsync_opt.kernels import decoder
 from qsync_opt.kernels.paged_attention import explain, paged_attention
 from qsync_opt.runtimes.torch.serving.cache import PagedCache
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary
@@ -24,31 +24,16 @@ from qsync_opt.runtimes.torch.serving.steps import PAGE, Layout, pages_of
 from qsync_opt.runtimes.torch.serving.weights import StateSource, WeightSource, row_parts
 
 
-def fused(function: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
-    """A function of elementwise operations as one kernel on a card, compiled at its first call; on a CPU as it is."""
-    return _compiled(function) if device.type == "cuda" else function
-
-
-@functools.cache
-def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
-
-
 class Norm:
     """Root mean square norm, computed in FP32."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, gemma: bool) -> None:
-        # Gemma multiplies by 1 + weight before it narrows, the others by weight after.
         self.weight = weight.float() + 1.0 if gemma else weight
-        self._epsilon, self._gemma = epsilon, gemma
+        self._epsilon = epsilon
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The normed vectors, in the type of ``x``."""
-        if x.device.type == "cuda":  # as one kernel, which rounds once
-            return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self._epsilon).to(x.dtype)
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._epsilon)
-        return (normed * self.weight).to(x.dtype) if self._gemma else self.weight.to(x.dtype) * normed.to(x.dtype)
+        return decoder.rms_norm(x, self.weight, self._epsilon)
 
     @property
     def bytes(self) -> int:
@@ -148,7 +133,7 @@ class Attention(Group):
             q, k = torch.split(q_and_k, [c.heads, c.kv_heads], dim=1)
             q_and_k = torch.cat([layout.apart(self.head_norms[0], q), layout.apart(self.head_norms[1], k)], dim=1)
         cos, sin = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
-        rotated = fused(_rotate, x_NH.device)(q_and_k, cos, sin)
+        rotated = decoder.rotate_positions(q_and_k, cos, sin)
         q, k = torch.split(rotated, [c.heads, c.kv_heads], dim=1)
         assert self.cache is not None, "reserve() comes before the first call"
         self.cache.write(layout.slots_N, k, v)
@@ -253,20 +238,10 @@ class Mlp(Group):
 
     def __call__(self, x_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The hidden states after the MLP."""
-        gate = fused(_gelu_gate if self.config.gemma else _silu_gate, x_NH.device)
+        gate = decoder.gelu_gate if self.config.gemma else decoder.silu_gate
         inner = layout.apart(gate, _product(layout.apart(self.norm, x_NH), self.gate_up, layout))
         y = _product(inner, self.down, layout)
         return x_NH + (y if self.after is None else layout.apart(self.after, y))
-
-
-def _silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _gelu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
 
 
 class Embedding:
@@ -326,8 +301,3 @@ def _frequencies(rotary: Rotary, size: int) -> torch.Tensor:
     wavelength = 2 * math.pi / frequencies
     smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / rotary.factor + smooth * frequencies
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin

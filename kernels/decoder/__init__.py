@@ -1,0 +1,12 @@
+"""What a decoder computes between its products: norms, rotary positions and gates, each in one pass over its numbers."""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.kernels.decoder.rows import gelu_gate, rms_norm, rotate_positions, silu_gate
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = ["gelu_gate", "rms_norm", "rotate_positions", "silu_gate"]
