@@ -1,4 +1,4 @@
-"""What a decoder computes between its products: norms, rotary positions and gates, each in one pass over its numbers."""
+"""What a decoder computes between its products, each in one pass: norms, rotary positions and gates."""
 
 from typing import TYPE_CHECKING
 

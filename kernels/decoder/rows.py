@@ -1,7 +1,7 @@
 """Norms, rotary positions and gates.
 
-On cards each is one kernel, by torch or compiled by it. On CPUs BF16 and FP32 have compiled loops, which compute in FP32
-and round once; a row's result then has the same bits in any batch. Other types, processors without a compiler and
+On cards each is one kernel, by torch or compiled by it. On CPUs BF16 and FP32 have compiled loops, which compute in
+FP32 and round once; a row's result then has the same bits in any batch. Other types, processors without a compiler and
 gradients have the plain formulas.
 
 Axes: N rows, G heads, D numbers of a head or a row.

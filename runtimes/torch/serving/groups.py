@@ -157,7 +157,12 @@ class Attention(Group):
         return y.transpose(0, 1).reshape(sequences, -1)
 
     def _ragged(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Any number of tokens per sequence, one sequence after another."""
+        """Any number of tokens per sequence, one sequence after another, or prompts of one length together."""
+        alike = not any(layout.starts) and len(set(layout.counts)) == 1
+        if alike and not layout.pieces and q.device.type == "cpu":  # cards may have other bits for other batches
+            size = (len(layout.counts), layout.counts[0])
+            q, k, v = (heads.view(*size, *heads.shape[1:]).transpose(1, 2) for heads in (q, k, v))
+            return self._alike(q, k, v, 0)
         results, begin = [], 0
         for row, (count, start) in enumerate(zip(layout.counts, layout.starts, strict=True)):
             part = slice(begin, begin + count)
@@ -172,7 +177,7 @@ class Attention(Group):
                 assert self.cache is not None
                 pages = layout.table_SP[row : row + 1, : -(-(start + count) // PAGE)]
                 keys, values = (cached[:, 0, : start + count] for cached in self.cache.read(pages))
-            results.append(self._one(q[part].transpose(0, 1), keys, values, start))
+            results.append(self._alike(q[part].transpose(0, 1)[None], keys[None], values[None], start))
         return torch.cat(results)
 
     def _token(self, q: torch.Tensor, pages_P: torch.Tensor, position: int, high_halves: bool) -> torch.Tensor:
@@ -187,8 +192,9 @@ class Attention(Group):
         )  # fmt: skip
         return y.reshape(1, -1)
 
-    def _one(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
-        c, count, total = self.config, q.shape[1], keys.shape[1]
+    def _alike(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
+        """Sequences of one length, (S, heads, T, size), with all keys and values that they see; returns rows, S T."""
+        c, count, total = self.config, q.shape[2], keys.shape[2]
         window, mask = c.windows[self.layer], None
         if start or (window is not None and total > window):
             distance = torch.arange(start, total, device=q.device)[:, None] - torch.arange(total, device=q.device)[None]
@@ -196,10 +202,9 @@ class Attention(Group):
             if window is not None:
                 mask &= distance < window
         y = F.scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=c.query_scale,
-            enable_gqa=True,
-        )  # fmt: skip
-        return y[0].transpose(0, 1).reshape(count, -1)
+            q, keys, values, attn_mask=mask, is_causal=mask is None, scale=c.query_scale, enable_gqa=True
+        )
+        return y.transpose(1, 2).reshape(len(q) * count, -1)
 
 
 class Mlp(Group):

@@ -14,7 +14,6 @@ takes the squared step times the variance of the inputs.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -81,9 +80,10 @@ def measure_harm(
         layout = _layout(prompt)
         hidden, scores = _forward(whole, layout)
         with torch.no_grad():
+            # Against the group in 32 bits without a gradient too: code that has none rounds otherwise.
             changes = [
-                torch.stack([rounded[s][g](x.detach(), layout) - y.detach() for s in schemes])
-                for g, (x, y) in enumerate(itertools.pairwise(hidden))
+                torch.stack([rounded[s][g](x, layout) for s in schemes]) - group(x, layout)
+                for g, (group, x) in enumerate(zip(whole.groups, hidden, strict=False))
             ]
             probabilities = scores.detach().softmax(-1)
         for _ in range(draws):

@@ -1,0 +1,172 @@
+import math
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from qsync_opt.kernels.compilation import host
+from qsync_opt.kernels.decoder import gelu_gate, rms_norm, rotate_positions, silu_gate
+
+TYPES = (torch.float32, torch.bfloat16)
+SHAPES = ((1, 1), (3, 7), (5, 33), (2, 640), (70, 300), (0, 8))
+
+
+def randn(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape) * scale).to(dtype)
+
+
+def assert_rounded_once(actual, exact, wide_error=None):
+    """Within half a step of the type of what FP64 gives, and of the error of FP32 on the way, by default 1e-6 of it."""
+    half_step = torch.finfo(torch.bfloat16).eps / 2 if actual.dtype is torch.bfloat16 else 0.0
+    wide_error = 1e-6 * exact.abs() if wide_error is None else wide_error
+    assert actual.shape == exact.shape
+    assert ((actual.double() - exact).abs() <= exact.abs() * half_step + wide_error).all()
+
+
+def exact_norm(x, weight, epsilon):
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+
+
+def exact_rotation(x, cos, sin):
+    """Both halves of a head as the real and imaginary parts of numbers."""
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat(
+        [first * cos[..., :half] - second * sin[..., :half], second * cos[..., half:] + first * sin[..., half:]], -1
+    )
+
+
+def exact_gate(first, by_gelu):
+    """A gate and the error of FP32: exp has that of its argument, and a closed gate leaves next to nothing."""
+    x = first.double()
+    argument = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3) if by_gelu else x
+    value = x * torch.sigmoid(argument)
+    closed = torch.finfo(torch.float32).tiny * x.abs().clamp_min(1)
+    return value, value.abs() * (1e-6 + 3e-7 * argument.abs().clamp_max(90)) + closed
+
+
+GATES = ((gelu_gate, True), (silu_gate, False))
+
+
+@pytest.fixture(params=["loops", "plain"])
+def code(request, monkeypatch):
+    """With compiled loops, and as without a compiler."""
+    from qsync_opt.kernels.decoder import rows
+
+    if request.param == "loops":
+        assert not isinstance(host.load("decoder"), str), host.load("decoder")
+    else:
+        monkeypatch.setattr(rows, "_loops", lambda: None)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_are_the_formula_s(code, shape, dtype):
+    x, weight = randn(*shape, dtype=dtype, scale=3.0), randn(shape[1])
+    assert_rounded_once(rms_norm(x, weight, 1e-6), exact_norm(x, weight, 1e-6))
+    narrow = weight.to(dtype)
+    assert_rounded_once(rms_norm(x, narrow, 1e-2), exact_norm(x, narrow, 1e-2))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms_of_heads_between_others(code, dtype):
+    x, weight = randn(90, 6, 64, dtype=dtype), randn(64)
+    q, k, _ = torch.split(x, [4, 1, 1], dim=1)
+    for part in (q, k, x.transpose(0, 1), x.transpose(1, 2)):
+        scale = weight if part.shape[-1] == 64 else weight[:6]
+        assert_rounded_once(rms_norm(part, scale, 1e-6), exact_norm(part, scale, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [2, 6, 64, 130])
+def test_rotations_are_the_formula_s(code, size, dtype):
+    x = randn(40, 7, size, dtype=dtype)[:, 1:6]
+    cos, sin = randn(40, 1, size, dtype=dtype), randn(40, 1, size, dtype=dtype)
+    exact = exact_rotation(x, cos, sin)
+    actual = rotate_positions(x, cos, sin)
+    if code == "loops":
+        assert_rounded_once(actual, exact, 1e-6 * (exact.abs() + 4 * x.double().abs().amax()))
+    else:  # each operation rounds
+        assert (actual.double() - exact).abs().max() <= 40 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("gate", "by_gelu"), GATES)
+def test_gates_are_the_formula_s(code, gate, by_gelu, shape, dtype):
+    first, second = randn(*shape, dtype=dtype, scale=3.0), randn(*shape, dtype=dtype)
+    value, error = exact_gate(first, by_gelu)
+    wide = second.double()
+    actual = gate(torch.cat([first, second], 1))
+    if code == "loops":
+        assert_rounded_once(actual, value * wide, error * wide.abs() + 1e-38)
+    else:  # each operation rounds, and 1 + tanh(u) near -1 has few digits
+        assert torch.allclose(actual.double(), value * wide, rtol=0, atol=40 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("gate", "by_gelu"), GATES)
+def test_gates_of_any_magnitude(gate, by_gelu):
+    """Every exponent, and thousands of numbers where a gate bends."""
+    powers = 2.0 ** torch.arange(-126, 127)
+    first = torch.cat([powers, -powers, torch.zeros(2), torch.linspace(-100, 100, 20_001)])[None]
+    assert_rounded_once(gate(torch.cat([first, torch.ones_like(first)], 1)), *exact_gate(first, by_gelu))
+
+
+def test_what_is_no_number_stays_none():
+    for dtype in TYPES:
+        x = torch.ones(3, 64, dtype=dtype)
+        x[1, 5] = torch.nan
+        assert rms_norm(x, torch.ones(64), 1e-6).isnan().all(1).tolist() == [False, True, False]
+        for gate in (gelu_gate, silu_gate):
+            assert gate(x).isnan().nonzero().tolist() == [[1, 5]]
+        turned = rotate_positions(x.view(3, 1, 64), *[torch.ones(3, 1, 64, dtype=dtype)] * 2)
+        assert turned.isnan().nonzero().tolist() == [[1, 0, 5], [1, 0, 37]]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_has_the_same_bits_in_any_batch(dtype):
+    x, weight = randn(300, 330, dtype=dtype), randn(330)
+    heads = x.view(300, 3, 110)
+    cos, sin = randn(300, 1, 110, dtype=dtype), randn(300, 1, 110, dtype=dtype)
+    together = rms_norm(x, weight, 1e-6), gelu_gate(x), silu_gate(x), rotate_positions(heads, cos, sin)
+    for row in (0, 1, 150, 299):
+        one = slice(row, row + 1)
+        alone = (
+            rms_norm(x[one], weight, 1e-6),
+            gelu_gate(x[one].clone()),
+            silu_gate(x[one]),
+            rotate_positions(heads[one].clone(), cos[one], sin[one]),
+        )
+        assert all(torch.equal(a, b[one]) for a, b in zip(alone, together, strict=True))
+
+
+def test_gradients_and_other_types_have_the_plain_formulas():
+    x = torch.randn((4, 6), dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn((2, 4, 1, 6), dtype=torch.float64)
+    turn = lambda x: rotate_positions(x.view(4, 1, 6), cos, sin)  # noqa: E731
+    assert all(torch.autograd.gradcheck(function, x) for function in (turn, gelu_gate, silu_gate))
+    narrow = x.detach().float().requires_grad_()
+    exact_norm(x, torch.ones(6), 1e-6).sum().backward()
+    rms_norm(narrow, torch.ones(6), 1e-6).sum().backward()
+    assert torch.allclose(narrow.grad.double(), x.grad, atol=1e-5)
+    halves = x.detach().half()
+    assert rms_norm(halves, torch.ones(6), 1e-6).dtype is gelu_gate(halves).dtype is torch.float16
+
+
+def test_without_a_compiler_plain_code_runs(monkeypatch):
+    from qsync_opt.kernels.decoder import rows
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for cached in (host.load, rows._loops):
+        cached.cache_clear()
+    try:
+        x = randn(3, 64)
+        assert rows._loops() is None
+        assert torch.equal(silu_gate(x), torch.nn.functional.silu(x[:, :32]) * x[:, 32:])
+    finally:
+        for cached in (host.load, rows._loops):
+            cached.cache_clear()
