@@ -89,6 +89,22 @@ def test_scores_are_those_of_transformers(model_and_folder):
             torch.testing.assert_close(row, model(torch.tensor([prompt])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
+def test_prompts_of_one_length_are_computed_together_as_alone(model_and_folder):
+    """Within the sliding window and beyond."""
+    _, folder = model_and_folder
+    (stage,) = load(folder, make_plan(4, ()))
+    stage.reserve(20)
+    for length in (2, 7):
+        prompts = [[(5 * k + 3 * n) % 90 for n in range(length)] for k in range(3)]
+        together = a_step(prompts)
+        layout = Layout.of(together, stage.device)
+        expected = []
+        for k, prompt in enumerate(prompts):
+            one = a_step([prompt], pages=(together.pages[k],))
+            expected.append(stage.hidden(torch.tensor(prompt), Layout.of(one, stage.device)))
+        torch.testing.assert_close(stage.hidden(layout.tokens_N, layout), torch.cat(expected), rtol=1e-3, atol=1e-4)
+
+
 def test_caches_are_the_same_in_any_micro_batches_and_parts_of_a_prompt(model_and_folder):
     _, folder = model_and_folder
     (stage,) = load(folder, make_plan(4, ()))
