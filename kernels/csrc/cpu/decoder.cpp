@@ -7,7 +7,7 @@
 namespace {
 
 typedef uint16_t Bf16;
-constexpr int kSums = 32;             // sums are added in an order of their own, not that of the compiler
+constexpr int kSums = 32;                   // partial sums, added in one order
 constexpr int64_t kWorthThreads = 1 << 14;  // numbers
 
 template <typename To, typename From>
@@ -74,6 +74,7 @@ void rms_norm(const X* x, int64_t rows, int64_t heads, int64_t row_step, int64_t
       }
     }
     const float factor = 1.0f / std::sqrt(sums[0] / size + epsilon);
+#pragma omp simd
     for (int64_t j = 0; j < size; ++j) {
       store(widen(from[j]) * factor * weight[j], to + j);
     }
@@ -89,6 +90,7 @@ void rotate(const X* x, int64_t rows, int64_t heads, int64_t row_step, int64_t h
     const X* from = x + at / heads * row_step + at % heads * head_step;
     const X *c = cos + at / heads * size, *s = sin + at / heads * size;
     X* to = y + at * size;
+#pragma omp simd
     for (int64_t k = 0; k < half; ++k) {
       const float first = widen(from[k]), second = widen(from[k + half]);
       store(first * widen(c[k]) - second * widen(s[k]), to + k);
@@ -103,6 +105,7 @@ void gate(const X* x, int64_t rows, int64_t size, X* y, int threads) {
   for (int64_t row = 0; row < rows; ++row) {
     const X *first = x + row * 2 * size, *second = first + size;
     X* to = y + row * size;
+#pragma omp simd
     for (int64_t k = 0; k < size; ++k) {
       store(kActivation(widen(first[k])) * widen(second[k]), to + k);
     }
