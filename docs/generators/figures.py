@@ -272,7 +272,7 @@ def _acceptance(data: Record) -> dict[str, str]:
 
 
 def _decoding_speed(data: Record) -> dict[str, str]:
-    """Speed of planned speculation and of prompt look-up over plain decoding, and of plain decoding over the peer's."""
+    """Speed of planned speculation and of prompt look-up over plain decoding, and of both over peers."""
     speed = {(r["kind"], r["batch"], r["way"]): r for r in [*data["records"], *data["peer"]]}
     cases = [(kind, batch) for kind in ("topics", "repeats") for batch in (1, 4)]
 
@@ -287,6 +287,9 @@ def _decoding_speed(data: Record) -> dict[str, str]:
         "decoding.auto": listed("auto"),
         "decoding.lookup": listed("lookup:3"),
         "decoding.peer": " and ".join(f"{peer:.1f}" for peer in peers),
+        "decoding.llama": ", ".join(
+            f"{speed[*case, 'auto']['speedup'] / speed[*case, 'llama.cpp']['speedup']:.2f}" for case in cases
+        ),
     }
 
 
@@ -559,8 +562,9 @@ _ROWS = (
     ),
     (
         "Speed of planned speculation over plain decoding, the same model on two threads, answers of 64 tokens: texts "
-        "and texts that repeat themselves, batches 1 and 4; plain decoding over transformers in FP32",
-        "{{ decoding.auto }}; {{ decoding.peer }} x",
+        "and texts that repeat themselves, batches 1 and 4; plain decoding over transformers in FP32; planned "
+        "speculation over llama.cpp",
+        "{{ decoding.auto }}; {{ decoding.peer }} x; {{ decoding.llama }}",
         ">= 0.99",
         "decoding.json",
     ),
