@@ -15,6 +15,7 @@ Writes ``benchmarks/results/cards-<number>.json``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -119,11 +120,14 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def timed(self, subjects: dict[str, Callable[[], None]], steps: int = 3) -> dict[str, list[float]]:
-        """Milliseconds of a step of each subject by round, of the slowest rank; subjects take turns."""
+    def timed(
+        self, subjects: dict[str, Callable[[], None]], before: Callable[[str], None] = lambda name: None, steps: int = 3
+    ) -> dict[str, list[float]]:
+        """Milliseconds of a step by subject and round, of the slowest rank; they take turns, each after ``before``."""
         times: dict[str, list[float]] = {name: [] for name in subjects}
         for turn in range(self.sizes.rounds + 2):  # two rounds settle buckets and compile
             for name, step in subjects.items():
+                before(name)
                 step()
                 self.wait()
                 dist.barrier()
@@ -184,15 +188,13 @@ def gradients(worker: Worker, link: str, folder: Path) -> list[dict[str, Any]]:
         planned()
         planned()
     plan, predicted_ms = scheme_plan(worker, compressed, compression.statistics())
+    plans: dict[str, Any] = {**{name: name for name in SINGLE[1:]}, "planned": plan}
 
-    def under(each: Any) -> Callable[[], None]:
-        def run() -> None:
-            compression.use(each)
-            planned()
+    def use(name: str) -> None:
+        if name in plans:
+            compression.use(plans[name])
 
-        return run
-
-    times = worker.timed({"plain": plain, **{name: under(name) for name in SINGLE[1:]}, "planned": under(plan)})
+    times = worker.timed({"plain": plain, **dict.fromkeys(plans, planned)}, use)
     facts = {"schemes": sorted(set(plan.schemes.values())), "predicted_ms": round(predicted_ms, 4)}
     records += [
         {"part": "gradients", "what": "GPT step", "link": link, "subject": name, "ms": ms}
@@ -203,7 +205,7 @@ def gradients(worker: Worker, link: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def bf16_step(worker: Worker, parallel: DistributedDataParallel, *, alone: bool = False) -> Callable[[], None]:
-    """A training step in BF16 autocast; ``alone``: forward and backward pass without any reduction."""
+    """A training step in BF16 autocast; ``alone``: without any reduction."""
     optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-3)
     batch = worker.tokens()
 
@@ -214,12 +216,9 @@ def bf16_step(worker: Worker, parallel: DistributedDataParallel, *, alone: bool 
 
     def run() -> None:
         optimizer.zero_grad(set_to_none=False)
-        if alone:
-            with parallel.no_sync():
-                passes()
-        else:
+        with parallel.no_sync() if alone else contextlib.nullcontext():
             passes()
-            optimizer.step()
+        optimizer.step()
 
     return run
 
@@ -227,7 +226,7 @@ def bf16_step(worker: Worker, parallel: DistributedDataParallel, *, alone: bool 
 def scheme_plan(worker: Worker, parallel: DistributedDataParallel, buckets: Sequence[Any]) -> tuple[Plan, float]:
     """The plan of the shortest step by schemes that are timed alone, as `auto_plan` makes it on cards; its step in ms.
 
-    The backward pass is two thirds of both passes, and has the buckets ready evenly.
+    The backward pass counts as two thirds of a step without reductions, and has the buckets ready evenly.
     """
     elements = [bucket.elements for bucket in buckets]
     times = measure_schemes(SINGLE, sorted({1 << 10, 1 << 16, *elements}), device=worker.device)
@@ -315,7 +314,8 @@ def checkpoints(worker: Worker, way: str, folder: Path) -> list[dict[str, Any]]:
         worker.wait()
         facts["load_s"] = max(gather_json(time.perf_counter() - began))
         saved = json.loads((folder / "bits.json").read_text())
-        different = [name for name, value in bits_of(model, optimizer).items() if saved.get(name) != value]
+        present = bits_of(model, optimizer)
+        different = [name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name)]
         return [facts | {"tensors": len(saved), "different": len(different)}]
     for step in range(3):
         trained_step(worker, model, optimizer, step)
@@ -412,7 +412,8 @@ def run(part: str, way: str, arguments: argparse.Namespace, folder: Path) -> lis
     ended: list[float | None] = [None] * len(workers)
     while None in ended:
         now = time.monotonic() - began
-        if now > LIMIT_S or (part == "lost" and ended[-1] is not None and now > ended[-1] + ENDED_S):
+        killed = ended[-1] if part == "lost" else None
+        if now > (LIMIT_S if killed is None else killed + ENDED_S):
             break
         time.sleep(0.05)
         for rank, process in enumerate(workers):
@@ -421,6 +422,7 @@ def run(part: str, way: str, arguments: argparse.Namespace, folder: Path) -> lis
     statuses = [process.poll() for process in workers]
     for process in workers:
         process.kill()
+        process.wait()
     if part == "lost":
         return [_lost(way, ended, statuses, logs)]
     if any(statuses) or None in statuses:
@@ -519,7 +521,8 @@ def asked(records: Sequence[dict[str, Any]], cards: int) -> list[dict[str, Any]]
     for record in records:
         if record["part"] == "lost":
             most = None if None in record["others_ended_after_s"] else max(record["others_ended_after_s"])
-            met = most is not None and record["statuses"][0] not in (0, None)
+            *others, last = record["statuses"]
+            met = most is not None and last == -signal.SIGKILL and not {0, None} & {*others}
             what = f"{record['what']}: seconds until all others end once a worker was killed"
             rows.append(asked_row(what, f"<= {ENDED_S:.0f}, with an error", most, met, record["message"]))
     return rows

@@ -1,8 +1,8 @@
 """Norms, rotary positions and gates.
 
-On cards each is one kernel, by torch or compiled by it. On CPUs BF16 and FP32 have compiled loops, which compute in
+On cards each is one kernel, by torch or compiled by it. On CPUs compiled loops take BF16 and FP32, compute in
 FP32 and round once; a row's result then has the same bits in any batch. Other types, processors without a compiler and
-gradients have the plain formulas.
+gradients take the plain formulas.
 
 Axes: N rows, G heads, D numbers of a head or a row.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host
 
 UNIT = "decoder"
@@ -31,15 +32,23 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         x: Shape (N, D) or (N, G, D).
         weight: Shape (D,).
         epsilon: Added to the mean square.
+
+    Raises:
+        UnsupportedError: The shapes do not fit.
     """
+    if x.dim() not in (2, 3) or weight.shape != x.shape[-1:]:
+        raise UnsupportedError(
+            f"x has the shape {tuple(x.shape)} and weight {tuple(weight.shape)}, but they must be (N, D) or (N, G, D), "
+            "and (D,)"
+        )
     if x.device.type == "cuda":
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)
-    if (loops := _loops_for(x)) is None:
+    if (loops := _loops_for(x, weight)) is None:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
     weight = weight.float().contiguous()
     x, rows = _rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     loops.qsync_decoder_rms_norm(*rows, weight.data_ptr(), epsilon, y.data_ptr(), torch.get_num_threads())
     return y
 
@@ -51,36 +60,55 @@ def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: Shape (N, G, D).
         cos: Shape (N, 1, D), of the type of ``x``.
         sin: As ``cos``.
+
+    Raises:
+        UnsupportedError: The shapes or types do not fit, or D is odd.
     """
+    angles = (x.shape[0], 1, x.shape[-1])
+    if x.dim() != 3 or x.shape[-1] % 2 or any(each.shape != angles or each.dtype is not x.dtype for each in (cos, sin)):
+        raise UnsupportedError(
+            f"x has the shape {tuple(x.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}, in {x.dtype}, "
+            f"{cos.dtype} and {sin.dtype}, but they must be (N, G, D) with an even D, and (N, 1, D) twice, of one type"
+        )
     if x.device.type == "cuda":
         return _by_torch(_rotate)(x, cos, sin)
-    if (loops := _loops_for(x)) is None:
+    if (loops := _loops_for(x, cos, sin)) is None:
         return _rotate(x, cos, sin)
     cos, sin = cos.contiguous(), sin.contiguous()
     x, rows = _rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     loops.qsync_decoder_rotate(*rows, cos.data_ptr(), sin.data_ptr(), y.data_ptr(), torch.get_num_threads())
     return y
 
 
 def gelu_gate(x: Tensor) -> Tensor:
-    """GELU, by its formula with tanh, of the first half of each row (N, 2 D), times the second half."""
+    """GELU, by its formula with tanh, of the first half of each row (N, 2 D), times the second half.
+
+    Raises:
+        UnsupportedError: This is no shape of two halves.
+    """
     return _gate(x, _gelu_gate, by_gelu=True)
 
 
 def silu_gate(x: Tensor) -> Tensor:
-    """SiLU of the first half of each row (N, 2 D), times the second half."""
+    """SiLU of the first half of each row (N, 2 D), times the second half.
+
+    Raises:
+        UnsupportedError: This is no shape of two halves.
+    """
     return _gate(x, _silu_gate, by_gelu=False)
 
 
 def _gate(x: Tensor, plain: Callable[[Tensor], Tensor], *, by_gelu: bool) -> Tensor:
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise UnsupportedError(f"x has the shape {tuple(x.shape)}, but it must be (N, 2 D)")
     if x.device.type == "cuda":
         return _by_torch(plain)(x)
     if (loops := _loops_for(x)) is None:
         return plain(x)
     x = x.contiguous()
     rows, size = x.shape[0], x.shape[1] // 2
-    y = torch.empty((rows, size), dtype=x.dtype)
+    y = x.new_empty((rows, size))
     bf16 = x.dtype is torch.bfloat16
     loops.qsync_decoder_gate(bf16, x.data_ptr(), rows, size, by_gelu, y.data_ptr(), torch.get_num_threads())
     return y
@@ -109,7 +137,7 @@ def _by_torch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    """The compiled loops for CPUs, if they can be had."""
+    """The compiled loops for CPUs; None without a compiler."""
     loaded = host.load(UNIT)
     if isinstance(loaded, str):
         return None
@@ -123,13 +151,16 @@ def _loops() -> ctypes.CDLL | None:
     return loaded
 
 
-def _loops_for(x: Tensor) -> ctypes.CDLL | None:
-    """The compiled loops, where they are for this type and nobody asks for a gradient."""
-    return _loops() if x.dtype in _DTYPES and not (x.requires_grad and torch.is_grad_enabled()) else None
+def _loops_for(x: Tensor, *others: Tensor) -> ctypes.CDLL | None:
+    """The compiled loops, where they are for tensors of this type and device and nobody asks for a gradient."""
+    tensors = (x, *others)
+    if x.dtype not in _DTYPES or any(each.device.type != "cpu" for each in tensors):
+        return None
+    return None if torch.is_grad_enabled() and any(each.requires_grad for each in tensors) else _loops()
 
 
 def _rows(x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-    """A tensor (N, D) or (N, G, D) whose rows are contiguous, and how loops find them; keep it while they run."""
+    """A tensor (N, D) or (N, G, D) with contiguous rows, and the arguments that describe it; it must outlive them."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     heads, head_step = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)

@@ -93,7 +93,8 @@ def acceptance_by_position(acceptances: Mapping[int, float]) -> list[float]:
     positions: list[float] = []
     tokens = reached = 1.0
     for length, acceptance in sorted(acceptances.items()):
-        more, expected = length - len(positions), expected_tokens(acceptance, length)
+        more = length - len(positions)
+        expected = max(expected_tokens(acceptance, length), tokens)  # no draft yields less than its beginning does
         value = _acceptance_of(1 + (expected - tokens) / reached, more) if reached else 0.0
         positions += [value] * more
         tokens += reached * (expected_tokens(value, more) - 1)

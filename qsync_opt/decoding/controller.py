@@ -92,7 +92,7 @@ class _Expert:
 
     def __init__(self, planned: Sequence[float], memory_cycles: float, weight: float) -> None:
         self.planned, self.weight = [min(_MOST, max(_LEAST, value)) for value in planned], weight
-        self.usual = sum(self.planned) / len(self.planned)
+        self.mean_planned = sum(self.planned) / len(self.planned) if self.planned else _LEAST
         self.fading = math.exp(-1 / memory_cycles)
         self.accepted, self.rejected = [0.0] * len(planned), [0.0] * len(planned)
         self.estimate()
@@ -106,14 +106,15 @@ class _Expert:
         """The mean of each position: its prior is what was planned, its odds moved as those of all positions were."""
         accepted = sum(self.accepted)
         self.seen = accepted + sum(self.rejected)
-        foretold = sum(
+        expected = sum(
             value * (yes + no) for value, yes, no in zip(self.planned, self.accepted, self.rejected, strict=True)
         )
-        yes, no = _PLANNED_TOKENS * self.usual, _PLANNED_TOKENS * (1 - self.usual)
-        moved = (yes + accepted) * (no + self.seen - foretold) / ((no + self.seen - accepted) * (yes + foretold))
+        prior_yes, prior_no = _PLANNED_TOKENS * self.mean_planned, _PLANNED_TOKENS * (1 - self.mean_planned)
+        odds_ratio = (prior_yes + accepted) * (prior_no + self.seen - expected)
+        odds_ratio /= (prior_no + self.seen - accepted) * (prior_yes + expected)
         self.means = []
         for value, yes, no in zip(self.planned, self.accepted, self.rejected, strict=True):
-            prior = value * moved / (1 - value + value * moved)
+            prior = value * odds_ratio / (1 - value + value * odds_ratio)
             self.means.append(min(_MOST, max(_LEAST, (_ALIKE_TOKENS * prior + yes) / (_ALIKE_TOKENS + yes + no))))
 
     def log_likelihood(self, judged: Sequence[Judged]) -> float:
@@ -177,14 +178,14 @@ class _Belief:
         for expert in self.experts:
             value = expert.means[position]
             mean += expert.weight * value
-            # Positions are alike, so that those seen say how sure one is that was not.
+            # Positions move together, so that those seen say how sure one is that was not.
             square += expert.weight * (value**2 + value * (1 - value) / (_ALIKE_TOKENS + expert.seen + 1))
         return min(1.0, max(0.0, mean + deviations * math.sqrt(max(0.0, square - mean**2))))
 
 
 def _smoothed(positions: Sequence[float]) -> list[float]:
     """Acceptances by position, each leaning on the one before: later ones were measured in fewer cycles."""
-    reached, before, result = 1.0, positions[0], []
+    reached, before, result = 1.0, next(iter(positions), 0.0), []
     for value in positions:
         before = (reached * value + _LEANING * before) / (reached + _LEANING)
         result.append(before)

@@ -245,12 +245,12 @@ class Checkpoints:
 
     def _begin(self, step: int, group: Any = None) -> _Job:
         """Agree on a save, plan who writes what, and create the folder."""
-        check_integer(step, "step")
         rank, _ = world()
         collected: Collected | None = None
 
         def facts() -> dict[str, Any]:
             nonlocal collected
+            check_integer(step, "step")
             collected = self._state.collect(rank)
             return {
                 "job": fingerprint({"step": step, "model": collected.shapes}),

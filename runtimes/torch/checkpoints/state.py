@@ -243,13 +243,13 @@ class JobState:
         model_state = self._model.state_dict(keep_vars=True)
         states = [optimizer.state_dict() for optimizer in self._optimizers]
         params = [[group["params"] for group in optimizer.param_groups] for optimizer in self._optimizers]
-        signature, plain = _signature(model_state, states, params)
+        signature, together = _signature(model_state, states, params)
         extra: dict[str, Any] = {}
         outside: list[Mapping[str, Tensor]] = [{} for _ in states]
         structure = self._structure
         if structure is not None and signature is not None and structure.signature == signature:
-            own = [t if type(t) is Tensor and not t.requires_grad else _values_of(t) for t in plain]
-            tensors = {entry[0]: part for entry, part in zip(structure.held, own, strict=True)}
+            parts = [t if type(t) is Tensor and not t.requires_grad else _values_of(t) for t in together]
+            tensors = {entry[0]: part for entry, part in zip(structure.held, parts, strict=True)}
         else:
             whole, extra = _split_model(model_state)
             shapes = digest({name: tensor.shape for name, tensor in whole.items()})
@@ -261,7 +261,8 @@ class JobState:
                 {names[i]: split_state(v, f"{OPTIMIZER}.{k}.{names[i]}", whole) for i, v in state["state"].items()}
                 for k, (names, state) in enumerate(zip(groups, states, strict=True))
             )
-            marked = signature is not None and any(_MARKS & entry.keys() for own in by_name for entry in own.values())
+            # Keys that JSON cannot tell apart, or that look like marks: names do not follow from them.
+            marked = signature is not None and any(_MARKS & entry.keys() for each in by_name for entry in each.values())
             if marked or any(outside):
                 signature = None
             tensors, held = {}, []
@@ -280,14 +281,14 @@ class JobState:
             )
         optimizers = []
         for number, (names, state) in enumerate(zip(structure.groups, states, strict=True)):
-            parts = {
+            others = {
                 "param_groups": [
                     {**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]
                 ],
                 "rest": {key: value for key, value in state.items() if key not in ("state", "param_groups")},
                 "outside": outside[number],
             }
-            split = {key: split_state(part, f"{OPTIMIZER}.{number}.{key}", rest) for key, part in parts.items()}
+            split = {key: split_state(value, f"{OPTIMIZER}.{number}.{key}", rest) for key, value in others.items()}
             optimizers.append({"state": structure.states[number], **split})
         return tensors, extra, tuple(optimizers), structure
 
@@ -435,7 +436,9 @@ def _signature(
     if not kinds <= {DTensor}:
         return None, ()
     shardings = [_sharding(tensor) for tensor in tensors if type(tensor) is DTensor] if kinds else []
-    places = [*map(id, model_state.values())]
+    places = [
+        id(tensor) for tensor in model_state.values() if type(tensor) is not Tensor
+    ]  # buffers may be assigned anew
     groups = [[[*map(id, group)] for group in own] for own in params]
     numbers = [[*state["state"]] for state in states]
     keys = [*map(tuple, entries)]
@@ -469,7 +472,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _values_of(tensor: Tensor) -> Tensor:
-    """The values that this rank holds, as they are now: `_detached`, and in half the time; without gradients only."""
+    """The values that this rank holds, as they are now; `_detached` takes twice as long. To be called under no_grad."""
     return (tensor.to_local() if type(tensor) is DTensor else tensor).data
 
 

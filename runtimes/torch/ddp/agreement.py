@@ -59,10 +59,13 @@ def companion_group(group: Any = None, *, backend: str | None = None) -> Any:
     """
     first: Any = dist.group.WORLD if group is None else group
     ranks = dist.get_process_group_ranks(first)
-    options = getattr(first._get_backend(message_device(first)), "options", None)
+    try:
+        timeout = first._get_backend(message_device(first)).options._timeout
+    except (AttributeError, RuntimeError):  # a backend of another package that has no options
+        timeout = None
     return dist.new_group(
         ranks,
-        timeout=getattr(options, "_timeout", None),
+        timeout=timeout,
         backend=backend or dist.get_backend(first),
         use_local_synchronization=len(ranks) < dist.get_world_size(),  # others do not come here
     )
@@ -187,14 +190,17 @@ def _raise_together(error: Exception | None, failures: Sequence[str | None]) -> 
             raise NotReadyError(f"rank {rank} failed: {text}")
 
 
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What ``work`` returns, or its error."""
+    try:
+        return work(), None
+    except Exception as failure:  # raised again once all ranks know
+        return None, failure
+
+
 def together(work: Callable[[], T], group: Any = None) -> T:
     """Run ``work`` on this rank; if it fails on any rank, raise on all (see `fail_together`)."""
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as failure:  # raised again by fail_together
-        error = failure
+    result, error = _attempt(work)
     fail_together(error, group)
     return result  # type: ignore[return-value]
 
@@ -209,12 +215,7 @@ def gather_together(work: Callable[[], Any], group: Any = None) -> list[Any]:
     Raises:
         Exception: As `fail_together` does.
     """
-    value: Any = None
-    error: Exception | None = None
-    try:
-        value = work()
-    except Exception as failure:  # raised again below
-        error = failure
-    answers = gather_json({"error": _shown(error), "value": value}, group)
+    text, error = _attempt(lambda: json.dumps(work(), allow_nan=False))
+    answers = gather_json({"error": _shown(error), "value": text}, group)
     _raise_together(error, [answer["error"] for answer in answers])
-    return [answer["value"] for answer in answers]
+    return [json.loads(answer["value"]) for answer in answers]

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host
 from qsync_opt.kernels.decoder import gelu_gate, rms_norm, rotate_positions, silu_gate
 
@@ -116,7 +117,7 @@ def test_gates_of_any_magnitude(gate, by_gelu):
     assert_rounded_once(gate(torch.cat([first, torch.ones_like(first)], 1)), *exact_gate(first, by_gelu))
 
 
-def test_what_is_no_number_stays_none():
+def test_nan_stays_nan():
     for dtype in TYPES:
         x = torch.ones(3, 64, dtype=dtype)
         x[1, 5] = torch.nan
@@ -153,6 +154,14 @@ def test_gradients_and_other_types_have_the_plain_formulas():
     exact_norm(x, torch.ones(6), 1e-6).sum().backward()
     rms_norm(narrow, torch.ones(6), 1e-6).sum().backward()
     assert torch.allclose(narrow.grad.double(), x.grad, atol=1e-5)
+    weight = torch.ones(6, requires_grad=True)
+    assert rms_norm(narrow.detach(), weight, 1e-6).requires_grad
+    for dtype in TYPES:  # loops would lose the gradient
+        turned, rows = x.detach().to(dtype).view(4, 1, 6).requires_grad_(), x.detach().to(dtype).requires_grad_()
+        angles = cos[0].to(dtype).expand(4, 1, 6)
+        assert rotate_positions(turned, angles, angles).requires_grad
+        assert rotate_positions(turned.detach(), angles.clone().requires_grad_(), angles).requires_grad
+        assert gelu_gate(rows).requires_grad and silu_gate(rows).requires_grad
     halves = x.detach().half()
     assert rms_norm(halves, torch.ones(6), 1e-6).dtype is gelu_gate(halves).dtype is torch.float16
 
@@ -170,3 +179,32 @@ def test_without_a_compiler_plain_code_runs(monkeypatch):
     finally:
         for cached in (host.load, rows._loops):
             cached.cache_clear()
+
+
+def test_shapes_and_types_that_do_not_fit_are_refused():
+    x = torch.ones(2, 3, 6)
+    cos = torch.ones(2, 1, 6)
+    for refused in (
+        lambda: rms_norm(torch.ones(2, 64), torch.ones(8), 1e-6),
+        lambda: rms_norm(torch.ones(8), torch.ones(8), 1e-6),
+        lambda: rms_norm(torch.ones(1, 2, 3, 8), torch.ones(8), 1e-6),
+        lambda: rotate_positions(x, cos[:1], cos),
+        lambda: rotate_positions(x, cos, cos.bfloat16()),
+        lambda: rotate_positions(x[..., :5], cos[..., :5], cos[..., :5]),
+        lambda: gelu_gate(torch.ones(2, 7)),
+        lambda: silu_gate(torch.ones(8)),
+    ):
+        with pytest.raises(UnsupportedError, match="has the shape"):
+            refused()
+
+
+def test_other_devices_take_no_loops():
+    x = torch.ones(2, 8, device="meta")
+    assert silu_gate(x).shape == (2, 4) and rms_norm(x, torch.ones(8, device="meta"), 1e-6).shape == (2, 8)
+    torch.set_default_device("meta")
+    try:
+        for y in (rms_norm(torch.ones(2, 8, device="cpu"), torch.ones(8, device="cpu"), 1e-6),
+                  silu_gate(torch.ones(2, 8, device="cpu"))):  # fmt: skip
+            assert y.device.type == "cpu"
+    finally:
+        torch.set_default_device(None)

@@ -44,10 +44,11 @@ def test_groups_and_their_absence():
     assert not dist.is_initialized()
 
 
-def test_a_further_group_gives_up_as_soon_as_the_first(run_workers):
-    heard, silent = run_workers("companion_worker.py")
+def test_a_further_group_gives_up_as_soon_as_the_first(run_workers, tmp_path):
+    heard, silent = run_workers("companion_worker.py", tmp_path)
     assert heard["seen"] == silent["seen"] == [0, 1]
     assert "the other ranks do not answer" in heard["text"]
+    assert silent["waited_s"] < 60  # else rank 0 learned of it when rank 1 ended
 
 
 def test_one_worker_in_fp32_and_one_under_a_plan(run_workers):
