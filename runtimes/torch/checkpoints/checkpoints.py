@@ -256,7 +256,7 @@ class Checkpoints:
                 "job": fingerprint({"step": step, "model": collected.shapes}),
                 "others": {name: digest(value) for name, value in collected.values.others.items()},
                 "rank": encode(RankState.of(self._model, rank, self._plan)),
-                "known": self._planner.knows(collected.held),
+                "known": self._planner.knows(collected.entries),
             }
 
         of_ranks = gather_together(facts, group)  # once, as training waits for every message
@@ -269,7 +269,7 @@ class Checkpoints:
         _require_equal_others([each["others"] for each in of_ranks])
         ranks = [decode(RankState, each["rank"], f"rank {number}") for number, each in enumerate(of_ranks)]
         known = all(each["known"] for each in of_ranks)
-        layout = self._planner.plan(collected.held, rank, known=known, group=group)
+        layout = self._planner.plan(collected.entries, rank, known=known, group=group)
         create = _attempting(step, lambda: None if rank else str(begin(self._folder, step)))
         temporary = Path(gather_together(create, group)[0])
         plan = plan_of_ranks(ranks)

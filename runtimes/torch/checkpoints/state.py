@@ -139,7 +139,7 @@ class Collected:
 
     Attributes:
         tensors: The values that it holds of each tensor, by name, not copied.
-        held: What plans need to know of each.
+        entries: What plans need to know of each.
         values: All that is no tensor.
         shapes: Digest of the names and shapes of the model's tensors.
         stable: Names of tensors that nothing changes but an optimizer's step: the model's parameters that have one,
@@ -147,7 +147,7 @@ class Collected:
     """
 
     tensors: Mapping[str, Tensor]
-    held: Sequence[Entry]
+    entries: Sequence[Entry]
     values: Values
     shapes: str
     stable: frozenset[str]
@@ -162,7 +162,7 @@ class _Structure:
     Attributes:
         signature: By `_signature`; None if it does not tell all.
         shapes: As in `Collected`.
-        held: As in `Collected`, of the model's tensors, then of those of each parameter's state.
+        entries: As in `Collected`, of the model's tensors, then of those of each parameter's state.
         buffers: Names of the model's buffers among them.
         groups: Names of the parameters in each optimizer's groups, one after the other.
         states: Of each optimizer by parameter, as JSON.
@@ -171,7 +171,7 @@ class _Structure:
 
     signature: Any
     shapes: str
-    held: tuple[Entry, ...]
+    entries: tuple[Entry, ...]
     buffers: frozenset[str]
     groups: tuple[list[str], ...]
     states: tuple[dict[str, Any], ...]
@@ -195,8 +195,6 @@ class JobState:
         self._optimizers = optimizers
         self._others = others
         self._structure: _Structure | None = None
-        self._seen: Any = None
-        self._held: Sequence[Entry] = ()
 
     @property
     def _model(self) -> nn.Module:
@@ -221,13 +219,10 @@ class JobState:
                 del tensors[name]
             last = [held_part(name, tensor) for name, tensor in (rest if rank else rest | others).items()]
         tensors |= {entry[0]: part for part, entry in last}
-        entries = [entry for _, entry in last]
-        if (structure, entries) != self._seen:
-            self._seen = structure, entries
-            self._held = [*(entry for entry in structure.held if entry[0] not in dropped), *entries]
+        kept = [entry for entry in structure.entries if entry[0] not in dropped] if dropped else structure.entries
         return Collected(
             tensors=tensors,
-            held=self._held,
+            entries=[*kept, *(entry for _, entry in last)],
             values=Values(model=extra, optimizers=optimizers, others=values),
             shapes=structure.shapes,
             stable=structure.stable,
@@ -249,7 +244,7 @@ class JobState:
         structure = self._structure
         if structure is not None and signature is not None and structure.signature == signature:
             parts = [t if type(t) is Tensor and not t.requires_grad else _values_of(t) for t in together]
-            tensors = {entry[0]: part for entry, part in zip(structure.held, parts, strict=True)}
+            tensors = {entry[0]: part for entry, part in zip(structure.entries, parts, strict=True)}
         else:
             whole, extra = _split_model(model_state)
             shapes = digest({name: tensor.shape for name, tensor in whole.items()})
@@ -265,15 +260,15 @@ class JobState:
             marked = signature is not None and any(_MARKS & entry.keys() for each in by_name for entry in each.values())
             if marked or any(outside):
                 signature = None
-            tensors, held = {}, []
+            tensors, entries = {}, []
             for name, tensor in whole.items():
                 tensors[name], entry = held_part(name, tensor)
-                held.append(entry)
+                entries.append(entry)
             buffers = {f"{MODEL}.{plain_name(name)}" for name, _ in self._model.named_buffers(remove_duplicate=False)}
             structure = self._structure = _Structure(
                 signature=signature,
                 shapes=shapes,
-                held=tuple(held),
+                entries=tuple(entries),
                 buffers=frozenset(buffers & whole.keys()),
                 groups=groups,
                 states=by_name,

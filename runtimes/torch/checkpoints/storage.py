@@ -137,19 +137,19 @@ class WritePlanner:
     """Plans of who writes what, computed anew only when a rank holds other boxes than before."""
 
     def __init__(self) -> None:
-        self._held: Sequence[Entry] | None = None
+        self._entries: Sequence[Entry] | None = None
         self._plan: WritePlan | None = None
         self._cuts: list[tuple[str, tuple[slice, ...] | None]] = []
 
-    def knows(self, held: Sequence[Entry]) -> bool:
+    def knows(self, entries: Sequence[Entry]) -> bool:
         """Whether the last plan is for what this rank holds now."""
-        return self._plan is not None and held == self._held
+        return self._plan is not None and entries == self._entries
 
-    def plan(self, held: Sequence[Entry], rank: int, *, known: bool, group: Any = None) -> WritePlan:
+    def plan(self, entries: Sequence[Entry], rank: int, *, known: bool, group: Any = None) -> WritePlan:
         """The plan for what all ranks hold; every rank must call it.
 
         Args:
-            held: By this rank.
+            entries: Of what this rank holds.
             rank: This one.
             known: Whether all ranks know what they hold.
             group: Process group; None: the default one.
@@ -160,15 +160,15 @@ class WritePlanner:
         """
         if self._plan is None or not known:
             self._plan = None
-            of_ranks = gather_json({"host": socket.gethostname(), "tensors": held}, group)
+            of_ranks = gather_json({"host": socket.gethostname(), "tensors": entries}, group)
             plan = plan_writes([each["tensors"] for each in of_ranks], [each["host"] for each in of_ranks])
-            places = {name: Box(tuple(offsets), tuple(lengths)) for name, _, _, offsets, lengths in held}
+            places = {name: Box(tuple(offsets), tuple(lengths)) for name, _, _, offsets, lengths in entries}
             file = plan.files[rank]
             self._cuts = [
                 (name, None if box.lengths == places[name].lengths else box.relative_to(places[name]))
                 for name, box in (() if file is None else file.boxes)
             ]
-            self._held, self._plan = held, plan
+            self._entries, self._plan = entries, plan
         return self._plan
 
     def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
