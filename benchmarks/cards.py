@@ -35,10 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from gradients import Flat
+from gradients import flat_step
 from results_head import asked_row, processors, results_head
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -64,6 +63,8 @@ ENDED_S = 90.0
 """After the death of one worker, until when the others must have ended: NCCL takes some time to write what it saw."""
 LIMIT_S = 150.0
 """Of any other part."""
+SAVES = 4
+"""Of ``checkpoints``; the first allocates."""
 WAYS = {"gradients": ("links", "sockets"), "lost": ("gradients", "messages", "checkpoints")}
 
 
@@ -153,33 +154,17 @@ class Worker:
         return tokens, tokens
 
 
-def wrapped(worker: Worker, model: nn.Module, subject: str) -> DistributedDataParallel:
-    """The model in DDP under a subject's hook."""
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if subject == "BF16 hook":
-        parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
-    elif subject != "plain":
-        qsync_opt.compress_gradients(parallel, subject)
-    return parallel
-
-
 def gradients(worker: Worker, link: str, folder: Path) -> list[dict[str, Any]]:
     """Buckets of some sizes, and steps of a GPT."""
     records = []
-    subjects = ("plain", "BF16 hook", *SINGLE[1:])
-
-    def flat(subject: str, megabytes: int) -> Callable[[], None]:
-        model = wrapped(worker, Flat(megabytes * 250_000 // 1024 * 1024).to(worker.device), subject)
-        return lambda: model().backward()
-
+    subjects = ("FP32", "BF16 hook", *SINGLE[1:])
     for size in worker.sizes.buckets_mb:
-        times = worker.timed({name: flat(name, size) for name in subjects})
+        times = worker.timed({name: flat_step(name, size * 250_000 // 1024 * 1024, worker.device) for name in subjects})
         records += [
             {"part": "gradients", "what": "bucket", "link": link, "megabytes": size, "subject": name, "ms": ms}
             for name, ms in times.items()
         ]
-    model = wrapped(worker, worker.gpt(), "plain")
-    compressed = wrapped(worker, worker.gpt(), "plain")
+    model, compressed = DistributedDataParallel(worker.gpt()), DistributedDataParallel(worker.gpt())
     compression = qsync_opt.compress_gradients(compressed, "FP32")
     plain, planned = bf16_step(worker, model), bf16_step(worker, compressed)
     for _ in range(3):
@@ -306,7 +291,7 @@ def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
 def checkpoints(worker: Worker, way: str, folder: Path) -> list[dict[str, Any]]:
     """Save behind training; or load what another number of cards saved, as ``way`` says: "save", or "load"."""
     model, optimizer = sharded(worker)
-    kept = qsync_opt.Checkpoints(folder / "kept", model, optimizer, keep=9)
+    kept = qsync_opt.Checkpoints(folder / "kept", model, optimizer, keep=SAVES)
     facts: dict[str, Any] = {"part": "checkpoints", "what": way, "cards": worker.world}
     if way == "load":
         began = time.perf_counter()
@@ -321,10 +306,10 @@ def checkpoints(worker: Worker, way: str, folder: Path) -> list[dict[str, Any]]:
         trained_step(worker, model, optimizer, step)
     bits: dict[str, str] = {}
     calls, durable, beside, plain = [], [], [], []
-    for number in range(4):
+    for number in range(SAVES):
         worker.wait()
         dist.barrier()
-        bits = bits_of(model, optimizer) if number == 3 else {}
+        bits = bits_of(model, optimizer) if number == SAVES - 1 else {}
         began = time.perf_counter()
         kept.save_in_background(number)
         calls.append(max(gather_json(time.perf_counter() - began)))
@@ -341,7 +326,7 @@ def checkpoints(worker: Worker, way: str, folder: Path) -> list[dict[str, Any]]:
             plain.append(max(gather_json(time.perf_counter() - step_began)))
     if worker.rank == 0:
         (folder / "bits.json").write_text(json.dumps(bits))
-    size = sum(path.stat().st_size for path in (folder / "kept").rglob("*.safetensors")) // 4
+    size = sum(path.stat().st_size for path in (folder / "kept").rglob("*.safetensors")) // SAVES
     times = {"call_s": calls[1:], "step_beside_s": beside[1:], "plain_step_s": plain, "durable_s": durable[1:]}
     return [facts | {"bytes": size, **{name: [round(x, 5) for x in own] for name, own in times.items()}}]
 
@@ -368,7 +353,8 @@ def lost(worker: Worker, way: str, folder: Path) -> list[dict[str, Any]]:
             kept.save_in_background(step)
             die(step)
         return []
-    model = wrapped(worker, worker.gpt(), "packed8")
+    model = DistributedDataParallel(worker.gpt())
+    qsync_opt.compress_gradients(model, "packed8")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(200):
         trained_step(worker, model, optimizer, step)
@@ -395,14 +381,8 @@ def run(part: str, way: str, arguments: argparse.Namespace, folder: Path) -> lis
     (folder / "records.json").unlink(missing_ok=True)
     environment = os.environ | (SOCKETS if way == "sockets" else {}) | {"NCCL_NVLS_ENABLE": "0"}
     port, began = free_port(), time.monotonic()
-    base = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--device",
-        arguments.device,
-        "--cards",
-        str(arguments.cards),
-    ]
+    options = ("--device", arguments.device, "--cards", str(arguments.cards))
+    base = [sys.executable, str(Path(__file__).resolve()), *options]
     logs = [folder / f"log-{rank}.txt" for rank in range(arguments.cards)]
     workers = []
     for rank, log in enumerate(logs):

@@ -20,13 +20,11 @@ the same numbers of tokens, whatever they say.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
 import pydoc_data.topics
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +32,7 @@ from typing import Any
 
 import torch
 from decoding_replay import fill, replay_lookup, replay_self
+from llama_cpp_peer import timed_batch
 from results_head import asked_row, results_head
 
 from qsync_opt.decoding import (
@@ -193,16 +192,6 @@ class _NoWork:
         """Nothing."""
 
 
-def llama_cpp_rate(model: str, program: str, batch: int, prompt_tokens: int, new_tokens: int) -> float:
-    """New tokens per second of llama.cpp, the prompts' pass included; the first of two batches warms up."""
-    sizes = ["-npp", str(prompt_tokens), "-ntg", str(new_tokens), "-npl", f"{batch},{batch}", "-c", "2048"]
-    threads = [text for flag in ("-t", "-tb") for text in (flag, str(torch.get_num_threads()))]
-    command = [program, "-m", model, *sizes, *threads, "--output-format", "jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    last = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")][-1]
-    return float(batch * new_tokens / (last["t_pp"] + last["t_tg"]))
-
-
 def speed(model: str, new_tokens: int, rounds: int, llama_cpp: str | None) -> dict[str, Any]:
     """The part ``speed``; ``llama_cpp`` is the program of that peer."""
     stages, tokenizer = load(model)
@@ -231,8 +220,11 @@ def speed(model: str, new_tokens: int, rounds: int, llama_cpp: str | None) -> di
             by_llama_cpp: list[float] = []
             for turn in range(rounds):
                 if llama_cpp is not None:
-                    length = len(prompts[0])
-                    by_llama_cpp.append(llama_cpp_rate(model, llama_cpp, batch, length, new_tokens))
+                    peer_batch = timed_batch(
+                        model, llama_cpp, prompts=batch, prompt_tokens=len(prompts[0]), new_tokens=new_tokens,
+                        threads=torch.get_num_threads(),
+                    )  # fmt: skip
+                    by_llama_cpp.append(batch * new_tokens / (peer_batch["t_pp"] + peer_batch["t_tg"]))
                 for way in ways if turn % 2 == 0 else reversed(ways):
                     if way == "A8:3" and turn:
                         continue  # it loses by far

@@ -96,8 +96,8 @@ def timed(subjects: dict[str, Any], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def flat_step(subject: str, elements: int) -> Any:
-    model = hooked(Flat(elements), subject)
+def flat_step(subject: str, elements: int, device: torch.device | str = "cpu") -> Any:
+    model = hooked(Flat(elements).to(device), subject)
 
     def step() -> None:
         model().backward()

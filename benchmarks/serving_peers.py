@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 import transformers
+from llama_cpp_peer import timed_batch
 from results_head import asked_row, processors, results_head
 
 from qsync_opt.io import write_json
@@ -97,15 +96,13 @@ def by_transformers(model: str, dtype: str) -> Engine:
 
 
 def by_llama_cpp(model: str, program: str) -> Engine:
-    """llama.cpp, with the file as it is; the first of two batches warms up."""
-    sizes = ["-npp", str(PROMPT_TOKENS), "-ntg", str(NEW_TOKENS - 1), "-npl", f"{PROMPTS},{PROMPTS}"]
-    threads = ["-t", str(THREADS), "-tb", str(THREADS)]
-    command = [program, "-m", model, "-c", "2048", *sizes, *threads, "--output-format", "jsonl"]
+    """llama.cpp, with the file as it is."""
 
     def measure() -> Speeds:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        last = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")][-1]
-        return {"prefill": last["speed_pp"], "decode": last["speed_tg"]}
+        batch = timed_batch(
+            model, program, prompts=PROMPTS, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS - 1, threads=THREADS
+        )
+        return {"prefill": batch["speed_pp"], "decode": batch["speed_tg"]}
 
     return measure
 

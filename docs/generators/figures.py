@@ -237,12 +237,11 @@ def _cards(data: Record) -> dict[str, str]:
 def _memory_limited(data: Record) -> dict[str, str]:
     """Plans under caps at which BF16 autocast runs out of memory: peaks over its peak, and how they are predicted."""
     records = data["records"]
-    planning = sorted(record["planning_s"] for record in records)
     return {
         "limited.times": " and ".join(map(str, sorted({record["times"] for record in records}))),
         "limited.peaks": ", ".join(f"{r['of_bf16']:.2f} ({r['model'].removesuffix(' full')})" for r in records),
         "limited.error": f"{100 * max(abs(record['error']) for record in records):.1f} %",
-        "limited.planning": f"{span(planning, '.0f')} s",
+        "limited.planning": f"{span((record['planning_s'] for record in records), '.0f')} s",
     }
 
 

@@ -238,12 +238,12 @@ class JobState:
         model_state = self._model.state_dict(keep_vars=True)
         states = [optimizer.state_dict() for optimizer in self._optimizers]
         params = [[group["params"] for group in optimizer.param_groups] for optimizer in self._optimizers]
-        signature, together = _signature(model_state, states, params)
+        signature, state_tensors = _signature(model_state, states, params)
         extra: dict[str, Any] = {}
         outside: list[Mapping[str, Tensor]] = [{} for _ in states]
         structure = self._structure
         if structure is not None and signature is not None and structure.signature == signature:
-            parts = [t if type(t) is Tensor and not t.requires_grad else _values_of(t) for t in together]
+            parts = [t if type(t) is Tensor and not t.requires_grad else _values_of(t) for t in state_tensors]
             tensors = {entry[0]: part for entry, part in zip(structure.entries, parts, strict=True)}
         else:
             whole, extra = _split_model(model_state)
@@ -414,7 +414,7 @@ _sharding = attrgetter("placements", "device_mesh")
 def _signature(
     model_state: Mapping[str, Any], states: Sequence[Mapping[str, Any]], params: Sequence[Sequence[Sequence[Tensor]]]
 ) -> tuple[Any, Sequence[Tensor]]:
-    """What the `_Structure` of a model and its optimizers depends on, and their tensors; None where values are not.
+    """What the `_Structure` of a model and its optimizers depends on, and their tensors; None where other values are.
 
     Args:
         model_state: With the parameters themselves.
@@ -431,9 +431,8 @@ def _signature(
     if not kinds <= {DTensor}:
         return None, ()
     shardings = [_sharding(tensor) for tensor in tensors if type(tensor) is DTensor] if kinds else []
-    places = [
-        id(tensor) for tensor in model_state.values() if type(tensor) is not Tensor
-    ]  # buffers may be assigned anew
+    # Not of buffers, which may be assigned anew in every step.
+    places = [id(tensor) for tensor in model_state.values() if type(tensor) is not Tensor]
     groups = [[[*map(id, group)] for group in own] for own in params]
     numbers = [[*state["state"]] for state in states]
     keys = [*map(tuple, entries)]

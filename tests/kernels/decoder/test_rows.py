@@ -124,8 +124,8 @@ def test_nan_stays_nan():
         assert rms_norm(x, torch.ones(64), 1e-6).isnan().all(1).tolist() == [False, True, False]
         for gate in (gelu_gate, silu_gate):
             assert gate(x).isnan().nonzero().tolist() == [[1, 5]]
-        turned = rotate_positions(x.view(3, 1, 64), *[torch.ones(3, 1, 64, dtype=dtype)] * 2)
-        assert turned.isnan().nonzero().tolist() == [[1, 0, 5], [1, 0, 37]]
+        rotation = rotate_positions(x.view(3, 1, 64), *[torch.ones(3, 1, 64, dtype=dtype)] * 2)
+        assert rotation.isnan().nonzero().tolist() == [[1, 0, 5], [1, 0, 37]]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -157,10 +157,10 @@ def test_gradients_and_other_types_have_the_plain_formulas():
     weight = torch.ones(6, requires_grad=True)
     assert rms_norm(narrow.detach(), weight, 1e-6).requires_grad
     for dtype in TYPES:  # loops would lose the gradient
-        turned, rows = x.detach().to(dtype).view(4, 1, 6).requires_grad_(), x.detach().to(dtype).requires_grad_()
+        heads, rows = x.detach().to(dtype).view(4, 1, 6).requires_grad_(), x.detach().to(dtype).requires_grad_()
         angles = cos[0].to(dtype).expand(4, 1, 6)
-        assert rotate_positions(turned, angles, angles).requires_grad
-        assert rotate_positions(turned.detach(), angles.clone().requires_grad_(), angles).requires_grad
+        assert rotate_positions(heads, angles, angles).requires_grad
+        assert rotate_positions(heads.detach(), angles.clone().requires_grad_(), angles).requires_grad
         assert gelu_gate(rows).requires_grad and silu_gate(rows).requires_grad
     halves = x.detach().half()
     assert rms_norm(halves, torch.ones(6), 1e-6).dtype is gelu_gate(halves).dtype is torch.float16

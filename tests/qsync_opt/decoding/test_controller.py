@@ -29,14 +29,19 @@ def controller(planned=0.9, draft_ns=30, **options):
     choices = tuple(
         Choice(draft="A8", length=n, draft_ns=draft_ns, verify_ns=100 + n, acceptance=acceptance) for n in LENGTHS
     )
-    problem = Problem(
+    problem = problem_of(choices, "low")
+    return Controller(problem, "b1", [("A8", n) for n in LENGTHS], ControllerOptions(**options))
+
+
+def problem_of(choices, confidence):
+    """Of one regime and one draft."""
+    return Problem(
         name="p",
         memory_kib=0,
-        confidence="low",
+        confidence=confidence,
         drafts={"A8": Draft(memory_kib=0)},
         regimes=(Regime(name="b1", weight=1.0, plain_ns=100, choices=choices),),
     )
-    return Controller(problem, "b1", [("A8", n) for n in LENGTHS], ControllerOptions(**options))
 
 
 def run(subject, acceptance, cycles, random):
@@ -199,25 +204,18 @@ def test_positions_have_the_tokens_of_every_length_and_the_controller_begins_wit
         return brentq(lambda a: expected_tokens(a, length) - tokens[length], 0.0, 1.0)
 
     one = {length: as_one(length) for length in (1, 2, 3, 4, 6)}
-    found = acceptance_by_position(one)
-    assert found[:4] == pytest.approx(positions[:4])
-    assert found[4] == found[5]
-    assert found[4] * (1 + found[5]) == pytest.approx(0.96 * (1 + 0.97))
+    by_position = acceptance_by_position(one)
+    assert by_position[:4] == pytest.approx(positions[:4])
+    assert by_position[4] == by_position[5]
+    assert by_position[4] * (1 + by_position[5]) == pytest.approx(0.96 * (1 + 0.97))
     for length in one:
-        assert 1 + sum(math.prod(found[:k]) for k in range(1, length + 1)) == pytest.approx(tokens[length])
+        assert 1 + sum(math.prod(by_position[:k]) for k in range(1, length + 1)) == pytest.approx(tokens[length])
     assert acceptance_by_position({1: 0.0, 3: 0.5}) == [0.0, 0.0, 0.0]
     choices = tuple(
         Choice(draft="A8", length=n, draft_ns=5, verify_ns=100 + n, acceptance=Acceptance(low=a / 2, mid=a))
         for n, a in one.items()
     )
-    problem = Problem(
-        name="rising",
-        memory_kib=0,
-        confidence="mid",
-        drafts={"A8": Draft(memory_kib=0)},
-        regimes=(Regime(name="b1", weight=1.0, plain_ns=100, choices=choices),),
-    )
-    beliefs = Controller(problem, "b1", [("A8", n) for n in one]).beliefs()["A8"]
+    beliefs = Controller(problem_of(choices, "mid"), "b1", [("A8", n) for n in one]).beliefs()["A8"]
     assert list(beliefs) == sorted(beliefs)
     assert beliefs[0] == pytest.approx(0.3, abs=1e-6)
     assert beliefs[-1] > 0.7  # one acceptance for all would be 0.6 at most

@@ -11,13 +11,13 @@ from qsync_opt.runtimes.torch.ddp import companion_group, gather_json, process_g
 TIMEOUT_S, SILENCE_S = 3.0, 60.0
 
 rank, world_size, port = map(int, sys.argv[1:4])
-told = Path(sys.argv[4]) / "told"
+answer = Path(sys.argv[4]) / "answer"
 with process_group(rank, world_size, port, timeout_s=TIMEOUT_S):
     group = companion_group()
     seen = gather_json(rank, group)
     if rank:  # it stays, so that nothing but time tells that it is silent
         deadline = time.monotonic() + SILENCE_S
-        while time.monotonic() < deadline and not told.exists():
+        while time.monotonic() < deadline and not answer.exists():
             time.sleep(0.05)
         print(json.dumps({"seen": seen, "waited_s": time.monotonic() - deadline + SILENCE_S}))
         sys.exit()
@@ -26,5 +26,5 @@ with process_group(rank, world_size, port, timeout_s=TIMEOUT_S):
         text = "all answered"
     except NotReadyError as failure:
         text = str(failure)
-    told.touch()
+    answer.touch()
     print(json.dumps({"seen": seen, "text": text}))
