@@ -78,10 +78,14 @@ def _bf16_toward(value: Tensor, up: bool) -> Tensor:
 
 def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
     rows, dim = index.numel(), x.shape[1]
-    levels, per_byte = (1 << bits) - 1, 8 // bits
     gathered = x.index_select(0, index)
     if not rows or not dim:
         return x.new_zeros((rows, row_bytes(dim, bits)), dtype=torch.uint8)
+    if bits == 16:
+        noise = (_words((rows, dim), key, x.device) >> 48) & 0xFFFF
+        upper = (gathered.view(torch.int32) + noise.to(torch.int32)) >> 16
+        return torch.where(torch.isfinite(gathered), upper, _NAN).to(torch.int16).view(torch.uint8)
+    levels, per_byte = (1 << bits) - 1, 8 // bits
     low, high = gathered.amin(1), gathered.amax(1)
     zero = _bf16_toward(low, up=False)
     spread = high - zero
@@ -106,6 +110,9 @@ def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
 def _unpack_plain(wire: Tensor, index: Tensor, out: Tensor, bits: int) -> None:
     rows, dim = index.numel(), out.shape[1]
     if not rows or not dim:
+        return
+    if bits == 16:
+        out.index_copy_(0, index, wire.view(torch.bfloat16).to(torch.float32))
         return
     header = wire[:, :4].contiguous().view(torch.bfloat16).to(torch.float32)
     shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=wire.device)
@@ -183,11 +190,6 @@ def pack_rows(x: Tensor, index: Tensor, bits: int, key: int, *, backend: str = "
         source = x.detach().contiguous().view(torch.int32).numpy()
         pack_bf16_loop(source, index.contiguous().numpy(), key & _MASK, rounded.numpy())
         return rounded.view(torch.uint8)
-    if bits == 16:
-        gathered = x.index_select(0, index)
-        noise = (_words((gathered.shape[0], gathered.shape[1]), key, x.device) >> 48) & 0xFFFF
-        upper = (gathered.view(torch.int32) + noise.to(torch.int32)) >> 16
-        return torch.where(torch.isfinite(gathered), upper, _NAN).to(torch.int16).view(torch.uint8)
     if _loops(x.device, backend):
         from qsync_opt.kernels.messages.loops import pack_loop
 
@@ -219,10 +221,12 @@ def unpack_rows(wire: Tensor, index: Tensor, out: Tensor, bits: int, *, backend:
             f"packed rows have the type {wire.dtype} and shape {tuple(wire.shape)}, but uint8 "
             f"{(index.numel(), row_bytes(out.shape[1], bits))} is needed"
         )
-    if bits in (16, 32):
-        kind = torch.float32 if bits == 32 else torch.bfloat16
-        values = wire.reshape(-1).view(kind) if wire.storage_offset() % 4 == 0 else wire.clone().reshape(-1).view(kind)
-        out.index_copy_(0, index, values.view(index.numel(), out.shape[1]).to(torch.float32))
+    if bits >= 16 and wire.storage_offset() % 4:  # numbers are read whole
+        wire = wire.clone()
+    if bits == 32:
+        out.index_copy_(0, index, wire.contiguous().view(torch.float32))
+    elif bits == 16 and out.device.type == "cpu":
+        _unpack_plain(wire.contiguous(), index, out, bits)
     elif _loops(out.device, backend):
         from qsync_opt.kernels.messages.loops import unpack_loop
 

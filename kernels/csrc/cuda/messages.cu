@@ -1,4 +1,4 @@
-// Rows of embeddings as messages of 1, 2, 4 or 8 bits, and back; the contract is kernels/messages/rows.py, bit for bit.
+// Rows of embeddings as messages of 1, 2, 4, 8 or 16 bits, and back; the contract is kernels/messages/rows.py, bit for bit.
 #include "stable.cuh"
 
 namespace qsync {
@@ -8,12 +8,15 @@ constexpr int kWarps = 8;
 constexpr uint64_t kMessageGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kMessageMultiplier = 0xD6E8FEB86659FD93ull;
 
-__device__ __forceinline__ float uniform(uint64_t key, uint64_t entry) {
+__device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t entry) {
   uint64_t word = key + (entry + 1) * kMessageGolden;
   word = (word ^ (word >> 32)) * kMessageMultiplier;
   word = (word ^ (word >> 32)) * kMessageMultiplier;
-  word ^= word >> 32;
-  return __fmul_rn(static_cast<float>(static_cast<uint32_t>(word >> 40)), 0x1p-24f);
+  return word ^ (word >> 32);
+}
+
+__device__ __forceinline__ float uniform(uint64_t key, uint64_t entry) {
+  return __fmul_rn(static_cast<float>(static_cast<uint32_t>(random_word(key, entry) >> 40)), 0x1p-24f);
 }
 
 // FP32 rounded to BF16 toward plus (up) or minus infinity.
@@ -94,6 +97,35 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 // Grid: one warp per row, kWarps rows per block.
+// Traffic: each entry read once, each BF16 number written once.
+// Contract: pack_rows with 16 bits, the same bytes; an entry that is not finite is NaN.
+__global__ void __launch_bounds__(32 * kWarps)
+    pack_bf16_kernel(const float* x, const int64_t* index, int64_t rows, int64_t dim, uint64_t key, uint16_t* out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  const float* source = x + index[row] * dim;
+  const uint64_t start = static_cast<uint64_t>(row) * dim;
+  for (int64_t c = threadIdx.x % 32; c < dim; c += 32) {
+    const float value = source[c];
+    const uint32_t noise = static_cast<uint32_t>(random_word(key, start + c) >> 48);
+    out[start + c] = static_cast<uint16_t>(isfinite(value) ? (__float_as_uint(value) + noise) >> 16 : 0x7FC0u);
+  }
+}
+
+// Grid: one warp per row, kWarps rows per block.
+// Traffic: each BF16 number read once, each entry written once.
+// Contract: unpack_rows with 16 bits.
+__global__ void __launch_bounds__(32 * kWarps)
+    unpack_bf16_kernel(const uint16_t* wire, const int64_t* index, int64_t rows, int64_t dim, float* out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  float* target = out + index[row] * dim;
+  for (int64_t c = threadIdx.x % 32; c < dim; c += 32) {
+    target[c] = __uint_as_float(static_cast<uint32_t>(wire[row * dim + c]) << 16);
+  }
+}
+
+// Grid: one warp per row, kWarps rows per block.
 // Traffic: each code read once, each entry written once.
 // Contract: unpack_rows: code x step + zero, rounded after each of the two operations.
 template <int kBits>
@@ -119,7 +151,7 @@ unsigned blocks_of(int64_t rows) { return static_cast<unsigned>((rows + kWarps -
 Tensor pack_rows(const Tensor& x, const Tensor& index, int64_t bits, int64_t key) {
   STD_TORCH_CHECK(index.is_cuda() && index.get_device_index() == x.get_device_index(), "index must be on the rows' card");
   OnDeviceOf guard(x);
-  const int64_t rows = index.size(0), dim = x.size(1), row_bytes = 4 + (dim * bits + 7) / 8;
+  const int64_t rows = index.size(0), dim = x.size(1), row_bytes = bits == 16 ? 2 * dim : 4 + (dim * bits + 7) / 8;
   Tensor out = empty_on(x, {rows, row_bytes}, ScalarType::Byte);
   if (rows == 0 || dim == 0) return out;
   const auto launch = [&](auto kernel) {
@@ -132,7 +164,12 @@ Tensor pack_rows(const Tensor& x, const Tensor& index, int64_t bits, int64_t key
     case 2: launch(pack_kernel<2>); break;
     case 4: launch(pack_kernel<4>); break;
     case 8: launch(pack_kernel<8>); break;
-    default: STD_TORCH_CHECK(false, "width is ", bits, " bits, but 1, 2, 4 and 8 are packed");
+    case 16:
+      pack_bf16_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream_of(x)>>>(
+          static_cast<const float*>(x.data_ptr()), static_cast<const int64_t*>(index.data_ptr()), rows, dim,
+          static_cast<uint64_t>(key), static_cast<uint16_t*>(out.data_ptr()));
+      break;
+    default: STD_TORCH_CHECK(false, "width is ", bits, " bits, but 1, 2, 4, 8 and 16 are packed");
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
@@ -153,7 +190,12 @@ void unpack_rows(const Tensor& wire, const Tensor& index, const Tensor& out, int
     case 2: launch(unpack_kernel<2>); break;
     case 4: launch(unpack_kernel<4>); break;
     case 8: launch(unpack_kernel<8>); break;
-    default: STD_TORCH_CHECK(false, "width is ", bits, " bits, but 1, 2, 4 and 8 are packed");
+    case 16:
+      unpack_bf16_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream_of(out)>>>(
+          static_cast<const uint16_t*>(wire.data_ptr()), static_cast<const int64_t*>(index.data_ptr()), rows, dim,
+          static_cast<float*>(out.data_ptr()));
+      break;
+    default: STD_TORCH_CHECK(false, "width is ", bits, " bits, but 1, 2, 4, 8 and 16 are packed");
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -4,13 +4,13 @@ Forward, `start` packs and launches, `finish` waits and unpacks; what runs betwe
 of `finish` packs and launches, that of `start` waits and adds. All ranks call the same exchanges in the same order.
 
 Each part of the wire begins with one word of eight bytes: 0, or that the sender's rows are not finite. So every rank
-learns it, and all stop with the same reason.
+learns it, and all stop with the same reason. On a card the host waits once for each exchange: for these words.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.kernels.messages import pack_rows, row_bytes, row_key, unpack_rows
 from qsync_opt.runtimes.torch.messages.transfer import Transfer, transfer
+from qsync_opt.runtimes.torch.support.timing import intervals_ns, time_mark
 
 EXACT = 32
 """Width of rows as they are."""
@@ -32,15 +33,22 @@ REMEMBERED = 9
 
 @dataclass(slots=True)
 class _Layout:
-    """Where rows go on the wire: per peer and width, the rows (positions in a list of rows) and their bytes."""
+    """Where rows go on the wire: per peer and width, the rows (positions in a list of rows) and their bytes.
+
+    ``words`` is where the first word of each peer is, in words.
+    """
 
     groups: list[list[tuple[int, Tensor]]]
     sizes: list[int]
+    words: Tensor
 
 
 @dataclass(slots=True)
 class Direction:
-    """One direction of an exchange: who sends how many rows, their widths, and what was traced."""
+    """One direction of an exchange: who sends how many rows, their widths, and what was traced.
+
+    Widths are on the host, ``spread`` is on the rows' device.
+    """
 
     name: str
     dim: int
@@ -75,29 +83,31 @@ class Direction:
     def layouts(self, sampled: tuple[Tensor, Tensor] | None = None) -> tuple[_Layout, _Layout]:
         """What is sent and received; with ``sampled``, of which rows it is, only those."""
         if sampled is not None:
-            return (
-                _layout(self.send_bits * sampled[0], self.send_counts, self.dim),
-                _layout(self.receive_bits * sampled[1], self.receive_counts, self.dim),
-            )
+            return self._both(self.send_bits * sampled[0], self.receive_bits * sampled[1])
         if self._layouts is None:
-            self._layouts = (
-                _layout(self.send_bits, self.send_counts, self.dim),
-                _layout(self.receive_bits, self.receive_counts, self.dim),
-            )
+            self._layouts = self._both(self.send_bits, self.receive_bits)
         return self._layouts
 
+    def _both(self, send: Tensor, receive: Tensor) -> tuple[_Layout, _Layout]:
+        device = self.spread.device
+        return (
+            _layout(send, self.send_counts, self.dim, device),
+            _layout(receive, self.receive_counts, self.dim, device),
+        )
 
-def _layout(bits: Tensor, counts: list[int], dim: int) -> _Layout:
+
+def _layout(bits: Tensor, counts: list[int], dim: int, device: torch.device) -> _Layout:
     """Rows of the width 0 are not sent."""
     groups, sizes, start = [], [], 0
     for count in counts:
         mine = bits[start : start + count]
-        rows = [(int(b), start + torch.nonzero(mine == b).flatten()) for b in torch.unique(mine) if b]
+        rows = [(int(b), (start + torch.nonzero(mine == b).flatten()).to(device)) for b in torch.unique(mine) if b]
         groups.append(rows)
         size = WORD_BYTES + sum(index.numel() * row_bytes(dim, width) for width, index in rows)
         sizes.append(size + -size % WORD_BYTES)
         start += count
-    return _Layout(groups, sizes)
+    words = torch.tensor([0, *itertools.accumulate(sizes[:-1])], device=device) // WORD_BYTES
+    return _Layout(groups, sizes, words)
 
 
 @dataclass(slots=True)
@@ -108,7 +118,8 @@ class _Flight:
     wire: Tensor
     direction: Direction
     received: _Layout
-    launched: float
+    marks: tuple[Any, Any]
+    """When packing began and when it ended; see `time_mark`."""
     scale: float
     """What its rows are multiplied with; 1 unless they are a sample."""
 
@@ -172,33 +183,33 @@ class HaloExchange:
 
     def launch(self, rows: Tensor, index: Tensor, direction: Direction) -> _Flight:
         """Pack ``rows[index]`` and send them."""
-        began = time.perf_counter()
+        began = time_mark(rows.device)
         is_forward = direction is self.forward
         if is_forward:
             self._sampled = self._draw() if self.share < 1 and self.training else None
         sampled = self._sampled if is_forward or self._sampled is None else self._sampled[::-1]
         sent, received = direction.layouts(sampled)
-        bad = 0
+        bad = torch.zeros((), dtype=torch.bool, device=rows.device)
         if index.numel():
             gathered = rows.detach().index_select(0, index)
             # Two reductions take a third of the time of aminmax on a CPU.
             span = gathered.amax(1) - gathered.amin(1) if rows.shape[1] else gathered.sum(1)
             spread = span.double() ** 2
-            bad = int(not bool(torch.isfinite(spread).all()))
-            if self.training and not bad:  # the first sample replaces the initial value
+            bad = ~torch.isfinite(spread).all()
+            if self.training:  # the first sample replaces the initial value
                 past = self.momentum if direction.seen else 0.0
-                direction.spread = past * direction.spread + (1 - past) * spread.cpu()
+                traced = past * direction.spread + (1 - past) * spread
+                direction.spread = torch.where(bad, direction.spread, traced)
                 direction.seen = True
+        word = bad.to(torch.int64).view(1).view(torch.uint8)
         pieces, key = [], (self.seed, dist.get_rank(self.group), self.step)
         name = int.from_bytes(direction.name.encode()[-8:], "little")
         for peer, (groups, size) in enumerate(zip(sent.groups, sent.sizes, strict=True)):
-            word = torch.full((WORD_BYTES // 8,), bad, dtype=torch.int64, device=rows.device).view(torch.uint8)
             used = WORD_BYTES
             pieces.append(word)
             for width, positions in groups:
-                chosen = index[positions.to(index.device)]
                 packed = pack_rows(
-                    rows.detach(), chosen, width, row_key(*key, name, peer, width), backend=self.backend
+                    rows.detach(), index[positions], width, row_key(*key, name, peer, width), backend=self.backend
                 ).reshape(-1)
                 pieces.append(packed)
                 used += packed.numel()
@@ -207,48 +218,49 @@ class HaloExchange:
         buffer = torch.cat(pieces)
         wire = torch.empty(sum(received.sizes), dtype=torch.uint8, device=rows.device)
         direction.wire_bytes = buffer.numel()
-        direction.codec_ns = 1e9 * (time.perf_counter() - began)
+        marks = began, time_mark(rows.device)
         try:
             work = transfer(wire, buffer, received.sizes, sent.sizes, self.group)
         except RuntimeError as failure:
             raise _lost(direction, failure) from failure
         scale = 1.0 if sampled is None else 1 / self.share
-        return _Flight(work, wire, direction, received, time.perf_counter(), scale)
+        return _Flight(work, wire, direction, received, marks, scale)
 
     def land(self, flight: _Flight, dim: int) -> Tensor:
         """Wait for rows and unpack them, by sender, shape (received, dim); late ones are those of the step before."""
-        direction = flight.direction
+        direction, device = flight.direction, flight.wire.device
         if self.late and self.training:
             earlier = self._earlier.get(direction.name)
             self._earlier[direction.name] = flight
             if earlier is None:
-                return torch.zeros((sum(direction.receive_counts), dim), device=flight.wire.device)
+                return torch.zeros((sum(direction.receive_counts), dim), device=device)
             flight = earlier
-        arrived = time.perf_counter()
-        direction.hidden_ns = 1e9 * (arrived - flight.launched)
-        direction.hidden_history.append(direction.hidden_ns)
+        arrived = time_mark(device)
         try:
             flight.work.wait()
         except RuntimeError as failure:
             raise _lost(direction, failure) from failure
-        landed = time.perf_counter()
-        direction.wait_ns = 1e9 * (landed - arrived)
+        landed = time_mark(device)
         received, is_whole = flight.received, flight.scale == 1
-        out = (torch.empty if is_whole else torch.zeros)(sum(direction.receive_counts), dim, device=flight.wire.device)
-        start, faulty = 0, []
-        for peer, (groups, size) in enumerate(zip(received.groups, received.sizes, strict=True)):
-            if int(flight.wire[start : start + WORD_BYTES].clone().view(torch.int64)):
-                faulty.append(peer)
+        out = (torch.empty if is_whole else torch.zeros)(sum(direction.receive_counts), dim, device=device)
+        start = 0
+        for groups, size in zip(received.groups, received.sizes, strict=True):
             at = start + WORD_BYTES
             for width, positions in groups:
                 length = positions.numel() * row_bytes(dim, width)
                 wire = flight.wire[at : at + length].view(positions.numel(), -1)
-                unpack_rows(wire, positions.to(out.device), out, width, backend=self.backend)
+                unpack_rows(wire, positions, out, width, backend=self.backend)
                 at += length
             start += size
-        direction.codec_ns += 1e9 * (time.perf_counter() - landed)
-        if faulty:
-            ranks = ", ".join(map(str, faulty))
+        unpacked = time_mark(device)
+        words = flight.wire.view(torch.int64)[received.words].tolist()  # a card has done all the above then
+        pack_ns, direction.hidden_ns, direction.wait_ns, unpack_ns = intervals_ns(
+            (*flight.marks, arrived, landed, unpacked)
+        )
+        direction.hidden_history.append(direction.hidden_ns)
+        direction.codec_ns = pack_ns + unpack_ns
+        if any(words):
+            ranks = ", ".join(str(peer) for peer, word in enumerate(words) if word)
             raise ProblemError(
                 f"exchange {direction.name!r}: rows of rank {ranks} hold NaN, infinity or a range that overflows; "
                 "lower the learning rate or check the features"

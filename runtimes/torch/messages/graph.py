@@ -92,12 +92,26 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Subgraph:
-    """Edges into some own nodes: the rows they need, their local numbers, and where the results are."""
+    """Edges into some own nodes: the rows they need, their local numbers, and where the results are.
+
+    ``degree`` is that of the rows in the whole graph.
+    """
 
     rows: Tensor
     edge_index: Tensor
     targets: Tensor
-    weight: Tensor
+    degree: Tensor
+    _weighted: tuple[Tensor, Tensor] | None = None
+
+    def weighted(self) -> tuple[Tensor, Tensor]:
+        """Edges with one loop at each target, and their weights in a GCN; worked out once."""
+        if self._weighted is None:
+            source, target = self.edge_index[:, self.edge_index[0] != self.edge_index[1]]
+            loops = self.targets
+            weight = (self.degree[source] + 1).rsqrt() * (self.degree[target] + 1).rsqrt()
+            edges = torch.cat([torch.stack([source, target]), torch.stack([loops, loops])], 1)
+            self._weighted = edges, torch.cat([weight, 1 / (self.degree[loops] + 1)])
+        return self._weighted
 
 
 def _kind(name: str, module: MessagePassing) -> str:
@@ -145,6 +159,7 @@ class FullGraph:
         self._began: float | None = None
         self._inner, self._outer = self._subgraphs()
         self._cache: dict[str, Tensor] = {}
+        self._training: tuple[Tensor, Tensor, int] | None = None
         self._solving: threading.Thread | None = None
         self._solved: list[Plan] = []
         self.plan = plan
@@ -186,14 +201,13 @@ class FullGraph:
     def _subgraphs(self) -> tuple[_Subgraph, _Subgraph]:
         part = self.part
         source, target = part.edge_index
-        coefficients = (part.degree[source] + 1).rsqrt() * (part.degree[target] + 1).rsqrt()
         result = []
         for lower, upper in ((0, part.central), (part.central, part.own)):
             chosen = (target >= lower) & (target < upper)
             targets = torch.arange(lower, upper, device=part.x.device)
             rows = torch.unique(torch.cat([source[chosen], targets]))
             edge_index = torch.searchsorted(rows, part.edge_index[:, chosen].contiguous())
-            result.append(_Subgraph(rows, edge_index, torch.searchsorted(rows, targets), coefficients[chosen]))
+            result.append(_Subgraph(rows, edge_index, torch.searchsorted(rows, targets), part.degree[rows]))
         return result[0], result[1]
 
     def _forward_of(self, layer: _Layer) -> Callable[..., Tensor]:
@@ -228,14 +242,10 @@ class FullGraph:
         if layer.kind != "gcn":
             return run(module, rows, graph.edge_index).index_select(0, graph.targets)  # type: ignore[no-any-return]
         # Degrees of halo nodes are those of the whole graph, so the weights are given instead of computed.
-        plain = graph.edge_index[0] != graph.edge_index[1]
-        loops = graph.targets
-        everyone = torch.cat([graph.edge_index[:, plain], torch.stack([loops, loops])], 1)
-        degree = self.part.degree[graph.rows[loops]]
-        weight = torch.cat([graph.weight[plain], 1 / (degree + 1)])
+        edges, weight = graph.weighted()
         normalize, module.normalize = module.normalize, False
         try:
-            return run(module, rows, everyone, weight).index_select(0, loops)  # type: ignore[no-any-return]
+            return run(module, rows, edges, weight).index_select(0, graph.targets)  # type: ignore[no-any-return]
         finally:
             module.normalize = normalize
 
@@ -250,7 +260,7 @@ class FullGraph:
                 receive_counts=receive,
                 send_bits=torch.full((sum(send),), bits),
                 receive_bits=torch.full((sum(receive),), bits),
-                spread=torch.ones(sum(send), dtype=torch.float64),
+                spread=torch.ones(sum(send), dtype=torch.float64, device=part.x.device),
             )
 
         sends, halos = part.send_counts.tolist(), part.halo_counts.tolist()
@@ -284,13 +294,22 @@ class FullGraph:
         Returns:
             This rank's share of the loss times the number of ranks: the mean over ranks is the loss.
         """
-        mask = self.part.train_mask if mask is None else mask
-        count = mask.sum()
-        dist.all_reduce(count, group=self.group)
-        if not int(count):
-            raise ProblemError("the mask chooses no node of any part, so there is no loss")
-        value: Tensor = function(output[mask], self.part.y[mask], reduction="sum") * self.world / count
+        if mask is not None:
+            nodes, labels, count = self._labelled(mask)
+        else:
+            self._training = self._training or self._labelled(self.part.train_mask)
+            nodes, labels, count = self._training
+        value: Tensor = function(output.index_select(0, nodes), labels, reduction="sum") * self.world / count
         return value + 0.0 * output.sum()  # a part without training nodes joins all exchanges
+
+    def _labelled(self, mask: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Own nodes of a mask, their labels, and how many all parts have together."""
+        nodes = mask.nonzero().flatten()
+        total = torch.tensor([nodes.numel()], device=mask.device)
+        dist.all_reduce(total, group=self.group)
+        if not int(total):
+            raise ProblemError("the mask chooses no node of any part, so there is no loss")
+        return nodes, self.part.y[nodes], int(total)
 
     @torch.no_grad()
     def accuracy(self, mask: Tensor) -> float:
@@ -403,8 +422,8 @@ class FullGraph:
         layer = next(layer for layer in self.layers if direction.name.partition(" ")[2] == layer.name)
         forward = direction.name.startswith("forward")
         # Of attention, alpha is taken as that of a mean; a returned gradient enters its row with weight 1.
-        alpha = self.part.out_alpha[0 if layer.kind == "gcn" else 1].cpu().double() if forward else 1.0
-        own = (alpha * direction.spread * direction.dim / 6).to(self.part.x.device)
+        alpha = self.part.out_alpha[0 if layer.kind == "gcn" else 1].double() if forward else 1.0
+        own = alpha * direction.spread * direction.dim / 6
         counts = self.send_counts if forward else [list(column) for column in zip(*self.send_counts, strict=True)]
         longest = max(map(sum, counts), default=0)
         padded = torch.zeros(longest, dtype=torch.float64, device=own.device)
@@ -584,7 +603,7 @@ class FullGraph:
             "steps": self.steps,
             "seed": self.options.seed,
             "plan": None if self.plan is None else self.plan.to_json(),
-            "spread": {each.name: each.spread.clone() for each in self.directions()},
+            "spread": {each.name: each.spread.to("cpu", copy=True) for each in self.directions()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -605,7 +624,7 @@ class FullGraph:
             spread = state["spread"].get(each.name)
             if spread is None or spread.shape != each.spread.shape:
                 raise ProblemError(f"the state of exchange {each.name!r} is of another partition or model")
-            each.spread, each.seen = spread.clone(), True
+            each.spread, each.seen = spread.to(each.spread.device, copy=True), True
         self.steps = int(state["steps"])
         if state["plan"] is not None:
             self._pending_plan = None
