@@ -32,19 +32,21 @@ _KIB_PER_MIB = 1024
 Prompts = Annotated[int, option("N", "prompts of a batch", min=1)]
 PromptTokens = Annotated[int, option("N", "tokens of the longest prompt", min=1)]
 NewTokens = Annotated[int, option("N", "new tokens of each prompt", min=1)]
-Schemes = Annotated[str, option("NAMES", "weight schemes, with commas between")]
 
 
 @app.command("profile")
 def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)],
     output: Annotated[str, option("FILE", "where the profile is written", "--output")],
-    name: Annotated[str, option("NAME", "name of the profile")] = "this CPU",
+    name: Annotated[str | None, option("NAME", "name of the profile; by default the device's")] = None,
+    device: Annotated[str, option("PLACE", "what is measured: cpu, or a card such as cuda:0")] = "cpu",
     prompts: Prompts = 8,
     prompt_tokens: PromptTokens = 128,
     new_tokens: NewTokens = 64,
-    schemes: Schemes = _BITS,
-    threads: Annotated[int, option("N", "threads of a stage", min=1)] = 1,
+    schemes: Annotated[
+        str | None, option("NAMES", f"weight schemes, with commas between; {_BITS} by default, W32 on a CPU only")
+    ] = None,
+    threads: Annotated[int, option("N", "threads of a stage on a CPU", min=1)] = 1,
     beside: Annotated[
         list[int] | None,
         option("N", "threads of a process that computes meanwhile, as another stage here will; once for each", min=1),
@@ -55,7 +57,7 @@ def profile(
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
-    """Measure what a model's layers cost on this CPU, by kind, scheme and phase."""
+    """Measure what a model's layers cost on this CPU or a card, by kind, scheme and phase."""
     from qsync_opt.registry import attribute
     from qsync_opt.serving import ServeWorkload, profile_json
 
@@ -63,13 +65,21 @@ def profile(
     workload = ServeWorkload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     measure = attribute(f"{_RUNTIME}:profile_serving")
     result = measure(
-        model, workload, name=name, schemes=_names(schemes), threads=threads, beside=beside or (), head=head
+        model,
+        workload,
+        name=name,
+        device=device,
+        schemes=None if schemes is None else _names(schemes),
+        threads=threads,
+        beside=beside or (),
+        head=head,
     )
     result.save(output)
     if json:
         print_json(profile_json(result))
         return EXIT_OK
-    print(f"{result.name}: {result.model.name}, {result.model.layers} layers, {threads} threads, written to {output}")
+    where = "" if result.threads is None else f", {threads} threads"
+    print(f"{result.name}: {result.model.name}, {result.model.layers} layers{where}, written to {output}")
     rows = []
     for kind, table in result.costs.items():
         for scheme, costs in table.items():

@@ -22,7 +22,7 @@ from torch import Tensor
 from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.kernels.messages import pack_rows, row_bytes, row_key, unpack_rows
 from qsync_opt.runtimes.torch.messages.transfer import Transfer, transfer
-from qsync_opt.runtimes.torch.support.timing import intervals_ns, time_mark
+from qsync_opt.runtimes.torch.support import intervals_ns, time_mark
 
 EXACT = 32
 """Width of rows as they are."""

@@ -6,13 +6,14 @@ itself. The first layer counts there: it computes what all layers of a pass shar
 takes the sum of many passes, so means count, of passes that are spread over the time of measuring: a machine that
 others share is slower for a second, then faster again. What passes between processes is measured on two stages that
 compute next to nothing, and memory on two stages of the model's matrix sizes. Stages on one machine share its memory's
-bandwidth, so other processes may compute the same passes meanwhile.
+bandwidth, so other processes may compute the same passes meanwhile. On a card see `card_costs`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import multiprocessing
 import os
@@ -30,7 +31,8 @@ import torch
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.allocator import give_back_freed_memory, reuse_freed_memory
-from qsync_opt.runtimes.torch.serving.config import DecoderConfig
+from qsync_opt.runtimes.torch.serving.card_costs import PassDifferences, ProcessMemory, card_memory
+from qsync_opt.runtimes.torch.serving.config import DecoderConfig, config_from_json
 from qsync_opt.runtimes.torch.serving.measuring import MemoryWatch, anonymous_kib
 from qsync_opt.runtimes.torch.serving.packing import scheme_bits
 from qsync_opt.runtimes.torch.serving.pipeline import Pipeline
@@ -51,6 +53,7 @@ from qsync_opt.serving import (
 )
 
 _KIB = 1024
+_SCHEMES = ("W4", "W8", "W16", "W32")
 _LAYERS = 4
 """Layers of the models that are timed, so many that their weights do not stay in the processor's nearest cache."""
 _DECODE_PASSES = 4
@@ -116,33 +119,35 @@ def profile_serving(
     model: str | Path | DecoderConfig,
     workload: ServeWorkload,
     *,
-    name: str = "this CPU",
-    schemes: Sequence[str] = ("W4", "W8", "W16", "W32"),
+    name: str | None = None,
+    device: str = "cpu",
+    schemes: Sequence[str] | None = None,
     threads: int = 1,
     beside: Sequence[int] = (),
     head: str | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     repeats: int = 6,
 ) -> ServingProfile:
-    """Measure a model's layers on this machine's CPU, for micro-batches of a workload.
+    """Measure a model's layers on this machine's CPU or on a card, for micro-batches of a workload.
 
     Args:
         model: A model folder, a ``.gguf`` file, or a configuration; weights are random in any case.
         workload: The largest one that will be planned with the profile.
-        name: Of the profile.
-        schemes: Weight schemes to measure.
+        name: Of the profile; by default the device's.
+        device: ``cpu``, or torch's name of a card, such as ``cuda:0``, which nothing else may use meanwhile.
+        schemes: Weight schemes to measure; by default W4, W8, W16, and W32 on a CPU.
         threads: Of a stage's process.
         beside: Threads of each further process that computes the same passes meanwhile, as the other stages of a
-            pipeline on this machine will: they share its memory.
+            pipeline on this machine will: they share its memory. On a CPU only.
         head: Weight scheme of the head, which the stages must then be given too; None: as ``dtype``.
-        dtype: Type of hidden states and caches.
+        dtype: Type of hidden states and caches; by default FP32 on a CPU and BF16 on a card, as `serving run` has it.
         repeats: Times that every pass of prefilling is measured; of decoding, four times as often. Means count.
 
     Returns:
         The profile. It holds for stages that are alone on their cores.
 
     Raises:
-        ProblemError: An argument is out of range.
+        ProblemError: An argument is out of range, or there is no such device.
         UnsupportedError: The runtime has no such scheme, or does not run the model.
         StageError: A process could not start.
 
@@ -152,6 +157,15 @@ def profile_serving(
         raise ProblemError(f"repeats is {repeats} and threads is {threads}, but both must be at least 1")
     if any(count < 1 for count in beside):
         raise ProblemError(f"beside is {list(beside)}, but each process needs at least 1 thread; leave it out")
+    is_card = device != "cpu"
+    cards = [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+    if is_card and device not in cards:
+        raise ProblemError(f"device is {device!r}, but this machine has {', '.join(['cpu', *cards])}")
+    if is_card and (beside or threads != 1):
+        raise ProblemError("threads and beside are of stages on a CPU; leave them out for a card")
+    schemes = schemes or _SCHEMES[: 3 if is_card else 4]
+    dtype = dtype or (torch.bfloat16 if is_card else torch.float32)
+    name = name or (torch.cuda.get_device_name(device) if is_card else "this CPU")
     for scheme in (*schemes, *([] if head is None else [head])):
         scheme_bits(scheme)  # refuses an unknown one
     path = None if isinstance(model, DecoderConfig) else str(model)
@@ -160,20 +174,23 @@ def profile_serving(
     else:
         config, label = open_model(model)[0], Path(model).name
     sizes = serve_model(config, label)
-    memory = process_memory(sizes, workload, threads=threads)
-    arguments = (config, workload, tuple(schemes), dtype, head)
+    arguments = (config, workload, tuple(schemes), dtype, head, device)
     with (
         _computing_beside(beside, arguments),
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
     ):
         try:
             measured = pool.submit(_measure, path, threads, arguments, repeats).result()
+            if is_card:
+                memory = pool.submit(_card_memory, sizes, workload, dtype, device).result()
         except BrokenProcessPool:
             raise StageError(
                 "the process that measures has ended; there may be too little memory for a few layers in each scheme: "
                 "profile fewer schemes"
             ) from None
-    link_ns, link_ns_per_kib = link_costs(config.hidden, workload, threads=threads)
+    if not is_card:
+        memory = process_memory(sizes, workload, threads=threads)
+    link_ns, link_ns_per_kib = link_costs(config.hidden, workload, threads=threads, device=device, dtype=dtype)
     end_kib = -(-sizes.vocabulary * sizes.hidden * dtype.itemsize // _KIB)
     head_kib = end_kib if head is None else measured.head_kib
     scores_kib = -(-workload.prompts * sizes.vocabulary * dtype.itemsize // _KIB)
@@ -181,8 +198,8 @@ def profile_serving(
         name=name,
         source="measured",
         model=sizes,
-        threads=threads,
-        base_kib=memory.base_kib + measured.opening_kib,
+        threads=None if is_card else threads,
+        base_kib=memory.base_kib + (0 if is_card else measured.opening_kib),
         load_kib=memory.load_kib,
         cache_bytes_per_number=dtype.itemsize,
         weights_kib=measured.weights_kib,
@@ -195,6 +212,31 @@ def profile_serving(
         link_ns=link_ns,
         link_ns_per_kib=link_ns_per_kib,
     )
+
+
+class _Clocks:
+    """Seconds of the parts of a stage's passes on a CPU, by a clock around each group and around the head."""
+
+    def __init__(self, stage: StageModel) -> None:
+        self._stage = stage
+        groups: Any = stage.groups
+        groups[:] = [_Clock(group) for group in groups]
+        scores: Any = _Clock(stage.scores)
+        stage.scores = scores  # type: ignore[method-assign]
+        self._clocks: dict[str, list[_Clock]] = {"attn": groups[0::2], "mlp": groups[1::2], "head": [scores]}
+
+    def seconds(self, step: Step) -> dict[str, float]:
+        """Seconds of one group of each kind, of the head, and of all that a pass needs besides ("rest")."""
+        began = time.perf_counter()
+        self._stage.run(step).tolist()
+        rest = time.perf_counter() - began
+        took = {part: [clock.taken() for clock in clocks] for part, clocks in self._clocks.items()}
+        seconds = {"head": took["head"][0]}
+        rest -= seconds["head"]
+        for kind in KINDS:
+            seconds[kind] = statistics.mean(took[kind][1:])
+            rest -= seconds[kind] * len(took[kind])
+        return seconds | {"rest": rest}
 
 
 class _Clock:
@@ -240,7 +282,7 @@ class _Cell:
         )
 
 
-_Arguments = tuple[DecoderConfig, ServeWorkload, tuple[str, ...], torch.dtype, str | None]
+_Arguments = tuple[DecoderConfig, ServeWorkload, tuple[str, ...], torch.dtype, str | None, str]
 """Of a `_Bench`."""
 
 
@@ -254,6 +296,7 @@ class _Bench:
         schemes: Sequence[str],
         dtype: torch.dtype,
         head: str | None = None,
+        device: str = "cpu",
     ) -> None:
         self._schemes = tuple(schemes)
         middle = workload.prompt_tokens + workload.new_tokens // 2
@@ -275,28 +318,18 @@ class _Bench:
         source, names = StateSource(random_state(few)), group_names(_LAYERS)
         whole = Stage(device="here", groups=names)
         self._stages = {
-            s: StageModel(few, source, whole, dict.fromkeys(names, s), dtype=dtype, head=head) for s in schemes
+            s: StageModel(few, source, whole, dict.fromkeys(names, s), dtype=dtype, head=head, device=device)
+            for s in schemes
         }
         self._embedding_bytes = config.vocabulary * config.hidden * dtype.itemsize
         for stage in self._stages.values():
             stage.reserve(1 + workload.prompts * pages_of(middle + 1))
-        self._clocks: dict[str, dict[str, list[_Clock]]] = {}
-        for scheme, stage in self._stages.items():
-            groups: Any = stage.groups
-            groups[:] = [_Clock(group) for group in groups]
-            scores: Any = _Clock(stage.scores)
-            stage.scores = scores  # type: ignore[method-assign]
-            self._clocks[scheme] = {"attn": groups[0::2], "mlp": groups[1::2], "head": [scores]}
+        watch = _Clocks if device == "cpu" else PassDifferences
+        self._watches: dict[str, _Clocks | PassDifferences] = {s: watch(stage) for s, stage in self._stages.items()}
         self._seconds: dict[tuple[str, str, _Cell], list[float]] = {}
-        for stage in self._stages.values():
+        for each in self._watches.values():
             for cell in self._cells:
-                stage.run(cell.step())  # the first pass of a shape takes longer
-        self._forget()
-
-    def _forget(self) -> None:
-        for clocks in self._clocks.values():
-            for clock in itertools.chain.from_iterable(clocks.values()):
-                clock.taken()
+                each.seconds(cell.step())  # the first pass of a shape takes longer
 
     def weights_kib(self, kind: str, scheme: str) -> int:
         """Memory of a group's weights."""
@@ -319,18 +352,10 @@ class _Bench:
                     self._pass(cell, scheme)
 
     def _pass(self, cell: _Cell, scheme: str) -> None:
-        step = cell.step()
-        began = time.perf_counter()
-        self._stages[scheme].run(step).tolist()
-        left = time.perf_counter() - began
-        taken = {part: [clock.taken() for clock in clocks] for part, clocks in self._clocks[scheme].items()}
-        seconds = {"head": taken["head"][0]}
-        left -= seconds["head"]
-        for kind in KINDS:
-            seconds[kind] = statistics.mean(taken[kind][1:])
-            left -= seconds[kind] * len(taken[kind])
+        seconds = self._watches[scheme].seconds(cell.step())
         # Two stages of a pipeline prepare a pass each, the first and the last.
-        seconds["begin"], seconds["end"] = left / 2, left / 2 + seconds.pop("head")
+        half = seconds.pop("rest") / 2
+        seconds |= {"begin": half, "end": half + seconds.pop("head")}
         for part, value in seconds.items():
             self._seconds.setdefault((part, scheme, cell), []).append(value)
 
@@ -367,6 +392,8 @@ def _measure(path: str | None, threads: int, arguments: _Arguments, repeats: int
     """Run the passes of a `_Bench` in this process, as a stage would."""
     torch.set_num_threads(threads)
     reuse_freed_memory()
+    if arguments[-1] != "cpu":
+        torch.cuda.set_device(arguments[-1])
     opening_kib = 0 if path is None else _opening_kib(path)
     bench, schemes = _Bench(*arguments), arguments[2]
     give_back_freed_memory()
@@ -435,11 +462,19 @@ def _compute_beside(threads: int, arguments: _Arguments, pipe: connection.Connec
             bench.round(pipe.poll)
 
 
-def link_costs(hidden: int, workload: ServeWorkload, *, threads: int = 1) -> tuple[int, float]:
+def link_costs(
+    hidden: int,
+    workload: ServeWorkload,
+    *,
+    threads: int = 1,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[int, float]:
     """What a stage has beside its computation where there are several: nanoseconds of a pass, and per KiB of it.
 
     Two stages of a model of next to no size but in the width of its hidden states run a pass at a time. What that takes
-    longer than in one process, on the way to the second stage and back, is shared by the two.
+    longer than in one process, on the way to the second stage and back, is shared by the two. A card's second stage is
+    on the next card, or on itself where it is the only one.
 
     Raises:
         StageError: A process could not start.
@@ -450,6 +485,7 @@ def link_costs(hidden: int, workload: ServeWorkload, *, threads: int = 1) -> tup
     config["head_dim"] = 16
     names = group_names(2)
     parts = (names[:2], names[2:])
+    devices = [device, _next_card(device)]
     plan = Plan(
         microbatch=0,
         stages=tuple(Stage(device=str(j), groups=part) for j, part in enumerate(parts)),
@@ -458,12 +494,18 @@ def link_costs(hidden: int, workload: ServeWorkload, *, threads: int = 1) -> tup
     cells = _Cell(1, 1, True), _Cell(workload.prompts, workload.prompt_tokens, False)
     with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
         write_sample(folder, config)
-        with Pipeline(folder, plan, threads=[threads] * 2) as pipeline:
-            alone = LocalWorkers([StageModel(*open_model(folder), Stage(device="here", groups=names), plan.schemes)])
+        with Pipeline(folder, plan, threads=[threads] * 2, devices=devices, dtype=dtype) as pipeline:
+            whole = Stage(device="here", groups=names)
+            stage = StageModel(*open_model(folder), whole, plan.schemes, dtype=dtype, device=device)
+            alone = LocalWorkers([stage])
             extra = [_pass_s(pipeline, cell) - _pass_s(alone, cell) for cell in cells]
     kib = cells[1].rows * cells[1].length * hidden * 4 / _KIB
     small, large = (max(seconds, 0.0) * 1e9 / 2 for seconds in extra)
     return round(small), max(large - small, 0.0) / kib
+
+
+def _next_card(device: str) -> str:
+    return device if device == "cpu" else f"cuda:{(torch.device(device).index + 1) % torch.cuda.device_count()}"
 
 
 def _pass_s(workers: Workers, cell: _Cell) -> float:
@@ -478,21 +520,6 @@ def _pass_s(workers: Workers, cell: _Cell) -> float:
     return statistics.mean(seconds[len(seconds) // 10 + 1 :])
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessMemory:
-    """What a stage's process holds beside weights, caches and ends, in KiB.
-
-    Attributes:
-        base_kib: While it serves the smallest micro-batches.
-        load_kib: What it has more than that for a moment while it loads.
-        workspace: What it has more with larger micro-batches, by rows and length.
-    """
-
-    base_kib: int
-    load_kib: int
-    workspace: Table
-
-
 def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int = 1) -> ProcessMemory:
     """Memory that a stage's process holds beside weights, caches and ends, as measured on two stages.
 
@@ -502,18 +529,9 @@ def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int =
     Raises:
         StageError: A process could not start.
     """
-    from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
+    from qsync_opt.runtimes.torch.serving.sample import write_sample
 
-    small = dataclasses.replace(model, layers=_SMALL_LAYERS, vocabulary=min(model.vocabulary, _SMALL_VOCABULARY))
-    config = sample_config(
-        layers=small.layers,
-        hidden=small.hidden,
-        inner=small.inner,
-        heads=small.heads,
-        kv_heads=small.kv_heads,
-        vocabulary=small.vocabulary,
-    )
-    config["head_dim"] = small.head_size
+    small, config = _small_model(model)
     names = group_names(small.layers)
     parts = (names[: len(names) // 2], names[len(names) // 2 :])
     plan = Plan(
@@ -522,7 +540,7 @@ def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int =
         schemes=dict.fromkeys(names, "W8"),
     )
     prompts, new_tokens = [[1] * workload.prompt_tokens] * workload.prompts, min(workload.new_tokens, 8)
-    counts = sorted({option.prefill for option in default_microbatches(workload.prompts)}, reverse=True)
+    counts = _prompt_parts(workload)
     peaks = []
     with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
         write_sample(folder, config)
@@ -545,4 +563,35 @@ def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int =
         base_kib=base_kib,
         load_kib=max(max(loads) - base_kib, 0),
         workspace=Table(rows=rows, lengths=lengths, values=more),
+    )
+
+
+def _prompt_parts(workload: ServeWorkload) -> list[int]:
+    """Numbers of micro-batches of the prompts that are planned with, falling."""
+    return sorted({option.prefill for option in default_microbatches(workload.prompts)}, reverse=True)
+
+
+def _small_model(model: ServeModel) -> tuple[ServeModel, dict[str, Any]]:
+    """A model of the same matrices, but of few layers and a small vocabulary, and its configuration."""
+    from qsync_opt.runtimes.torch.serving.sample import sample_config
+
+    small = dataclasses.replace(model, layers=_SMALL_LAYERS, vocabulary=min(model.vocabulary, _SMALL_VOCABULARY))
+    config = sample_config(
+        layers=small.layers,
+        hidden=small.hidden,
+        inner=small.inner,
+        heads=small.heads,
+        kv_heads=small.kv_heads,
+        vocabulary=small.vocabulary,
+    )
+    config["head_dim"] = small.head_size
+    return small, config
+
+
+def _card_memory(model: ServeModel, workload: ServeWorkload, dtype: torch.dtype, device: str) -> ProcessMemory:
+    """Memory on a card, in the process that has measured times: kernels are loaded."""
+    gc.collect()  # graphs and what they call refer to each other
+    config = config_from_json(_small_model(model)[1])
+    return card_memory(
+        config, random_state(config), workload, _prompt_parts(workload), dtype=dtype, device=torch.device(device)
     )

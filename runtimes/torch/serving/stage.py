@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -117,6 +118,17 @@ class StageModel:
         self._reproducible = reproducible
         captured = capture and not reproducible and self.device.type == "cuda"
         self._graphs = DecodeGraphs(self._decode) if captured else None
+
+    def part(self, groups: Sequence[int], *, head: bool = True) -> StageModel:
+        """A stage of some of the groups, by number, that shares weights and pages; make pages before.
+
+        Without its head the last stage gives hidden states.
+        """
+        part = copy.copy(self)
+        part.groups = [self.groups[k] for k in groups]
+        part.last = self.last and head
+        part._graphs = None if self._graphs is None else DecodeGraphs(part._decode)
+        return part
 
     @property
     def bytes(self) -> int:

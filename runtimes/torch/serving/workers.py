@@ -1,7 +1,8 @@
 """What carries passes out: all stages in this process, or a process for each.
 
-Passes go to every stage by a pipe, in one order; hidden states go from stage to stage over gloo, and the chosen tokens
-from the last stage back by its pipe. The caller learns within a bounded time if a stage has ended.
+Passes go to every stage by a pipe, in one order; hidden states go from stage to stage over NCCL where each stage has a
+card of its own, else over gloo, and the chosen tokens from the last stage back by its pipe. The caller learns within a
+bounded time if a stage has ended.
 """
 
 from __future__ import annotations
@@ -164,18 +165,27 @@ class _Setup:
     device: str
     threads: int
     options: StageOptions
+    between_cards: bool
 
 
 class _Arriving(NamedTuple):
-    """Hidden states that are on their way."""
+    """Hidden states of the stage before, of some tokens, that are on their way over gloo, or that NCCL is to fetch."""
 
-    work: Any
-    x: torch.Tensor
+    rank: int
+    tokens: int
+    hidden: int
+    dtype: torch.dtype
+    work: Any = None
+    x: torch.Tensor | None = None
 
     def wait(self, device: torch.device) -> torch.Tensor:
-        """The hidden states of the stage before."""
-        self.work.wait()
-        return self.x.to(device)
+        """The hidden states; on a card, what is computed next waits for them and the host does not."""
+        if self.x is not None:
+            self.work.wait()
+            return self.x.to(device)
+        x = torch.empty((self.tokens, self.hidden), dtype=self.dtype, device=device)
+        dist.recv(x, self.rank - 1)
+        return x
 
 
 @dataclass(slots=True)
@@ -184,13 +194,15 @@ class _Links:
 
     rank: int
     stages: int
+    between_cards: bool
     sent: deque[tuple[Any, torch.Tensor]] = field(default_factory=deque)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send without waiting, so that the next pass can begin, unless the receiver is far behind."""
-        kept = tensor.contiguous().cpu().view(torch.uint8)
+        # The next pass may write its result where this one's is.
+        kept = tensor.clone() if self.between_cards else tensor.contiguous().cpu().view(torch.uint8)
         self.sent.append((dist.isend(kept, self.rank + 1), kept))
-        # A send over gloo is never completed until somebody waits for it.
+        # A send over gloo is never completed until somebody waits for it; on a card, the stream of passes waits.
         while len(self.sent) > _SENDS:
             self.sent.popleft()[0].wait()
 
@@ -198,8 +210,11 @@ class _Links:
         """Let the hidden states of a pass come; None on the first stage, or if the order is no pass."""
         if self.rank == 0 or not isinstance(order, Step):
             return None
-        x = torch.empty((sum(order.counts), hidden), dtype=dtype)
-        return _Arriving(dist.irecv(x.view(torch.uint8), self.rank - 1), x)
+        tokens = sum(order.counts)
+        if self.between_cards:
+            return _Arriving(self.rank, tokens, hidden, dtype)
+        x = torch.empty((tokens, hidden), dtype=dtype)
+        return _Arriving(self.rank, tokens, hidden, dtype, dist.irecv(x.view(torch.uint8), self.rank - 1), x)
 
 
 _Order = tuple[Step | int | Exception | None, _Arriving | None]
@@ -242,7 +257,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
     if setup.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(setup.device).index or 0)
     plan, options = Plan.from_json(setup.plan), setup.options
-    links = _Links(setup.rank, len(plan.stages))
+    links = _Links(setup.rank, len(plan.stages), setup.between_cards)
     try:
         config, source = open_model(setup.model)
         stage = StageModel(
@@ -260,7 +275,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
         )
         if links.stages > 1:
             dist.init_process_group(
-                "gloo",
+                "nccl" if setup.between_cards else "gloo",
                 store=_meeting_point(setup.port),
                 rank=setup.rank,
                 world_size=links.stages,
@@ -349,10 +364,14 @@ class StageProcesses:
         if count > 1:
             self._store = _meeting_point()
         port = 0 if self._store is None else self._store.port
+        cards = {device for device in devices if device.startswith("cuda:")}
+        between_cards = count > 1 and len(cards) == count and dist.is_nccl_available()
         try:
             for rank in range(count):
                 own, other = context.Pipe()
-                setup = _Setup(rank, port, str(model), plan.to_json(), devices[rank], threads[rank], options)
+                setup = _Setup(
+                    rank, port, str(model), plan.to_json(), devices[rank], threads[rank], options, between_cards
+                )
                 process = context.Process(
                     target=_stage_process, args=(setup, other), daemon=True, name=f"stage {plan.stages[rank].device}"
                 )

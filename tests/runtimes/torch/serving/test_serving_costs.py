@@ -8,8 +8,12 @@ torch = pytest.importorskip("torch")
 
 from qsync_opt.errors import ProblemError, QSyncError, UnsupportedError  # noqa: E402
 from qsync_opt.runtimes.torch.serving import (  # noqa: E402
+    Attention,
+    Choice,
+    PassDifferences,
     StageModel,
     StateSource,
+    Step,
     config_from_json,
     group_names,
     measure_harm,
@@ -65,6 +69,39 @@ def test_a_profile_is_planned_with(tmp_path):
         profile_serving(config, workload, repeats=0)
     with pytest.raises(ProblemError, match=r"beside is \[0\]"):
         profile_serving(config, workload, beside=(0,))
+    with pytest.raises(ProblemError, match="device is 'cuda:99', but this machine has cpu"):
+        profile_serving(config, workload, device="cuda:99")
+
+
+def sample_stage():
+    names = group_names(3)
+    config = config_from_json(SIZES)
+    source = StateSource(random_state(config, scale=0.3))
+    stage = StageModel(config, source, Stage(device="here", groups=names), dict.fromkeys(names, "W32"))
+    stage.reserve(2)
+    return stage
+
+
+def test_a_part_of_a_stage_has_its_weights_and_pages():
+    stage, step = sample_stage(), Step(number=0, tokens=((5, 6, 7),), starts=(0,), pages=((1,),), choices=(Choice(),))
+    tokens, hidden = stage.run(step), stage.part(range(6), head=False).run(step)
+    assert hidden.shape == (3, 64) and torch.equal(stage.part(range(6)).run(step), tokens)
+    without = stage.part([0, 1, 4, 5], head=False)
+    assert not torch.allclose(without.run(step), hidden, rtol=0.01)
+    assert without.groups[2] is stage.groups[4] and len(stage.groups) == 6 and stage.last
+
+
+def test_parts_of_a_pass_are_differences_between_passes(monkeypatch):
+    """With a clock that only passes move: each attention takes 3 s, an MLP 5 s, the head 7 s, and all else 11 s."""
+    now = [0.0]
+
+    def run(stage, step):
+        now[0] += sum(3 if isinstance(group, Attention) else 5 for group in stage.groups) + 7 * stage.last + 11
+        return torch.zeros(1)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(StageModel, "run", run)
+    assert PassDifferences(sample_stage()).seconds(None) == {"attn": 3, "mlp": 5, "head": 7, "rest": 11}
 
 
 def source_of(state):
