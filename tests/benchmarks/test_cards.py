@@ -28,3 +28,18 @@ def test_a_worker_that_is_killed_ends_the_others_and_a_plan_is_measured(tmp_path
         assert record["statuses"][0] not in (0, None)
         assert record["statuses"][1] == -9
         assert "Error" in record["message"]
+
+
+@pytest.mark.slow
+def test_serving_is_planned_run_and_survives_the_death_of_a_stage(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    output = tmp_path / "serving.json"
+    command = [sys.executable, "serving_cards.py", "--device", "cpu", "--output", str(output)]
+    done = subprocess.run(command, cwd=BENCHMARKS, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = {r["plan"]: r for r in json.loads(output.read_text())["records"]}
+    planned = records["planned"]
+    assert len(planned["measured"]["memory_kib"]) == len(planned["stages"])
+    assert min(planned["measured"]["memory_kib"]) > 20_000
+    assert records["equal layers, W4"]["not_served"].startswith("harm 1.000")
+    assert "exit code -9" in records["planned, a stage killed"]["message"]

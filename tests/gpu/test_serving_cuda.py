@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from qsync_opt.errors import ProblemError
 from qsync_opt.kernels.weight_only import explain
 from qsync_opt.runtimes.torch.serving import (
     Choice,
@@ -12,6 +13,7 @@ from qsync_opt.runtimes.torch.serving import (
     EngineLimits,
     Layout,
     LocalWorkers,
+    Pipeline,
     Request,
     StageModel,
     StateSource,
@@ -19,9 +21,13 @@ from qsync_opt.runtimes.torch.serving import (
     config_from_json,
     generate_here,
     group_names,
+    open_model,
     pages_of,
+    profile_serving,
+    sample_config,
+    write_sample,
 )
-from qsync_opt.serving import Stage
+from qsync_opt.serving import Plan, ServeWorkload, ServingDevice, Stage, plan_serving
 
 pytestmark = pytest.mark.gpu
 CONFIGS = {
@@ -128,3 +134,38 @@ def test_requests_that_come_and_go_get_the_tokens_of_a_processor():
             engine.submit(Request(prompt=prompt, new_tokens=new, listener=listen))
         assert all(ended.acquire(timeout=240) for _ in PROMPTS)
     assert heard == expected
+
+
+SAMPLE = sample_config(layers=4, hidden=256, inner=512, heads=4, kv_heads=2, vocabulary=500)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("scheme", ["W32", "W8"])
+def test_stages_on_two_cards_have_the_tokens_of_one(tmp_path, scheme):
+    folder, names = write_sample(tmp_path / "model", SAMPLE), group_names(4)
+    whole = StageModel(
+        *open_model(folder), Stage(device="a", groups=names), dict.fromkeys(names, scheme), device="cuda"
+    )
+    expected = generate_here([whole], PROMPTS, 20)
+    stages = (Stage(device="a", groups=names[:3]), Stage(device="b", groups=names[3:]))
+    plan = Plan(microbatch=0, stages=stages, schemes=dict.fromkeys(names, scheme))
+    with Pipeline(str(folder), plan, devices=["cuda:0", "cuda:1"]) as pipeline:
+        for parts in (1, 2):  # one prompt at a time is computed in other shapes
+            generation = pipeline.generate(PROMPTS, 20, prefill=1, decode=parts)
+            assert [list(tokens) for tokens in generation.tokens] == expected
+
+
+def test_a_card_is_profiled_and_planned_with():
+    workload = ServeWorkload(prompts=4, prompt_tokens=32, new_tokens=8)
+    profile = profile_serving(config_from_json(SAMPLE), workload, device="cuda:0", repeats=2)
+    assert profile.schemes == ("W4", "W8", "W16") and profile.threads is None and profile.cache_bytes_per_number == 2
+    assert 50_000 < profile.base_kib  # a context
+    for scheme in profile.schemes:
+        for kind in ("attn", "mlp"):
+            assert 0 < profile.costs[kind][scheme].prefill.at(1, 32) < 1e9
+    assert profile.link_ns > 0
+    room = ServingDevice(name="card", memory_kib=profile.base_kib + (1 << 20), profile=profile)
+    result = plan_serving(profile.model, [room], workload)
+    assert result.predict().decode_s > 0
+    with pytest.raises(ProblemError, match="threads and beside"):
+        profile_serving(config_from_json(SAMPLE), workload, device="cuda:0", threads=2)
