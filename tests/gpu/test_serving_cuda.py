@@ -159,10 +159,10 @@ def test_a_card_is_profiled_and_planned_with():
     workload = ServeWorkload(prompts=4, prompt_tokens=32, new_tokens=8)
     profile = profile_serving(config_from_json(SAMPLE), workload, device="cuda:0", repeats=2)
     assert profile.schemes == ("W4", "W8", "W16") and profile.threads is None and profile.cache_bytes_per_number == 2
-    assert 50_000 < profile.base_kib  # a context
+    assert profile.base_kib > 50_000  # a context
     for scheme in profile.schemes:
         for kind in ("attn", "mlp"):
-            assert 0 < profile.costs[kind][scheme].prefill.at(1, 32) < 1e9
+            assert 0 <= profile.costs[kind][scheme].prefill.at(4, 32) < 1e9
     assert profile.link_ns > 0
     room = ServingDevice(name="card", memory_kib=profile.base_kib + (1 << 20), profile=profile)
     result = plan_serving(profile.model, [room], workload)

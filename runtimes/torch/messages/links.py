@@ -14,7 +14,8 @@ import torch.distributed as dist
 from qsync_opt.runtimes.torch.messages.transfer import transfer
 
 SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20)
-"""Bytes of the probes."""
+CARD_SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
+"""Bytes of the probes; between cards a megabyte takes no longer than a few bytes."""
 _REPEATS = 5
 
 
@@ -27,9 +28,10 @@ def probe_links(group: Any, device: torch.device | str) -> list[list[tuple[int, 
     Source: AdaQP (MLSys 2023), section 4.2.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    measured = torch.zeros(world, len(SIZES), dtype=torch.float64)
+    sizes = CARD_SIZES if torch.device(device).type == "cuda" else SIZES
+    measured = torch.zeros(world, len(sizes), dtype=torch.float64)
     for step in range(1, world):
-        for column, size in enumerate(SIZES):
+        for column, size in enumerate(sizes):
             departures, arrivals = [0] * world, [0] * world
             departures[(rank + step) % world] = arrivals[(rank - step) % world] = size
             data = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -43,11 +45,11 @@ def probe_links(group: Any, device: torch.device | str) -> list[list[tuple[int, 
                     torch.cuda.synchronize(out.device)
                 seconds.append(time.perf_counter() - started)
             measured[(rank - step) % world, column] = 1e9 * statistics.median(seconds)
-    everyone = [torch.zeros(world, len(SIZES), dtype=torch.float64, device=device) for _ in range(world)]
+    everyone = [torch.zeros(world, len(sizes), dtype=torch.float64, device=device) for _ in range(world)]
     dist.all_gather(everyone, measured.to(device), group=group)
     return [
         [
-            (0, 0.0) if sender == receiver else fit_link(SIZES, everyone[receiver][sender].tolist())
+            (0, 0.0) if sender == receiver else fit_link(sizes, everyone[receiver][sender].tolist())
             for receiver in range(world)
         ]
         for sender in range(world)

@@ -1,13 +1,16 @@
-"""How a process that runs passes has memory from glibc: what is freed is used again, and what loading left goes back.
+"""Memory of a process that runs passes: from glibc, and beside torch on a card.
 
-By itself glibc asks the system for large blocks and gives them back, as the order of requests has it: passes then wait
-for pages of zeros in place of those that the pass before had. Other C libraries take no notice.
+What is freed is used again, and what loading left goes back. By itself glibc asks the system for large blocks and gives
+them back, as the order of requests has it: passes then wait for pages of zeros in place of those that the pass before
+had. Other C libraries take no notice.
 """
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
+
+import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's ``mallopt``."""
@@ -34,3 +37,11 @@ def give_back_freed_memory() -> None:
 
 def _c_library() -> Any:
     return ctypes.CDLL(None)
+
+
+def memory_beside_torch(device: torch.device) -> int:
+    """Bytes in use on a card, but not by torch's allocator: contexts, kernels, other processes; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

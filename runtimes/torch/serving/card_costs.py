@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qsync_opt.runtimes.torch.serving.allocator import memory_beside_torch
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.pipeline import generate
 from qsync_opt.runtimes.torch.serving.stage import StageModel, group_names
@@ -116,15 +117,12 @@ def card_memory(
         for _ in range(_ROUNDS):
             generate(LocalWorkers([stage]), prompts, new_tokens, prefill=count, decode=1)
         peaks.append(torch.cuda.max_memory_reserved(device))
-    free, total = torch.cuda.mem_get_info(device)
-    beside_torch = total - free - torch.cuda.memory_reserved(device)
-    caches = stage.cache_bytes
-    least = peaks[0] - weights - caches
+    least = peaks[0] - weights - stage.cache_bytes
     lengths = tuple(sorted({1, workload.prompt_tokens}))
     more = tuple((0, max(peak - peaks[0], 0) // _KIB)[-len(lengths) :] for peak in peaks)
     rows = tuple(-(-workload.prompts // count) for count in parts)
     return ProcessMemory(
-        base_kib=-(-(beside_torch + least) // _KIB),
+        base_kib=-(-(memory_beside_torch(device) + least) // _KIB),
         load_kib=max(load_peak - weights - least, 0) // _KIB,
         workspace=Table(rows=rows, lengths=lengths, values=more),
     )

@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -190,7 +190,7 @@ def profile_serving(
             ) from None
     if not is_card:
         memory = process_memory(sizes, workload, threads=threads)
-    link_ns, link_ns_per_kib = link_costs(config.hidden, workload, threads=threads, device=device, dtype=dtype)
+    link = link_costs(config.hidden, workload, threads=threads, device=device, dtype=dtype)
     end_kib = -(-sizes.vocabulary * sizes.hidden * dtype.itemsize // _KIB)
     head_kib = end_kib if head is None else measured.head_kib
     scores_kib = -(-workload.prompts * sizes.vocabulary * dtype.itemsize // _KIB)
@@ -199,7 +199,7 @@ def profile_serving(
         source="measured",
         model=sizes,
         threads=None if is_card else threads,
-        base_kib=memory.base_kib + (0 if is_card else measured.opening_kib),
+        base_kib=memory.base_kib + (link.memory_kib if is_card else measured.opening_kib),
         load_kib=memory.load_kib,
         cache_bytes_per_number=dtype.itemsize,
         weights_kib=measured.weights_kib,
@@ -209,8 +209,8 @@ def profile_serving(
         last_kib=head_kib + scores_kib,
         first=measured.first,
         last=measured.last,
-        link_ns=link_ns,
-        link_ns_per_kib=link_ns_per_kib,
+        link_ns=link.ns,
+        link_ns_per_kib=link.ns_per_kib,
     )
 
 
@@ -462,6 +462,20 @@ def _compute_beside(threads: int, arguments: _Arguments, pipe: connection.Connec
             bench.round(pipe.poll)
 
 
+class LinkCosts(NamedTuple):
+    """What a stage has beside its computation where there are several.
+
+    Attributes:
+        ns: Nanoseconds of a pass.
+        ns_per_kib: Nanoseconds for each KiB of its hidden states in FP32, in whatever type they are sent.
+        memory_kib: Memory on a card; on a CPU it is part of a process's.
+    """
+
+    ns: int
+    ns_per_kib: float
+    memory_kib: int
+
+
 def link_costs(
     hidden: int,
     workload: ServeWorkload,
@@ -469,8 +483,8 @@ def link_costs(
     threads: int = 1,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> tuple[int, float]:
-    """What a stage has beside its computation where there are several: nanoseconds of a pass, and per KiB of it.
+) -> LinkCosts:
+    """Measure what a stage has beside its computation where there are several.
 
     Two stages of a model of next to no size but in the width of its hidden states run a pass at a time. What that takes
     longer than in one process, on the way to the second stage and back, is shared by the two. A card's second stage is
@@ -498,10 +512,14 @@ def link_costs(
             whole = Stage(device="here", groups=names)
             stage = StageModel(*open_model(folder), whole, plan.schemes, dtype=dtype, device=device)
             alone = LocalWorkers([stage])
+            pipeline.reserve(1)
+            before = tuple(pipeline.beside_bytes)
             extra = [_pass_s(pipeline, cell) - _pass_s(alone, cell) for cell in cells]
+            pipeline.reserve(1)
+            memory = max(b - a for a, b in zip(before, pipeline.beside_bytes, strict=True))
     kib = cells[1].rows * cells[1].length * hidden * 4 / _KIB
     small, large = (max(seconds, 0.0) * 1e9 / 2 for seconds in extra)
-    return round(small), max(large - small, 0.0) / kib
+    return LinkCosts(round(small), max(large - small, 0.0) / kib, max(memory, 0) // _KIB)
 
 
 def _next_card(device: str) -> str:

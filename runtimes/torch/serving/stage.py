@@ -162,17 +162,17 @@ class StageModel:
         return {draft: reason for draft, reason in reasons.items() if reason}
 
     def reserve(self, pages: int) -> None:
-        """Make so many empty pages, page 0 included; earlier ones are forgotten."""
-        if pages == self._pages:
+        """Have at least so many empty pages, page 0 included; what earlier ones hold is forgotten."""
+        if pages <= self._pages:  # captured passes know where they are
             for group in self.groups:
-                group.wipe(range(pages))
-        else:
-            for group in self.groups:  # all earlier pages go before new ones come
-                if isinstance(group, Attention):
-                    group.cache = None
-            for group in self.groups:
-                group.reserve(pages, self._kv_bits)
-            self._pages = pages
+                group.wipe(range(self._pages))
+            return
+        for group in self.groups:  # all earlier pages go before new ones come
+            if isinstance(group, Attention):
+                group.cache = None
+        for group in self.groups:
+            group.reserve(pages, self._kv_bits)
+        self._pages = pages
         if self._graphs is not None:
             self._graphs.clear()
 

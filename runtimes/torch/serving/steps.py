@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from qsync_opt.kernels import paged_attention
@@ -150,27 +151,25 @@ class Layout:
         cls, step: Step, device: torch.device, *, rows: int = 0, width: int = 0, reproducible: bool = False
     ) -> Layout:
         """The layout of a pass; decoding may be filled up to ``rows`` sequences of ``width`` pages."""
-        tokens = [token for row in step.tokens for token in row]
-        contexts = [start + count for start, count in zip(step.starts, step.counts, strict=True)]
-        ranges = [range(*ends) for ends in zip(step.starts, contexts, strict=True)]
-        positions = [p for new in ranges for p in new]
-        slots = [pages[p // PAGE] * PAGE + p % PAGE for new, pages in zip(ranges, step.pages, strict=True) for p in new]
-        used = [-(-context // PAGE) for context in contexts]
-        width = max(width, *used)
-        table = [[*pages[:n], *[SCRATCH] * (width - n)] for pages, n in zip(step.pages, used, strict=True)]
-        missing = max(0, rows - len(contexts))
-        if missing:
-            tokens, positions, slots = ([*values, *[0] * missing] for values in (tokens, positions, slots))
-            contexts = [*contexts, *[1] * missing]
-            table += [[SCRATCH] * width] * missing
-        ends, total = [], -1
-        for count in (*step.counts, *[1] * missing):
-            total += count
-            ends.append(total)
+        n, s = sum(step.counts), len(step.counts)
+        filled_n, filled_s = (max(count, count + rows - s) for count in (n, s))
+        counts, starts = np.ones(filled_s, np.int64), np.zeros(filled_s, np.int64)
+        counts[:s], starts[:s] = step.counts, step.starts
+        contexts, ends = starts + counts, np.cumsum(counts)
+        width = max(width, -(-int(contexts.max()) // PAGE))
+        table = np.full((filled_s, width), SCRATCH)
+        for line, own, context in zip(table, step.pages, contexts, strict=False):
+            used = -(-int(context) // PAGE)
+            line[:used] = own[:used]
+        sequences = np.repeat(np.arange(filled_s), counts)
+        positions = np.arange(filled_n) + (contexts - ends)[sequences]
+        slots = table[sequences, positions // PAGE] * PAGE + positions % PAGE
+        tokens = np.zeros(filled_n, np.int64)
+        tokens[:n] = np.fromiter(itertools.chain.from_iterable(step.tokens), np.int64, n)
         # One transfer for all numbers.
-        flat = torch.tensor([*tokens, *positions, *slots, *contexts, *ends, *(p for row in table for p in row)])
+        flat = torch.from_numpy(np.concatenate([tokens, positions, slots, contexts, ends - 1, table.ravel()]))
         flat = flat.to(device, non_blocking=True)
-        n, s = len(tokens), len(contexts)
+        n, s = filled_n, filled_s
         tokens_N, positions_N, slots_N, contexts_S, last_S, pages = torch.split(flat, [n, n, n, s, s, s * width])
         decodes = step.decodes and not reproducible
         return cls(

@@ -24,7 +24,11 @@ import torch
 import torch.distributed as dist
 
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.runtimes.torch.serving.allocator import give_back_freed_memory, reuse_freed_memory
+from qsync_opt.runtimes.torch.serving.allocator import (
+    give_back_freed_memory,
+    memory_beside_torch,
+    reuse_freed_memory,
+)
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.stage import Progress, StageModel, check_plan
 from qsync_opt.runtimes.torch.serving.steps import Step, drafted
@@ -33,6 +37,8 @@ from qsync_opt.serving import Plan
 
 _SENDS = 4
 """Passes that the next stage may be behind."""
+_CHANNELS = 4
+"""Of NCCL between two cards, at most."""
 
 
 class StageError(QSyncError):
@@ -69,7 +75,7 @@ class Workers(Protocol):
     """Why drafts by the model itself cannot gain, by draft; others may."""
 
     def reserve(self, pages: int) -> None:
-        """Make so many empty pages on every stage, page 0 included."""
+        """Have at least so many empty pages on every stage, page 0 included."""
 
     def submit(self, step: Step) -> None:
         """Begin a pass.
@@ -245,6 +251,13 @@ def _next(orders: queue.Queue[_Order]) -> tuple[Step | int | None, _Arriving | N
     return order, arriving
 
 
+def _few_channels() -> Any:
+    """NCCL with as many channels as hidden states need: each has buffers on the card."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _CHANNELS
+    return options
+
+
 def _meeting_point(port: int | None = None) -> Any:
     """Where stages find each other: the store that listens at a port, or a new one with its ``port``."""
     return dist.TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -276,6 +289,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
         if links.stages > 1:
             dist.init_process_group(
                 "nccl" if setup.between_cards else "gloo",
+                pg_options=_few_channels() if setup.between_cards else None,
                 store=_meeting_point(setup.port),
                 rank=setup.rank,
                 world_size=links.stages,
@@ -296,7 +310,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
                 if stage.cache_bytes != before:
                     # What stood between the earlier pages does not add to what new passes need.
                     give_back_freed_memory()
-                pipe.send(("reserved", stage.cache_bytes))
+                pipe.send(("reserved", stage.cache_bytes, memory_beside_torch(stage.device)))
                 continue
             x, drafted = _run(stage, order, None if arriving is None else arriving.wait(stage.device))
             if stage.last:
@@ -359,6 +373,7 @@ class StageProcesses:
         self._processes: list[Any] = []
         self.weight_bytes: list[int] = [0] * count
         self.cache_bytes: list[int] = [0] * count
+        self.beside_bytes: list[int] = [0] * count
         context = multiprocessing.get_context("spawn")
         # Listens from now on: while stages load, another program could take a port that was only looked up.
         if count > 1:
@@ -417,7 +432,7 @@ class StageProcesses:
         """See `Workers.reserve`."""
         self._tell(pages)
         for rank, message in self._until("reserved", self.options.timeout_s):
-            self.cache_bytes[rank] = message[1]
+            self.cache_bytes[rank], self.beside_bytes[rank] = message[1:]
 
     def submit(self, step: Step) -> None:
         """See `Workers.submit`."""
