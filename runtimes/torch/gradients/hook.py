@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.gradients import GradientScheme, Plan, scheme
+from qsync_opt.gradients import GradientScheme, Plan, Transport, scheme
 from qsync_opt.kernels.gradients import Codec
 from qsync_opt.runtimes.torch.ddp import companion_group, naming_lost_ranks, require_agreement, together
 from qsync_opt.runtimes.torch.gradients.planned import ADVICE, PlannedReductions
@@ -44,6 +45,7 @@ class GradientCompression(PlannedReductions):
         self._codec = Codec(backend)
         self.use(plan)
         self._direct = "nccl" in dist.get_backend(group)
+        self._process_group = group or dist.group.WORLD
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         own = group
@@ -107,6 +109,9 @@ class GradientCompression(PlannedReductions):
             done.set_result(gradient)
             return done
 
+        if self._direct and chosen.transport is Transport.PLAIN and not sample and record is None:
+            return self._plainly(gradient)
+
         def reduce() -> None:
             start_ns = time.perf_counter_ns()
             before = gradient.clone() if sample else gradient
@@ -126,6 +131,13 @@ class GradientCompression(PlannedReductions):
         if last:
             self.elements = tuple(self._seen)
             self.step += 1
+
+    def _plainly(self, gradient: Tensor) -> torch.futures.Future[Tensor]:
+        """NCCL's own mean, without anything that takes the host's time: where nothing is compressed nothing is lost."""
+        future: torch.futures.Future[Tensor] = (
+            self._process_group.allreduce([gradient], _mean()).get_future().then(_first)
+        )
+        return future
 
     def _on_stream(self, gradient: Tensor, reduce: Any) -> torch.futures.Future[Tensor]:
         device = gradient.device
@@ -172,6 +184,19 @@ class GradientCompression(PlannedReductions):
             self._stream.wait_event(ready)
             gradient.record_stream(self._stream)
             yield
+
+
+@functools.cache
+def _mean() -> Any:
+    """Options of an all-reduce that gives the mean, which NCCL has."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    return options
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    """DDP takes a tensor."""
+    return future.value()[0]
 
 
 def _run_hook(state: GradientCompression, bucket: Any) -> torch.futures.Future[Tensor]:
