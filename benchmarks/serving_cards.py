@@ -110,7 +110,9 @@ def devices_of(profile: ServingProfile, workload: ServeWorkload, count: int) -> 
     """Cards of one kind with less and less room for weights."""
     whole = profile.model.layers * sum(profile.weights_kib[kind]["W16"] for kind in KINDS)
     passes = round(profile.workspace.at(workload.prompts, workload.prompt_tokens))
-    fixed = profile.base_kib + max(passes, profile.load_kib) + max(profile.first_kib, profile.last_kib)
+    fixed = (
+        profile.base_kib + profile.link_kib + max(passes, profile.load_kib) + max(profile.first_kib, profile.last_kib)
+    )
     fixed += (
         profile.model.layers
         * workload.prompts

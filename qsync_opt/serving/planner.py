@@ -244,7 +244,10 @@ def build_serving_problem(
     options = tuple(microbatches or default_microbatches(workload.prompts))
     shapes = [_Shape.of(workload, option) for option in options]
     # A device whose process alone is too large is left nothing, and is never used.
-    planned = [Device(name=d.name, memory_kib=max(d.memory_kib - _process_kib(d.profile, shapes), 0)) for d in devices]
+    processes = [_process_kib(d.profile, shapes, is_alone=len(devices) == 1) for d in devices]
+    planned = [
+        Device(name=d.name, memory_kib=max(d.memory_kib - own, 0)) for d, own in zip(devices, processes, strict=True)
+    ]
     profiles = {device.name: device.profile for device in devices}
     tokens = workload.prompt_tokens + workload.new_tokens
     cache = max(p.cache_bytes_per_number for p in profiles.values())
@@ -340,7 +343,7 @@ def predict(problem: Problem, plan: Plan, workload: ServeWorkload, devices: Sequ
                 schemes=counts,
                 prefill_s=times.prefill_ns / 1e9,
                 decode_s=times.decode_ns / 1e9,
-                memory_kib=profile.base_kib + held_kib + more_kib,
+                memory_kib=_idle_kib(profile, is_alone=len(plan.stages) == 1) + held_kib + more_kib,
             )
         )
     steps = workload.new_tokens - 1
@@ -386,9 +389,13 @@ class _Shape:
         return Times(*(round(profile.link_ns + profile.link_ns_per_kib * size) for size in kib))
 
 
-def _process_kib(profile: ServingProfile, shapes: Sequence[_Shape]) -> int:
+def _process_kib(profile: ServingProfile, shapes: Sequence[_Shape], *, is_alone: bool) -> int:
     """KiB of a stage's process beside weights and caches: itself, and passes or loading, whichever needs more."""
-    return profile.base_kib + max(_passes_kib(profile, shapes), profile.load_kib)
+    return _idle_kib(profile, is_alone=is_alone) + max(_passes_kib(profile, shapes), profile.load_kib)
+
+
+def _idle_kib(profile: ServingProfile, *, is_alone: bool) -> int:
+    return profile.base_kib + (0 if is_alone else profile.link_kib)
 
 
 def _passes_kib(profile: ServingProfile, shapes: Sequence[_Shape]) -> int:

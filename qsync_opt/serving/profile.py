@@ -11,7 +11,7 @@ import bisect
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from qsync_opt.errors import ProblemError
@@ -82,6 +82,10 @@ class Table:
             table[i][j] = max(table[i][j], table[i - 1][j] if i else 0, table[i][j - 1] if j else 0)
         object.__setattr__(self, "values", tuple(map(tuple, table)))
 
+    def plus(self, value: int) -> Table:
+        """This with a value more everywhere."""
+        return replace(self, values=tuple(tuple(each + value for each in line) for line in self.values))
+
     def at(self, rows: int, length: int) -> float:
         """The value for so many rows and such a length."""
         by_row = [_interpolate(self.lengths, line, length) for line in self.values]
@@ -105,6 +109,10 @@ class PhaseCosts:
     prefill: Table
     decode: Table
 
+    def longer_by(self, ns: int) -> PhaseCosts:
+        """These with so many nanoseconds more everywhere."""
+        return PhaseCosts(prefill=self.prefill.plus(ns), decode=self.decode.plus(ns))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingProfile(Document):
@@ -113,7 +121,7 @@ class ServingProfile(Document):
     ``base_kib`` is what a process holds before it holds anything of a model, ``load_kib`` what loading needs for a
     moment beside that and the weights, while there are no caches yet, ``workspace`` what a pass needs, in KiB by
     rows and length. ``cache_bytes_per_number`` is the size of a number in the cache. A message to the next stage
-    takes ``link_ns`` and ``link_ns_per_kib``.
+    takes ``link_ns`` and ``link_ns_per_kib``; where there are several stages, a process holds ``link_kib`` more.
     """
 
     FORMAT: ClassVar = PROFILE_FORMAT
@@ -135,6 +143,7 @@ class ServingProfile(Document):
     last: PhaseCosts
     link_ns: int
     link_ns_per_kib: float
+    link_kib: Annotated[int, Json(optional=True)] = 0
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -45,7 +45,6 @@ class GradientCompression(PlannedReductions):
         self._codec = Codec(backend)
         self.use(plan)
         self._direct = "nccl" in dist.get_backend(group)
-        self._process_group = group or dist.group.WORLD
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         own = group
@@ -133,10 +132,9 @@ class GradientCompression(PlannedReductions):
             self.step += 1
 
     def _plainly(self, gradient: Tensor) -> torch.futures.Future[Tensor]:
-        """NCCL's own mean, without anything that takes the host's time: where nothing is compressed nothing is lost."""
-        future: torch.futures.Future[Tensor] = (
-            self._process_group.allreduce([gradient], _mean()).get_future().then(_first)
-        )
+        """NCCL's own mean, with as little of the host's time as there can be."""
+        work = self.group.allreduce([gradient], _mean())
+        future: torch.futures.Future[Tensor] = work.get_future().then(_first)
         return future
 
     def _on_stream(self, gradient: Tensor, reduce: Any) -> torch.futures.Future[Tensor]:

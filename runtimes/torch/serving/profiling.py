@@ -63,7 +63,8 @@ _LONG_TOKENS = 256
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
 _LINK_PASSES = 60
-"""Passes through two stages that compute next to nothing."""
+_LINK_BATCHES, _SHORT_TOKENS = 10, 16
+"""Passes through stages that compute next to nothing, and batches of as many new tokens."""
 
 
 def serve_model(config: DecoderConfig, name: str) -> ServeModel:
@@ -199,7 +200,7 @@ def profile_serving(
         source="measured",
         model=sizes,
         threads=None if is_card else threads,
-        base_kib=memory.base_kib + (link.memory_kib if is_card else measured.opening_kib),
+        base_kib=memory.base_kib + (0 if is_card else measured.opening_kib),
         load_kib=memory.load_kib,
         cache_bytes_per_number=dtype.itemsize,
         weights_kib=measured.weights_kib,
@@ -208,9 +209,10 @@ def profile_serving(
         first_kib=end_kib,
         last_kib=head_kib + scores_kib,
         first=measured.first,
-        last=measured.last,
+        last=measured.last.longer_by(link.last_ns),
         link_ns=link.ns,
         link_ns_per_kib=link.ns_per_kib,
+        link_kib=link.memory_kib,
     )
 
 
@@ -463,14 +465,16 @@ def _compute_beside(threads: int, arguments: _Arguments, pipe: connection.Connec
 
 
 class LinkCosts(NamedTuple):
-    """What a stage has beside its computation where there are several.
+    """What stages have beside their computation.
 
     Attributes:
-        ns: Nanoseconds of a pass.
-        ns_per_kib: Nanoseconds for each KiB of its hidden states in FP32, in whatever type they are sent.
-        memory_kib: Memory on a card; on a CPU it is part of a process's.
+        last_ns: Nanoseconds of a pass until its result is there and the next one begins, in the last stage.
+        ns: Nanoseconds of a pass in every stage where there are several.
+        ns_per_kib: The same for each KiB of its hidden states in FP32, in whatever type they are sent.
+        memory_kib: Memory on a card where there are several; on a CPU it is part of a process's.
     """
 
+    last_ns: int
     ns: int
     ns_per_kib: float
     memory_kib: int
@@ -484,11 +488,12 @@ def link_costs(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> LinkCosts:
-    """Measure what a stage has beside its computation where there are several.
+    """Measure what stages have beside their computation.
 
-    Two stages of a model of next to no size but in the width of its hidden states run a pass at a time. What that takes
-    longer than in one process, on the way to the second stage and back, is shared by the two. A card's second stage is
-    on the next card, or on itself where it is the only one.
+    A model of next to no size, but in the width of its hidden states, generates in one stage and in two. What a pass
+    takes longer in a stage's process than here is that of the last stage; what it takes longer in two, on the way to
+    the second stage and back, is shared by the two. A card's second stage is on the next card, or on itself where it is
+    the only one.
 
     Raises:
         StageError: A process could not start.
@@ -498,36 +503,49 @@ def link_costs(
     config = sample_config(layers=2, hidden=hidden, inner=32, heads=1, kv_heads=1, vocabulary=64)
     config["head_dim"] = 16
     names = group_names(2)
-    parts = (names[:2], names[2:])
+    schemes = dict.fromkeys(names, "W32")
     devices = [device, _next_card(device)]
-    plan = Plan(
-        microbatch=0,
-        stages=tuple(Stage(device=str(j), groups=part) for j, part in enumerate(parts)),
-        schemes=dict.fromkeys(names, "W32"),
-    )
-    cells = _Cell(1, 1, True), _Cell(workload.prompts, workload.prompt_tokens, False)
+    large = _Cell(workload.prompts, workload.prompt_tokens, False)
+    steps_s, prefills_s, memory = [], [], []
     with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
         write_sample(folder, config)
-        with Pipeline(folder, plan, threads=[threads] * 2, devices=devices, dtype=dtype) as pipeline:
-            whole = Stage(device="here", groups=names)
-            stage = StageModel(*open_model(folder), whole, plan.schemes, dtype=dtype, device=device)
-            alone = LocalWorkers([stage])
-            pipeline.reserve(1)
-            before = tuple(pipeline.beside_bytes)
-            extra = [_pass_s(pipeline, cell) - _pass_s(alone, cell) for cell in cells]
-            pipeline.reserve(1)
-            memory = max(b - a for a, b in zip(before, pipeline.beside_bytes, strict=True))
-    kib = cells[1].rows * cells[1].length * hidden * 4 / _KIB
-    small, large = (max(seconds, 0.0) * 1e9 / 2 for seconds in extra)
-    return LinkCosts(round(small), max(large - small, 0.0) / kib, max(memory, 0) // _KIB)
+        stage = StageModel(*open_model(folder), Stage(device="here", groups=names), schemes, dtype=dtype, device=device)
+        alone_s = _pass_s(LocalWorkers([stage]), _Cell(workload.prompts, _SHORT_TOKENS // 2, True))
+        for parts in ((names,), (names[:2], names[2:])):
+            stages = tuple(Stage(device=str(j), groups=part) for j, part in enumerate(parts))
+            plan = Plan(microbatch=0, stages=stages, schemes=schemes)
+            with Pipeline(
+                folder, plan, threads=[threads] * len(parts), devices=devices[: len(parts)], dtype=dtype
+            ) as pipeline:
+                prefills_s.append(_pass_s(pipeline, large))
+                steps_s.append(_decoding_s(pipeline, workload.prompts))
+                pipeline.reserve(1)
+                memory.append(max(pipeline.beside_bytes))
+    kib = large.rows * large.length * hidden * 4 / _KIB
+    step_ns, prefill_ns = (max(two - one, 0.0) * 1e9 / 2 for one, two in (steps_s, prefills_s))
+    return LinkCosts(
+        last_ns=round(max(steps_s[0] - alone_s, 0.0) * 1e9),
+        ns=round(step_ns),
+        ns_per_kib=max(prefill_ns - step_ns, 0.0) / kib,
+        memory_kib=max(memory[1] - memory[0], 0) // _KIB,
+    )
 
 
 def _next_card(device: str) -> str:
     return device if device == "cpu" else f"cuda:{(torch.device(device).index + 1) % torch.cuda.device_count()}"
 
 
+def _decoding_s(pipeline: Pipeline, rows: int) -> float:
+    """The median time of a decoding pass in batches of short prompts, from one to the next."""
+    seconds = []
+    for _ in range(_LINK_BATCHES):
+        run = pipeline.generate([[1]] * rows, _SHORT_TOKENS, prefill=1, decode=1)
+        seconds.append(run.decode_s / (_SHORT_TOKENS - 1))
+    return statistics.median(seconds[2:])  # of a card, the first capture
+
+
 def _pass_s(workers: Workers, cell: _Cell) -> float:
-    """The mean time of one pass after another, without those that are slow because they are the first."""
+    """The median time of one pass after another."""
     workers.reserve(1 + cell.rows * pages_of(cell.length + 1))
     seconds, step = [], cell.step()
     for _ in range(_LINK_PASSES if cell.decodes else _LINK_PASSES // 10):
@@ -535,7 +553,7 @@ def _pass_s(workers: Workers, cell: _Cell) -> float:
         workers.submit(step)
         workers.result()
         seconds.append(time.perf_counter() - began)
-    return statistics.mean(seconds[len(seconds) // 10 + 1 :])
+    return statistics.median(seconds[len(seconds) // 10 + 1 :])
 
 
 def process_memory(model: ServeModel, workload: ServeWorkload, *, threads: int = 1) -> ProcessMemory:
