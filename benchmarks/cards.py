@@ -3,8 +3,8 @@
 python benchmarks/cards.py [--device cuda|cpu] [--cards N] [--parts gradients,messages,checkpoints,lost] [--output FILE]
 
 One process for each card. In ``gradients`` a bucket and a GPT are trained plainly, with DDP's BF16 hook, under single
-schemes, and under the plan of the shortest step by schemes that were timed alone: with the links that the cards have,
-and through sockets (``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``), which are slow. ``messages`` trains a GCN on a
+schemes, and under the plan that recorded steps give: with the links that the cards have, and through sockets
+(``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``), which are slow. ``messages`` trains a GCN on a
 stochastic block model in FP32, in uniform widths and in planned ones. ``checkpoints`` saves a GPT that FSDP2 shards
 behind its training and loads it into other numbers of cards; every tensor is compared by its bits. In ``lost`` the last
 worker kills itself, and the others must end with an error. For hybrid training see ``hybrid_step.py``. On a CPU
@@ -15,7 +15,6 @@ Writes ``benchmarks/results/cards-<number>.json``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -35,20 +34,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from gradients import flat_step
+from gradients import bf16_on_gloo, flat_step
 from results_head import asked_row, processors, results_head
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
-from qsync_opt.gradients import Plan, build_problem
+from qsync_opt.gradients import Plan, fit_reductions, plan_reductions
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.ddp import broadcast_json, free_port, gather_json, process_group
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
-from qsync_opt.runtimes.torch.gradients import measure_schemes
 
 HERE = Path(__file__).parent
 PARTS = ("gradients", "messages", "checkpoints", "lost")
@@ -164,22 +163,18 @@ def gradients(worker: Worker, link: str, folder: Path) -> list[dict[str, Any]]:
             {"part": "gradients", "what": "bucket", "link": link, "megabytes": size, "subject": name, "ms": ms}
             for name, ms in times.items()
         ]
-    model, compressed = DistributedDataParallel(worker.gpt()), DistributedDataParallel(worker.gpt())
+    model, hooked, compressed = (DistributedDataParallel(worker.gpt()) for _ in range(3))
+    hooked.register_comm_hook(None, bf16_compress_hook if worker.device.type == "cuda" else bf16_on_gloo)
     compression = qsync_opt.compress_gradients(compressed, "FP32")
-    plain, planned = bf16_step(worker, model), bf16_step(worker, compressed)
-    for _ in range(3):
-        planned()
-    with compression.sampling():
-        planned()
-        planned()
-    plan, predicted_ms = scheme_plan(worker, compressed, compression.statistics())
+    plain, halved, planned = (bf16_step(worker, each) for each in (model, hooked, compressed))
+    plan, predicted_ms = recorded_plan(worker, compression, planned)
     plans: dict[str, Any] = {**{name: name for name in SINGLE[1:]}, "planned": plan}
 
     def use(name: str) -> None:
         if name in plans:
             compression.use(plans[name])
 
-    times = worker.timed({"plain": plain, **dict.fromkeys(plans, planned)}, use)
+    times = worker.timed({"plain": plain, "BF16 hook": halved, **dict.fromkeys(plans, planned)}, use)
     facts = {"schemes": sorted(set(plan.schemes.values())), "predicted_ms": round(predicted_ms, 4)}
     records += [
         {"part": "gradients", "what": "GPT step", "link": link, "subject": name, "ms": ms}
@@ -189,41 +184,44 @@ def gradients(worker: Worker, link: str, folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def bf16_step(worker: Worker, parallel: DistributedDataParallel, *, alone: bool = False) -> Callable[[], None]:
-    """A training step in BF16 autocast; ``alone``: without any reduction."""
+def bf16_step(worker: Worker, parallel: DistributedDataParallel) -> Callable[[], None]:
+    """A training step in BF16 autocast."""
     optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-3)
     batch = worker.tokens()
 
-    def passes() -> None:
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=False)
         with torch.autocast(worker.device.type, torch.bfloat16):
             loss = parallel(*batch)
         loss.backward()
-
-    def run() -> None:
-        optimizer.zero_grad(set_to_none=False)
-        with parallel.no_sync() if alone else contextlib.nullcontext():
-            passes()
         optimizer.step()
 
     return run
 
 
-def scheme_plan(worker: Worker, parallel: DistributedDataParallel, buckets: Sequence[Any]) -> tuple[Plan, float]:
-    """The plan of the shortest step by schemes that are timed alone, as `auto_plan` makes it on cards; its step in ms.
+def recorded_plan(worker: Worker, compression: Any, step: Callable[[], None]) -> tuple[Plan, float]:
+    """The plan of a step as `auto_plan` makes it, from steps under every scheme, recorded twice; its step in ms."""
 
-    The backward pass counts as two thirds of a step without reductions, and has the buckets ready evenly.
-    """
-    elements = [bucket.elements for bucket in buckets]
-    times = measure_schemes(SINGLE, sorted({1 << 10, 1 << 16, *elements}), device=worker.device)
-    alone_ms = statistics.median(worker.timed({"alone": bf16_step(worker, parallel, alone=True)})["alone"])
+    def steps(count: int) -> None:
+        for _ in range(count):
+            step()
+        worker.wait()
+
+    steps(3)
+    with compression.sampling():
+        steps(2)
+    records = []
+    for name in (*SINGLE, *SINGLE):
+        compression.use(name)
+        steps(1)
+        with compression.recording():
+            steps(4)
+        records.append(compression.recorded())
     sent: dict[str, Any] = {}
     if worker.rank == 0:
-        end_ns = round(1e6 * alone_ms)
-        ready_ns = [end_ns // 3 + 2 * end_ns * (k + 1) // (3 * len(elements)) for k in range(len(elements))]
-        solution = qsync_opt.solve(build_problem(buckets, times, ready_ns, end_ns, name="GPT", noise_share=0.1))
-        assert solution.plan is not None
-        assert solution.evaluation is not None
-        sent = {"plan": solution.plan.to_json(), "predicted_ms": solution.evaluation.iteration_ns / 1e6}
+        fitted = fit_reductions(records)
+        plan = plan_reductions(fitted, compression.statistics())
+        sent = {"plan": plan.to_json(), "predicted_ms": fitted.predict(plan)[-1].end_ns / 1e6}
     sent = broadcast_json(sent)
     return Plan.from_json(sent["plan"]), float(sent["predicted_ms"])
 

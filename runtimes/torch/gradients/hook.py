@@ -10,8 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from qsync_opt.runtimes.torch.ddp import companion_group, naming_lost_ranks, req
 from qsync_opt.runtimes.torch.gradients.planned import ADVICE, PlannedReductions
 from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
+from qsync_opt.runtimes.torch.support import time_mark
 
 
 class GradientCompression(PlannedReductions):
@@ -100,26 +100,29 @@ class GradientCompression(PlannedReductions):
         sample = settled and self._records.sampling
         chosen = self._scheme_of(index, gradient.numel()) if settled and not sample else scheme("FP32")
         step = self.step
-        record = self._records.step_at(index, gradient.device) if settled and self._records.recording else None
-        ready_ns = time.perf_counter_ns()
+        record = self._records.step_at(index) if settled and self._records.recording else None
+        ready = None if record is None else time_mark(gradient.device)
         self._count(index, gradient.numel(), bucket.is_last())
         if self.workers == 1 and not sample:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(gradient)
             return done
 
-        if self._direct and chosen.transport is Transport.PLAIN and not sample and record is None:
-            return self._plainly(gradient)
+        def note(start: Any) -> None:
+            if record is not None:
+                record.append((chosen.name, ready, start, time_mark(gradient.device)))
+
+        if self._direct and gradient.is_cuda and chosen.transport is Transport.PLAIN and not sample:
+            return self._plainly(gradient, None if record is None else lambda: note(ready))
 
         def reduce() -> None:
-            start_ns = time.perf_counter_ns()
+            start = None if record is None else time_mark(gradient.device)
             before = gradient.clone() if sample else gradient
             with naming_lost_ranks():
                 self._reducer.reduce(gradient, chosen, step, index)
                 if sample:
                     self._records.add_sample(index, bucket_statistics(before, gradient, group=self._reducer.group))
-            if record is not None:
-                record.append((chosen.name, ready_ns, start_ns, time.perf_counter_ns()))
+            note(start)
 
         if self._executor is not None:
             return self._in_thread(gradient, reduce)
@@ -131,9 +134,13 @@ class GradientCompression(PlannedReductions):
             self.elements = tuple(self._seen)
             self.step += 1
 
-    def _plainly(self, gradient: Tensor) -> torch.futures.Future[Tensor]:
+    def _plainly(self, gradient: Tensor, ended: Callable[[], None] | None) -> torch.futures.Future[Tensor]:
         """NCCL's own mean, with as little of the host's time as there can be."""
         work = self.group.allreduce([gradient], _mean())
+        if ended is not None:
+            with torch.cuda.stream(self._own_stream(gradient.device)):
+                work.wait()
+                ended()
         future: torch.futures.Future[Tensor] = work.get_future().then(_first)
         return future
 
@@ -144,11 +151,11 @@ class GradientCompression(PlannedReductions):
             reduce()
             result.set_result(gradient)
             return result
-        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        stream = self._own_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
-        with torch.cuda.stream(self._stream):
-            gradient.record_stream(self._stream)
+        with torch.cuda.stream(stream):
+            gradient.record_stream(stream)
             reduce()
             future.set_result(gradient)  # who waits for it waits for this stream
         return future
@@ -177,11 +184,15 @@ class GradientCompression(PlannedReductions):
         if ready is None:
             yield
             return
-        self._stream = self._stream or torch.cuda.Stream(gradient.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            gradient.record_stream(self._stream)
+        stream = self._own_stream(gradient.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            gradient.record_stream(stream)
             yield
+
+    def _own_stream(self, device: torch.device) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
 
 
 @functools.cache

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import torch
-
-from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.errors import NotReadyError
 from qsync_opt.gradients import BucketStatistics, RecordedReductions, Reduction
 from qsync_opt.runtimes.torch.gradients.statistics import averaged
+from qsync_opt.runtimes.torch.support import intervals_ns
 
-Times = tuple[str, int, int, int]
-"""Scheme of a reduction, and by a clock when it was ready, began and ended."""
+Marks = tuple[str, Any, Any, Any]
+"""Scheme of a reduction, and when it was ready, began and ended, as `time_mark` says it."""
 
 
 class StepRecords:
@@ -21,7 +21,7 @@ class StepRecords:
     def __init__(self) -> None:
         self.sampling = self.recording = False
         self._samples: list[list[BucketStatistics]] = []
-        self._steps: list[list[Times]] = []
+        self._steps: list[list[Marks]] = []
 
     @contextlib.contextmanager
     def sample(self) -> Iterator[None]:
@@ -46,17 +46,8 @@ class StepRecords:
         self._samples += [[] for _ in range(index + 1 - len(self._samples))]
         self._samples[index].append(sample)
 
-    def step_at(self, index: int, device: torch.device) -> list[Times]:
-        """The present step's list of times, to which that of bucket ``index`` is added once it is known.
-
-        Raises:
-            UnsupportedError: The gradient is not on a CPU.
-        """
-        if device.type != "cpu":
-            raise UnsupportedError(
-                f"gradients are on {device}, but recording() reads the host's clock; trace their kernels with "
-                "torch.profiler"
-            )
+    def step_at(self, index: int) -> list[Marks]:
+        """The present step's list of marks, to which those of bucket ``index`` are added once they are known."""
         if index == 0:
             self._steps.append([])
         return self._steps[-1] if self._steps else []
@@ -77,7 +68,8 @@ class StepRecords:
         Raises:
             NotReadyError: Fewer than two whole steps were recorded.
         """
-        steps = [step for step in self._steps if elements is not None and len(step) == len(elements)]
+        marks = [step for step in self._steps if elements is not None and len(step) == len(elements)]
+        steps = _times_ns(marks)
         if len(steps) < 2 or elements is None:
             raise NotReadyError(
                 f"{len(steps)} steps were recorded, but two are needed: run at least three inside the block of "
@@ -94,3 +86,20 @@ class StepRecords:
                 for step, before in zip(steps[1:], (step[-1][-1] for step in steps), strict=False)
             ),
         )
+
+
+def _times_ns(steps: Sequence[Sequence[Marks]]) -> list[list[tuple[str, int, int, int]]]:
+    """Nanoseconds of marks. One reduction follows another, also where NCCL has several to do."""
+    if not steps:
+        return []
+    first, last = steps[0][0][1], steps[-1][-1][-1]
+    if not isinstance(last, int):
+        last.synchronize()
+    result = []
+    for step in steps:
+        times: list[tuple[str, int, int, int]] = []
+        for name, *marks in step:
+            ready, start, end = (round(intervals_ns((first, mark))[0]) for mark in marks)
+            times.append((name, ready, max(start, times[-1][-1]) if times else start, end))
+        result.append(times)
+    return result

@@ -6,7 +6,6 @@ and no number of workers overflows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from qsync_opt.runtimes.torch.ddp import naming_lost_ranks
 from qsync_opt.runtimes.torch.gradients.planned import PlannedReductions
 from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import FORMS
+from qsync_opt.runtimes.torch.support import time_mark
 
 
 class ShardedCompression(PlannedReductions):
@@ -81,9 +81,9 @@ class ShardedCompression(PlannedReductions):
         index = self._index(unit, input_tensor.numel())
         sample = self._records.sampling
         chosen = scheme("FP32") if sample else self._scheme_of(index, input_tensor.numel())
-        record = self._records.step_at(index, input_tensor.device) if self._records.recording else None
+        record = self._records.step_at(index) if self._records.recording else None
         self.calls += 1
-        began_ns = time.perf_counter_ns()  # ready and under way at once: FSDP waits for it
+        began = time_mark(input_tensor.device) if record is not None else None  # at once: FSDP waits for it
         with naming_lost_ranks():
             if sample:
                 self._records.add_sample(index, bucket_statistics(input_tensor, group=group))
@@ -94,7 +94,7 @@ class ShardedCompression(PlannedReductions):
             else:
                 self._scatter(chosen, output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)
         if record is not None:
-            record.append((chosen.name, began_ns, began_ns, time.perf_counter_ns()))
+            record.append((chosen.name, began, began, time_mark(input_tensor.device)))
 
     def _index(self, unit: int, elements: int) -> int:
         """Number of a reduction in its backward pass: another one begins with a module that was reduced already."""
