@@ -95,13 +95,9 @@ def write_model(folder: Path, sizes: Sizes) -> str:
     """A model folder; all layers have the weights of the first, which changes nothing in time or memory."""
     data = sample_config(**sizes.model)
     config = config_from_json(data)
-    one = random_state(dataclasses.replace(config, layers=1, windows=config.windows[:1], rotary=config.rotary[:1]))
-    state = {}
-    for name, value in one.items():
-        copies = range(config.layers) if "layers.0." in name else range(1)
-        state |= {name.replace("layers.0.", f"layers.{k}."): value.to(sizes.dtype).clone() for k in copies}
+    state = random_state(config, repeat=True)
     folder.mkdir()
-    save_file(state, folder / "model.safetensors")
+    save_file({k: v.to(sizes.dtype, copy=True) for k, v in state.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(data), encoding="utf-8")
     return str(folder)
 

@@ -81,8 +81,10 @@ def serve_model(config: DecoderConfig, name: str) -> ServeModel:
     )
 
 
-def random_state(config: DecoderConfig, *, seed: int = 0, scale: float = 0.02) -> dict[str, torch.Tensor]:
-    """Seeded random weights of a model, under the names of transformers."""
+def random_state(
+    config: DecoderConfig, *, seed: int = 0, scale: float = 0.02, repeat: bool = False
+) -> dict[str, torch.Tensor]:
+    """Seeded random weights of a model, under the names of transformers; ``repeat``: all layers share the first's."""
     generator = torch.Generator().manual_seed(seed)
     q, kv, hidden = config.heads * config.head_size, config.kv_heads * config.head_size, config.hidden
 
@@ -95,6 +97,10 @@ def random_state(config: DecoderConfig, *, seed: int = 0, scale: float = 0.02) -
         state["lm_head.weight"] = matrix(config.vocabulary, hidden)
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
+        if repeat and layer:
+            first = "model.layers.0."
+            state |= {name.replace(first, prefix): value for name, value in state.items() if name.startswith(first)}
+            continue
         shapes = {
             "self_attn.q_proj": (q, hidden),
             "self_attn.k_proj": (kv, hidden),
@@ -317,7 +323,7 @@ class _Bench:
             rotary=config.rotary[:1] * _LAYERS,
             end_tokens=(),
         )
-        source, names = StateSource(random_state(few)), group_names(_LAYERS)
+        source, names = StateSource(random_state(few, repeat=True)), group_names(_LAYERS)
         whole = Stage(device="here", groups=names)
         self._stages = {
             s: StageModel(few, source, whole, dict.fromkeys(names, s), dtype=dtype, head=head, device=device)
@@ -629,5 +635,10 @@ def _card_memory(model: ServeModel, workload: ServeWorkload, dtype: torch.dtype,
     gc.collect()  # graphs and what they call refer to each other
     config = config_from_json(_small_model(model)[1])
     return card_memory(
-        config, random_state(config), workload, _prompt_parts(workload), dtype=dtype, device=torch.device(device)
+        config,
+        random_state(config, repeat=True),
+        workload,
+        _prompt_parts(workload),
+        dtype=dtype,
+        device=torch.device(device),
     )

@@ -223,37 +223,51 @@ class _Links:
         return _Arriving(self.rank, tokens, hidden, dtype, dist.irecv(x.view(torch.uint8), self.rank - 1), x)
 
 
-_Order = tuple[Step | int | Exception | None, _Arriving | None]
+_Order = Step | int | None
+"""A pass, the number of pages to make, or None: end."""
 
 
-def _listen(
-    pipe: connection.Connection, links: _Links, hidden: int, dtype: torch.dtype, orders: queue.Queue[_Order]
-) -> None:
-    """Take orders until there is none, or what went wrong.
+def _orders(
+    pipe: connection.Connection, links: _Links, hidden: int, dtype: torch.dtype
+) -> Callable[[], tuple[_Order, _Arriving | None]]:
+    """What gives a stage its next order, with what comes for it from the stage before.
 
-    gloo sends when the receiver is ready: the next pass's hidden states come while this one's are computed, also where
-    its order comes meanwhile.
+    gloo sends when the receiver is ready: where hidden states come over it, a thread takes the next order and lets them
+    come while this one's are computed, also where the order comes meanwhile.
     """
-    order: Step | int | None = 0
-    while order is not None:
-        try:
-            order = pipe.recv()
-            orders.put((order, links.expect(order, hidden, dtype)))
-        except Exception as failure:
-            orders.put((failure, None))
-            return
+
+    def take() -> tuple[_Order, _Arriving | None]:
+        order = pipe.recv()
+        return order, links.expect(order, hidden, dtype)
+
+    if links.rank == 0 or links.between_cards:
+        return take
+    ahead: queue.Queue[tuple[_Order, _Arriving | None] | Exception] = queue.Queue(maxsize=1)
+
+    def listen() -> None:
+        order: _Order = 0
+        while order is not None:
+            try:
+                order, arriving = take()
+                ahead.put((order, arriving))
+            except Exception as failure:
+                ahead.put(failure)
+                return
+
+    def from_thread() -> tuple[_Order, _Arriving | None]:
+        entry = ahead.get()
+        if isinstance(entry, Exception):
+            raise entry
+        return entry
+
+    threading.Thread(target=listen, name="orders", daemon=True).start()
+    return from_thread
 
 
-def _next(orders: queue.Queue[_Order]) -> tuple[Step | int | None, _Arriving | None]:
-    order, arriving = orders.get()
-    if isinstance(order, Exception):
-        raise order
-    return order, arriving
-
-
-def _few_channels() -> Any:
+def _few_channels(timeout: datetime.timedelta) -> Any:
     """NCCL with as many channels as hidden states need: each has buffers on the card."""
     options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
     options.config.max_ctas = _CHANNELS
     return options
 
@@ -287,21 +301,20 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
             progress=lambda done, total, name: pipe.send(("loading", done, total, name)),
         )
         if links.stages > 1:
+            timeout = datetime.timedelta(seconds=options.timeout_s)
             dist.init_process_group(
                 "nccl" if setup.between_cards else "gloo",
-                pg_options=_few_channels() if setup.between_cards else None,
+                pg_options=_few_channels(timeout) if setup.between_cards else None,
                 store=_meeting_point(setup.port),
                 rank=setup.rank,
                 world_size=links.stages,
-                timeout=datetime.timedelta(seconds=options.timeout_s),
+                timeout=timeout,
             )
         give_back_freed_memory()
         pipe.send(("ready", stage.bytes, stage.draft_refusals))
-        orders: queue.Queue[_Order] = queue.Queue(maxsize=1)
-        listening = (pipe, links, config.hidden, stage.dtype, orders)
-        threading.Thread(target=_listen, args=listening, name="orders", daemon=True).start()
+        next_order = _orders(pipe, links, config.hidden, stage.dtype)
         while True:
-            order, arriving = _next(orders)
+            order, arriving = next_order()
             if order is None:
                 break
             if isinstance(order, int):
