@@ -1,6 +1,7 @@
 """Rounding to INT8 on CPUs: loops that numba compiles, with the bits of `formats.scale_from` and `codes_of`.
 
-They release the GIL and run in one thread. The machine code is kept in ``NUMBA_CACHE_DIR`` or beside the source.
+They release the GIL and run in one thread. Inner loops count from zero over slices, or LLVM would not vectorize them:
+an index that may be negative wraps around. The machine code is kept in ``NUMBA_CACHE_DIR`` or beside the source.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ jit: Any = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 
 @jit
+def _round(values: Any, factor: Any, noise: Any, rounded: Any) -> None:
+    """Values times a factor plus noise, rounded to integers, to each of which `_MAGIC` is added."""
+    for i in range(len(values)):
+        rounded[i] = (values[i] * factor + np.float32(noise[i]) * _NOISE_UNIT) + _MAGIC
+
+
+@jit
 def int8_codes(values: Any, factors: Any, key: Any, noisy: bool, codes: Any) -> None:
     """Codes of FP32 values times a factor, with the noise of the stream ``key`` (uint64) if ``noisy``.
 
@@ -39,24 +47,31 @@ def int8_codes(values: Any, factors: Any, key: Any, noisy: bool, codes: Any) -> 
     bits = np.empty(_PIECE, np.int32)
     rounded = bits.view(np.float32)
     for start in range(0, len(values), _PIECE):
-        count = min(_PIECE, len(values) - start)
+        piece, out = values[start : start + _PIECE], codes[start : start + _PIECE]
         if noisy:
-            for i in range((count + 3) // 4):
-                w = key + np.uint64(start // 4 + i) * _GOLDEN
+            first = key + np.uint64(start // 4) * _GOLDEN
+            for i in range((len(piece) + 3) // 4):
+                w = first + np.uint64(i) * _GOLDEN
                 w = (w ^ (w >> _SHIFT)) * _MULTIPLIER
                 w = (w ^ (w >> _SHIFT)) * _MULTIPLIER
                 words[i] = (w ^ (w >> _SHIFT)) | _ODD
-        piece, out = values[start : start + count], codes[start : start + count]
         begin = 0
-        while begin < count:
+        while begin < len(piece):
             row = (start + begin) // columns
-            end = min(count, (row + 1) * columns - start)
-            factor = factors[row]
-            for i in range(begin, end):
-                rounded[i] = (piece[i] * factor + np.float32(noise[i]) * _NOISE_UNIT) + _MAGIC
+            end = min(len(piece), (row + 1) * columns - start)
+            _round(piece[begin:end], factors[row], noise[begin:end], rounded[begin:end])
             begin = end
-        for i in range(count):
+        for i in range(len(out)):
             out[i] = bits[i] - _MAGIC_BITS
+
+
+@jit
+def _largest(raw: Any) -> Any:
+    """Largest magnitude of numbers given as their bits, as int32: these compare as the numbers do, below NaN."""
+    largest = np.int32(0)
+    for i in range(len(raw)):
+        largest = max(largest, np.int32(raw[i] & _MAGNITUDE))
+    return largest
 
 
 @jit
@@ -67,10 +82,7 @@ def int8_rows(values: Any, key: Any, noisy: bool, codes: Any, scales: Any) -> No
     factors = np.empty(rows, np.float32)
     raw, factor_bits = values.view(np.int32), factors.view(np.int32)
     for row in range(rows):
-        # Magnitudes compare as their bits do, and NaN is above all of them.
-        largest = np.int32(0)
-        for i in range(row * columns, (row + 1) * columns):
-            largest = max(largest, np.int32(raw[i] & _MAGNITUDE))
+        largest = _largest(raw[row * columns : (row + 1) * columns])
         factor_bits[row] = largest
         scale = max(factors[row] / _LARGEST, _SMALLEST) if largest < _INFINITE else np.float32(np.nan)
         scales[row] = scale
