@@ -232,10 +232,29 @@ def _patch_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], bac
 
 def convolution_sums(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str = "auto") -> Tensor:
     """`exact_convolution`; sums of FP32 arithmetic stay in FP32 where they are exact."""
-    if x.device.type == "cpu" and backend != "compiled" and weight[0].numel() <= _FP32_EXACT_TERMS:
-        # Rounded, because some FP32 convolutions on processors are computed by transforms.
-        return torch.convolution(x.to(torch.float32), weight.to(torch.float32), None, *geometry).round_()
+    if x.device.type == "cpu" and backend != "compiled":
+        return _float_convolution(x, weight, geometry)
     return exact_convolution(x, weight, geometry, backend)
+
+
+def _float_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> Tensor:
+    """Exact sums on a processor: in FP32, or in INT32 where there are more terms than FP32 adds exactly."""
+
+    def convolve(channels: slice, dtype: torch.dtype) -> Tensor:
+        operands = x[:, channels].to(dtype), weight[:, channels].to(dtype)
+        # Rounded, because some convolutions on processors are computed by transforms.
+        return torch.convolution(*operands, None, *geometry).round_()
+
+    terms, channels = weight[0].numel(), weight.shape[1]
+    if terms <= _FP32_EXACT_TERMS:
+        return convolve(slice(None), torch.float32)
+    block = _FP32_EXACT_TERMS * channels // terms
+    if geometry[5] > 1 or block == 0:
+        return convolve(slice(None), torch.float64).to(torch.int32)
+    total = convolve(slice(block), torch.float32).to(torch.int32)
+    for start in range(block, channels, block):
+        total.add_(convolve(slice(start, start + block), torch.float32).to(torch.int32))
+    return total
 
 
 def exact_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str = "auto") -> Tensor:
@@ -245,15 +264,16 @@ def exact_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], back
         x: Codes (N, C, spatial...), int8.
         weight: Codes (M, C / groups, kernel...), int8.
         geometry: stride, padding, dilation, transposed (must be False), output padding, groups.
-        backend: As for :func:`int8_mm`. CPUs convolve integer-valued floats (FP32 up to 1040 terms, FP64 beyond) unless
-            ``"compiled"`` is asked for; CUDA copies the patches and multiplies them as INT8.
+        backend: As for :func:`int8_mm`. CPUs convolve integer-valued floats (FP32, of more than 1040 terms in blocks of
+            channels; FP64 where groups or single channels have more) unless ``"compiled"`` is asked for; CUDA copies
+            the patches and multiplies them as INT8.
 
     Returns:
         int32, shape (N, M, spatial output...).
     """
     if backend == "compiled" or (backend == "auto" and x.device.type == "cuda" and has_native_product(x.device)):
         return _patch_convolution(x, weight, geometry, backend)
+    if x.device.type == "cpu":
+        return _float_convolution(x, weight, geometry).to(torch.int32)
     # Off the CPU, FP32 convolutions may be computed by transforms that are not exact on integers.
-    exact = x.device.type == "cpu" and weight[0].numel() <= _FP32_EXACT_TERMS
-    dtype = torch.float32 if exact else torch.float64
-    return torch.convolution(x.to(dtype), weight.to(dtype), None, *geometry).round_().to(torch.int32)
+    return torch.convolution(x.double(), weight.double(), None, *geometry).round_().to(torch.int32)
