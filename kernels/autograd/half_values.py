@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qsync_opt.kernels.autograd.convolution_parts import convolved, forward_parts, gradients, parts_of
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer of 16-bit tensors (.., K), (M, K), (M,)."""
@@ -140,16 +142,25 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.geometry, ctx.bias_sizes = geometry, None if bias is None else list(bias.shape)
-        return torch.convolution(x.float(), weight.float(), _wide(bias), *geometry).to(x.dtype)
+        wide = weight.float(), _wide(bias)
+        parts = forward_parts(x, weight, geometry)
+        return convolved(lambda part: torch.convolution(x[part].float(), *wide, *geometry), x.shape[0], parts, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[:3])
-        gradients = torch.ops.aten.convolution_backward(
-            grad.float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, wanted
+        elements = 0 if torch.is_grad_enabled() else grad.numel() + x.numel()  # as a whole to be differentiated again
+        found = gradients(
+            lambda part: (grad[part].float(), x[part].float()),
+            weight.float(),
+            ctx.bias_sizes,
+            ctx.geometry,
+            list(ctx.needs_input_grad[:3]),
+            x.shape[0],
+            parts_of(x.shape[0], elements, weight),
+            grad.dtype,
         )
-        return (*(g.to(grad.dtype) if want else None for g, want in zip(gradients, wanted, strict=True)), None)
+        return (*(None if each is None else each.to(grad.dtype) for each in found), None)
 
 
 _PART = 2**17
@@ -185,12 +196,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, *logarithms = ctx.saved_tensors
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        gradients = [torch.empty_like(x) for x in (query, key, value)]
+        whole = [torch.empty_like(x) for x in (query, key, value)]
         for part, logarithm in zip(_parts(query), logarithms, strict=True):
             wide = (x[part].float() for x in (grad, query, key, value, result))
-            for whole, own in zip(gradients, run(*wide, logarithm, 0.0, ctx.is_causal, scale=ctx.scale), strict=True):
-                whole[part] = own
-        return (*gradients, None, None)
+            for each, own in zip(whole, run(*wide, logarithm, 0.0, ctx.is_causal, scale=ctx.scale), strict=True):
+                each[part] = own
+        return (*whole, None, None)
 
 
 class _Einsum(torch.autograd.Function):
