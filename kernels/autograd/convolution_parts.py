@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PART = 2**19
+_PART = 2**20
 """Elements of the input and of the result of a part."""
 
 

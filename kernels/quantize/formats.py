@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.quantize.random_bits import centred_noise, stepped_key
+from qsync_opt.kernels.quantize.random_bits import centred_noise, signed, stepped_key
 
 SMALLEST_NORMAL = 2.0**-126
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -140,8 +140,9 @@ def int8_rows(dense: Tensor, rows: int, rounding: str, key: int, step: Tensor | 
         return None
     codes = torch.empty(dense.shape, dtype=torch.int8)
     scales = torch.empty(rows, dtype=torch.float32)
-    stream = _host_key(stepped_key(key, step) if rounding == "stochastic" else None)
-    loops.int8_rows(_host_values(dense), *stream, codes.view(-1).numpy(), scales.numpy())
+    values = dense if dense.dtype is torch.float32 else dense.to(torch.float32)
+    stream, noisy = signed(int(stepped_key(key, step))), rounding == "stochastic"
+    loops.int8_rows_at(values.data_ptr(), values.numel(), stream, noisy, codes.data_ptr(), scales.data_ptr(), rows)
     return codes, scales
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.extending import intrinsic
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
@@ -90,3 +91,26 @@ def int8_rows(values: Any, key: Any, noisy: bool, codes: Any, scales: Any) -> No
         if noisy:
             factor_bits[row] -= 1
     int8_codes(values, factors, key, noisy, codes)
+
+
+def _as_pointer(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+
+_at: Any = intrinsic(lambda typing, address: (numba.types.voidptr(numba.intp), _as_pointer))
+"""The pointer to an address."""
+
+
+@jit
+def int8_rows_at(values: int, count: int, key: int, noisy: bool, codes: int, scales: int, rows: int) -> None:
+    """`int8_rows` of so many values and rows at addresses: arrays take longer to make than small ones to round.
+
+    ``key`` is the int64 with the bits of the key.
+    """
+    int8_rows(
+        numba.carray(_at(values), (count,), np.float32),
+        np.uint64(key),
+        noisy,
+        numba.carray(_at(codes), (count,), np.int8),
+        numba.carray(_at(scales), (rows,), np.float32),
+    )
