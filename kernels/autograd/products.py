@@ -138,14 +138,19 @@ class _HalfBackward(torch.autograd.Function):
         grad_a = grad_b = grad_bias = None
         if ctx.is_linear:
             grad = flattened(grad)
+        dtype = product_dtype(grad.device, ctx.half)
+        values = converted(grad, dtype)
         if ctx.needs_input_grad[0]:
-            b = dequantize(Quantized(b_codes, b_scale), product_dtype(grad.device, ctx.half))
-            grad_a = converted(half_matmul(grad, b if ctx.is_linear else b.mT, ctx.half), a_dtype)
+            b = dequantize(Quantized(b_codes, b_scale), dtype)
+            grad_a = converted(half_matmul(values, b if ctx.is_linear else b.mT, ctx.half), a_dtype)
             if grad_a.dim() != len(ctx.shape):
                 grad_a = grad_a.view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            a = dequantize(Quantized(a_codes, a_scale), product_dtype(grad.device, ctx.half))
-            grad_b = half_product(grad, a, b_dtype) if ctx.is_linear else half_product(a, grad, b_dtype)
+            a = dequantize(Quantized(a_codes, a_scale), dtype)
+            if a.dim() == 3:
+                grad_b = converted(half_matmul(a.mT, values, ctx.half), b_dtype)
+            else:
+                grad_b = half_product(values, a, b_dtype) if ctx.is_linear else half_product(a, values, b_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = bias_gradient(grad, bias_dtype)
         return grad_a, grad_b, grad_bias, None, None, None
@@ -329,8 +334,8 @@ _FORMATS: dict[str, tuple[Callable[..., Quantized], Callable[..., Tensor]]] = {
 
 
 def half_product(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a.mT @ grad`` of 16-bit operands, in ``dtype``; of matrices with FP32 sums and result where that is FP32."""
-    if dtype is torch.float32 and a.dim() == 2:
+    """``a.mT @ grad`` of 16-bit matrices, or their values in FP32, in ``dtype``; with FP32 sums where that is FP32."""
+    if dtype is torch.float32:
         if a.device.type == "cuda":
             return torch.mm(a.mT, grad, out_dtype=torch.float32)
         return a.float().mT @ grad.float()  # the same sums of the same products

@@ -130,8 +130,10 @@ def _host_key(key: int | Tensor | None) -> tuple[Any, bool]:
     return np.uint64(0 if key is None else int(key) & ((1 << 64) - 1)), key is not None
 
 
-def int8_rows(dense: Tensor, rows: int, rounding: str, key: int, step: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Codes of a contiguous tensor in FP32 or 16 bits and the scales (rows,) of its equal parts, in one call.
+def int8_rows(
+    dense: Tensor, sizes: list[int], rounding: str, key: int, step: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Codes of a contiguous tensor in FP32 or 16 bits and the scales of its equal parts, of shape ``sizes``.
 
     The bits are those of :func:`scale_from` and :func:`codes_of`. None where no compiled loop can read a tensor that is
     `in_one_pass`.
@@ -139,10 +141,11 @@ def int8_rows(dense: Tensor, rows: int, rounding: str, key: int, step: Tensor | 
     if dense.element_size() > 4 or not dense.numel() or (loops := _loops()) is None:
         return None
     codes = torch.empty(dense.shape, dtype=torch.int8)
-    scales = torch.empty(rows, dtype=torch.float32)
+    scales = torch.empty(sizes, dtype=torch.float32)
     values = dense if dense.dtype is torch.float32 else dense.to(torch.float32)
     stream, noisy = signed(int(stepped_key(key, step))), rounding == "stochastic"
-    loops.int8_rows_at(values.data_ptr(), values.numel(), stream, noisy, codes.data_ptr(), scales.data_ptr(), rows)
+    places = codes.data_ptr(), scales.data_ptr()
+    loops.int8_rows_at(values.data_ptr(), values.numel(), stream, noisy, *places, scales.numel())
     return codes, scales
 
 

@@ -100,11 +100,11 @@ def _on_host(x: Tensor, dims: tuple[int, ...] | None, options: KernelOptions, st
         return None
     dense = x if plain else x.permute(order).contiguous()
     key = stream_key(options.seed, options.offset, stream)
-    result = int8_rows(dense, math.prod(dense.shape[: slices[1]]), options.rounding, key, options.step)
+    sizes = [1 if dims is None or dim in dims else size for dim, size in enumerate(x.shape)]
+    result = int8_rows(dense, sizes, options.rounding, key, options.step)
     if result is None:
         return None
     codes, scale = result
-    scale = scale.view([1 if dims is None or dim in dims else x.shape[dim] for dim in range(x.dim())])
     return Quantized(codes if plain else codes.permute(_inverse(order)), scale)
 
 
