@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PART = 2**20
+_PART = 2**19
 """Elements of the input and of the result of a part."""
 
 
 def parts_of(batch: int, elements: int, weight: Tensor) -> list[slice]:
-    """Parts of a batch whose inputs and results have so many elements.
+    """Equal parts, the last perhaps smaller, of a batch whose inputs and results have so many elements.
 
-    A part has at least as many as the weight, which each convolution copies into a layout of its own. A graph that is
-    compiled takes the batch as a whole: it may be for batches of any size.
+    A part has room for as many elements as the weight, which each convolution copies into a layout of its own. A graph
+    that is compiled takes the batch as a whole: it may be for batches of any size.
     """
     if torch.compiler.is_compiling() or elements <= (most := max(_PART, weight.numel())):
         return [slice(None)]
     size = max(1, most * batch // elements)
+    size = -(-batch // -(-batch // size))
     return [slice(start, start + size) for start in range(0, batch, size)]
 
 

@@ -36,7 +36,6 @@ from qsync_opt.kernels.autograd.products import (
     Dims,
     bias_gradient,
     quantized_weight,
-    rescaled,
     runs_onednn,
     weight_gradient,
 )
@@ -53,6 +52,7 @@ from qsync_opt.kernels.quantize import (
     once_per_step,
     quantize_int8,
     quantize_matrix,
+    rescaled,
 )
 
 # Numbers of the random streams of one call, as in `products`.
@@ -172,14 +172,12 @@ def scaled_convolution(
         return _compiled_convolution(x, weight, bias, geometry, dtype)
     if runs_onednn(x, dtype, backend) and integer.has_onednn_convolution():
         return integer.convolution(x, weight, bias, geometry, dtype)
-    per_channel = (1, -1, *(1,) * (x.codes.dim() - 2))
-    shaped = None if bias is None else bias.reshape(per_channel)
-    weight_scale = weight.scale.reshape(per_channel)
+    weight_scale = weight.scale.reshape(1, -1, *(1,) * (x.codes.dim() - 2))
 
     def convolve(part: slice) -> Tensor:
         own = _part_of(*x, part)
         sums = convolution_sums(own.codes, weight.codes, geometry, backend)
-        return rescaled(sums, own.scale * weight_scale, shaped, torch.float32)
+        return rescaled(sums, own.scale, weight_scale, bias, dtype, 1)
 
     in_parts = x.codes.device.type == "cpu"
     parts = forward_parts(x.codes, weight.codes, geometry) if in_parts else [slice(None)]

@@ -54,6 +54,7 @@ from qsync_opt.kernels.quantize import (
     quantize_fp8,
     quantize_int8,
     quantize_unchecked,
+    rescaled,
 )
 
 # Numbers of the random streams of one call.
@@ -289,21 +290,13 @@ def runs_onednn(x: Quantized, dtype: torch.dtype, backend: str) -> bool:
     return on_host and dtype is not torch.float16 and x.scale.numel() == 1 and x.codes.numel() > 0
 
 
-def rescaled(sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``sums * scale + bias`` formed in FP32, rounded once to ``dtype``."""
-    result = sums.to(torch.float32).mul_(scale)
-    if bias is not None:
-        result.add_(bias.to(torch.float32))
-    return result.to(dtype)
-
-
 def _int8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
     """``(a @ b) + bias`` of INT8 operands: (N, K) (K, M) or (B, N, K) (B, K, M), in ``dtype``."""
-    if a.codes.dim() == 3:
-        return rescaled(code_sums(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
-    if runs_onednn(a, dtype, backend) and b.codes.numel() > 0 and integer.has_onednn_linear():
+    is_matrix = a.codes.dim() == 2
+    if is_matrix and runs_onednn(a, dtype, backend) and b.codes.numel() > 0 and integer.has_onednn_linear():
         return integer.linear(a, b, bias, dtype)
-    return rescaled(code_sums(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
+    sums = code_sums(a.codes, b.codes, backend)
+    return rescaled(sums, a.scale, b.scale, bias, dtype, sums.dim() - 1)
 
 
 def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:

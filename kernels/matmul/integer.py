@@ -231,29 +231,30 @@ def _patch_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], bac
 
 
 def convolution_sums(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str = "auto") -> Tensor:
-    """`exact_convolution`; sums of FP32 arithmetic stay in FP32 where they are exact."""
+    """`exact_convolution`; sums of FP32 arithmetic stay in FP32 where they are less than half a unit from exact."""
     if x.device.type == "cpu" and backend != "compiled":
         return _float_convolution(x, weight, geometry)
     return exact_convolution(x, weight, geometry, backend)
 
 
 def _float_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> Tensor:
-    """Exact sums on a processor: in FP32, or in INT32 where there are more terms than FP32 adds exactly."""
+    """Exact sums in INT32; or in FP32, to be rounded, where there are no more terms than FP32 adds exactly.
+
+    Some convolutions on processors are computed by transforms: their FP32 sums are not quite integers.
+    """
 
     def convolve(channels: slice, dtype: torch.dtype) -> Tensor:
-        operands = x[:, channels].to(dtype), weight[:, channels].to(dtype)
-        # Rounded, because some convolutions on processors are computed by transforms.
-        return torch.convolution(*operands, None, *geometry).round_()
+        return torch.convolution(x[:, channels].to(dtype), weight[:, channels].to(dtype), None, *geometry)
 
     terms, channels = weight[0].numel(), weight.shape[1]
     if terms <= _FP32_EXACT_TERMS:
         return convolve(slice(None), torch.float32)
     block = _FP32_EXACT_TERMS * channels // terms
     if geometry[5] > 1 or block == 0:
-        return convolve(slice(None), torch.float64).to(torch.int32)
-    total = convolve(slice(block), torch.float32).to(torch.int32)
+        return convolve(slice(None), torch.float64).round_().to(torch.int32)
+    total = convolve(slice(block), torch.float32).round_().to(torch.int32)
     for start in range(block, channels, block):
-        total.add_(convolve(slice(start, start + block), torch.float32).to(torch.int32))
+        total.add_(convolve(slice(start, start + block), torch.float32).round_().to(torch.int32))
     return total
 
 
@@ -274,6 +275,6 @@ def exact_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], back
     if backend == "compiled" or (backend == "auto" and x.device.type == "cuda" and has_native_product(x.device)):
         return _patch_convolution(x, weight, geometry, backend)
     if x.device.type == "cpu":
-        return _float_convolution(x, weight, geometry).to(torch.int32)
+        return _float_convolution(x, weight, geometry).round().to(torch.int32)
     # Off the CPU, FP32 convolutions may be computed by transforms that are not exact on integers.
     return torch.convolution(x.double(), weight.double(), None, *geometry).round_().to(torch.int32)

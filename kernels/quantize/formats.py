@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,52 @@ def int8_rows(
     places = codes.data_ptr(), scales.data_ptr()
     loops.int8_rows_at(values.data_ptr(), values.numel(), stream, noisy, *places, scales.numel())
     return codes, scales
+
+
+_ONE_THREAD = 2**17
+"""Elements up to which one thread is as fast as those of torch, which are started for each of its operators."""
+
+
+def _loops_for(x: Tensor) -> Any:
+    """The compiled loops if they can run over a tensor in its order, and are faster there than torch; else None."""
+    if not in_one_pass(x) or not x.is_contiguous() or not x.numel():
+        return None
+    return _loops() if x.numel() <= _ONE_THREAD or torch.get_num_threads() == 1 else None
+
+
+def int8_values(codes: Tensor, scale: Tensor) -> Tensor | None:
+    """FP32 values of INT8 codes with one scale or one per row, in one call; None where no compiled loop can."""
+    rows = scale.numel()
+    if rows != 1 and not (rows == codes.shape[0] == scale.shape[0] and scale.is_contiguous()):
+        return None
+    if codes.dtype is not torch.int8 or (loops := _loops_for(codes)) is None:
+        return None
+    values = torch.empty(codes.shape, dtype=torch.float32)
+    loops.dequantize_at(codes.data_ptr(), codes.numel(), scale.data_ptr(), rows, values.data_ptr())
+    return values
+
+
+def bf16_results(sums: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, channel: int) -> Tensor | None:
+    """`rescaled` of FP32 sums to BF16 in one call; None where no compiled loop can."""
+    shape = sums.shape
+    samples, channels = math.prod(shape[:channel]), shape[channel]
+    if x_scale.numel() not in (1, samples) or scale.numel() not in (1, channels):
+        return None
+    if not (x_scale.is_contiguous() and scale.is_contiguous()) or (loops := _loops_for(sums)) is None:
+        return None
+    wide = None if bias is None else bias.to(torch.float32).contiguous()
+    result = torch.empty(shape, dtype=torch.bfloat16)
+    loops.rescale_at(
+        sums.data_ptr(),
+        (samples, channels, sums.numel() // (samples * channels)),
+        x_scale.data_ptr(),
+        x_scale.numel(),
+        scale.data_ptr(),
+        scale.numel(),
+        0 if wide is None else wide.data_ptr(),
+        result.data_ptr(),
+    )
+    return result
 
 
 def _int8_codes(values: Tensor, factor: Tensor | None, key: int | Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rounding to INT8 on CPUs: loops that numba compiles, with the bits of `formats.scale_from` and `codes_of`.
+"""Rounding to INT8 on CPUs and back: loops that numba compiles, with the bits of the formulas in PyTorch.
 
 They release the GIL and run in one thread. Inner loops count from zero over slices, or LLVM would not vectorize them:
 an index that may be negative wraps around. The machine code is kept in ``NUMBA_CACHE_DIR`` or beside the source.
@@ -23,6 +23,8 @@ _MAGIC_BITS = np.int32(0x4B400000)
 _LARGEST = np.float32(127.0)
 _SMALLEST = np.float32(2.0**-126)
 _MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+_HALF, _LAST, _NAN = np.int32(0x7FFF), np.int32(1), np.int16(0x7FC0)
+"""Half a unit of BF16 less one, its last bit shifted down, and what is not a number, all for the bits of FP32."""
 _PIECE = 1024
 """Elements that are worked on at a time, in the first-level cache; a multiple of four."""
 
@@ -101,6 +103,14 @@ _at: Any = intrinsic(lambda typing, address: (numba.types.voidptr(numba.intp), _
 """The pointer to an address."""
 
 
+def _cast(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    return builder.bitcast(values[0], context.get_value_type(signature.return_type))
+
+
+_bits_of: Any = intrinsic(lambda typing, value: (numba.int32(numba.float32), _cast))
+"""The bits of an FP32 number, as int32."""
+
+
 @jit
 def int8_rows_at(values: int, count: int, key: int, noisy: bool, codes: int, scales: int, rows: int) -> None:
     """`int8_rows` of so many values and rows at addresses: arrays take longer to make than small ones to round.
@@ -114,3 +124,58 @@ def int8_rows_at(values: int, count: int, key: int, noisy: bool, codes: int, sca
         numba.carray(_at(codes), (count,), np.int8),
         numba.carray(_at(scales), (rows,), np.float32),
     )
+
+
+@jit
+def dequantize_at(codes: int, count: int, scales: int, rows: int, values: int) -> None:
+    """FP32 values at an address from so many codes and the scales of as many equal rows."""
+    source, target = numba.carray(_at(codes), (count,), np.int8), numba.carray(_at(values), (count,), np.float32)
+    factors = numba.carray(_at(scales), (rows,), np.float32)
+    columns = count // rows
+    for row in range(rows):
+        factor, own = factors[row], target[row * columns : (row + 1) * columns]
+        piece = source[row * columns : (row + 1) * columns]
+        for i in range(len(own)):
+            own[i] = np.float32(piece[i]) * factor
+
+
+@jit
+def _bf16(value: Any) -> Any:
+    """Bits of the nearest BF16 number, ties to even, as int16."""
+    bits = _bits_of(value)
+    rounded = np.int32(np.int32(bits + _HALF) + np.int32(np.int32(bits >> np.int32(16)) & _LAST)) >> np.int32(16)
+    return np.int16(rounded) if value == value else _NAN
+
+
+@jit
+def rescale_at(
+    sums: int, shape: Any, x_scales: int, x_count: int, scales: int, scale_count: int, bias: int, result: int
+) -> None:
+    """BF16 of FP32 sums of codes, rounded to integers, times both scales, plus a bias unless its address is 0.
+
+    The sums have the shape (samples, channels, elements); there are one or ``samples`` scales of the first operand, one
+    or ``channels`` of the second, and a bias per channel.
+    """
+    samples, channels, elements = shape
+    source = numba.carray(_at(sums), (samples * channels * elements,), np.float32)
+    target = numba.carray(_at(result), (samples * channels * elements,), np.int16)
+    x_factors = numba.carray(_at(x_scales), (x_count,), np.float32)
+    own_factors = numba.carray(_at(scales), (scale_count,), np.float32)
+    factors, added = np.empty(channels, np.float32), np.full(channels, np.float32(-0.0))  # which changes no number
+    if bias:
+        added[:] = numba.carray(_at(bias), (channels,), np.float32)
+    for sample in range(samples):
+        x_factor = x_factors[sample if x_count > 1 else 0]
+        if sample < x_count:
+            for channel in range(channels):
+                factors[channel] = x_factor * own_factors[channel if scale_count > 1 else 0]
+        if elements == 1:
+            row, out = source[sample * channels :][:channels], target[sample * channels :][:channels]
+            for i in range(len(out)):
+                out[i] = _bf16(np.rint(row[i]) * factors[i] + added[i])
+            continue
+        for channel in range(channels):
+            first, factor, addend = (sample * channels + channel) * elements, factors[channel], added[channel]
+            piece, own = source[first : first + elements], target[first : first + elements]
+            for i in range(len(own)):
+                own[i] = _bf16(np.rint(piece[i]) * factor + addend)
