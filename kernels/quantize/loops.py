@@ -27,6 +27,7 @@ _HALF, _LAST, _NAN = np.int32(0x7FFF), np.int32(1), np.int16(0x7FC0)
 """Half a unit of BF16 less one, its last bit shifted down, and what is not a number, all for the bits of FP32."""
 _PIECE = 1024
 """Elements that are worked on at a time, in the first-level cache; a multiple of four."""
+_STEPS = np.arange(_PIECE // 4, dtype=np.uint64) * _GOLDEN
 
 jit: Any = numba.njit(nogil=True, cache=True, error_model="numpy")
 
@@ -54,7 +55,7 @@ def int8_codes(values: Any, factors: Any, key: Any, noisy: bool, codes: Any) -> 
         if noisy:
             first = key + np.uint64(start // 4) * _GOLDEN
             for i in range((len(piece) + 3) // 4):
-                w = first + np.uint64(i) * _GOLDEN
+                w = first + _STEPS[i]
                 w = (w ^ (w >> _SHIFT)) * _MULTIPLIER
                 w = (w ^ (w >> _SHIFT)) * _MULTIPLIER
                 words[i] = (w ^ (w >> _SHIFT)) | _ODD
