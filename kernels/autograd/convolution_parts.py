@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _PART = 2**19
-"""Elements of the input and of the result of a part."""
+"""Elements of the input and the result of a part, for each thread."""
 
 
 def parts_of(batch: int, elements: int, weight: Tensor) -> list[slice]:
@@ -23,7 +23,8 @@ def parts_of(batch: int, elements: int, weight: Tensor) -> list[slice]:
     A part has room for as many elements as the weight, which each convolution copies into a layout of its own. A graph
     that is compiled takes the batch as a whole: it may be for batches of any size.
     """
-    if torch.compiler.is_compiling() or elements <= (most := max(_PART, weight.numel())):
+    most = max(_PART * torch.get_num_threads(), weight.numel())
+    if torch.compiler.is_compiling() or elements <= most:
         return [slice(None)]
     size = max(1, most * batch // elements)
     size = -(-batch // -(-batch // size))

@@ -163,10 +163,10 @@ def _loops_for(x: Tensor) -> Any:
 
 def int8_values(codes: Tensor, scale: Tensor) -> Tensor | None:
     """FP32 values of INT8 codes with one scale or one per row, in one call; None where no compiled loop can."""
+    if codes.dtype is not torch.int8 or (loops := _loops_for(codes)) is None:
+        return None
     rows = scale.numel()
     if rows != 1 and not (rows == codes.shape[0] == scale.shape[0] and scale.is_contiguous()):
-        return None
-    if codes.dtype is not torch.int8 or (loops := _loops_for(codes)) is None:
         return None
     values = torch.empty(codes.shape, dtype=torch.float32)
     loops.dequantize_at(codes.data_ptr(), codes.numel(), scale.data_ptr(), rows, values.data_ptr())
@@ -175,11 +175,11 @@ def int8_values(codes: Tensor, scale: Tensor) -> Tensor | None:
 
 def bf16_results(sums: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, channel: int) -> Tensor | None:
     """`rescaled` of FP32 sums to BF16 in one call; None where no compiled loop can."""
+    if (loops := _loops_for(sums)) is None or not (x_scale.is_contiguous() and scale.is_contiguous()):
+        return None
     shape = sums.shape
     samples, channels = math.prod(shape[:channel]), shape[channel]
     if x_scale.numel() not in (1, samples) or scale.numel() not in (1, channels):
-        return None
-    if not (x_scale.is_contiguous() and scale.is_contiguous()) or (loops := _loops_for(sums)) is None:
         return None
     wide = None if bias is None else bias.to(torch.float32).contiguous()
     result = torch.empty(shape, dtype=torch.bfloat16)
