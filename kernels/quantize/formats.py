@@ -181,6 +181,8 @@ def bf16_results(sums: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | No
     samples, channels = math.prod(shape[:channel]), shape[channel]
     if x_scale.numel() not in (1, samples) or scale.numel() not in (1, channels):
         return None
+    if bias is not None and bias.shape != (channels,):
+        return None
     wide = None if bias is None else bias.to(torch.float32).contiguous()
     result = torch.empty(shape, dtype=torch.bfloat16)
     loops.rescale_at(

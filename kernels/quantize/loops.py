@@ -29,6 +29,7 @@ _PIECE = 1024
 """Elements that are worked on at a time, in the first-level cache; a multiple of four."""
 _STEPS = np.arange(_PIECE // 4, dtype=np.uint64) * _GOLDEN
 
+carray: Any = numba.carray  # type: ignore[attr-defined]
 jit: Any = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 
@@ -119,19 +120,19 @@ def int8_rows_at(values: int, count: int, key: int, noisy: bool, codes: int, sca
     ``key`` is the int64 with the bits of the key.
     """
     int8_rows(
-        numba.carray(_at(values), (count,), np.float32),
+        carray(_at(values), (count,), np.float32),
         np.uint64(key),
         noisy,
-        numba.carray(_at(codes), (count,), np.int8),
-        numba.carray(_at(scales), (rows,), np.float32),
+        carray(_at(codes), (count,), np.int8),
+        carray(_at(scales), (rows,), np.float32),
     )
 
 
 @jit
 def dequantize_at(codes: int, count: int, scales: int, rows: int, values: int) -> None:
     """FP32 values at an address from so many codes and the scales of as many equal rows."""
-    source, target = numba.carray(_at(codes), (count,), np.int8), numba.carray(_at(values), (count,), np.float32)
-    factors = numba.carray(_at(scales), (rows,), np.float32)
+    source, target = carray(_at(codes), (count,), np.int8), carray(_at(values), (count,), np.float32)
+    factors = carray(_at(scales), (rows,), np.float32)
     columns = count // rows
     for row in range(rows):
         factor, own = factors[row], target[row * columns : (row + 1) * columns]
@@ -158,13 +159,13 @@ def rescale_at(
     or ``channels`` of the second, and a bias per channel.
     """
     samples, channels, elements = shape
-    source = numba.carray(_at(sums), (samples * channels * elements,), np.float32)
-    target = numba.carray(_at(result), (samples * channels * elements,), np.int16)
-    x_factors = numba.carray(_at(x_scales), (x_count,), np.float32)
-    own_factors = numba.carray(_at(scales), (scale_count,), np.float32)
+    source = carray(_at(sums), (samples * channels * elements,), np.float32)
+    target = carray(_at(result), (samples * channels * elements,), np.int16)
+    x_factors = carray(_at(x_scales), (x_count,), np.float32)
+    own_factors = carray(_at(scales), (scale_count,), np.float32)
     factors, added = np.empty(channels, np.float32), np.full(channels, np.float32(-0.0))  # which changes no number
     if bias:
-        added[:] = numba.carray(_at(bias), (channels,), np.float32)
+        added[:] = carray(_at(bias), (channels,), np.float32)
     for sample in range(samples):
         x_factor = x_factors[sample if x_count > 1 else 0]
         if sample < x_count:

@@ -89,3 +89,9 @@ def test_sums_are_scaled_as_by_plain_pytorch(shape, channel, dtype, granularity,
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(result[result == 0].signbit(), expected[expected == 0].signbit())
         torch.testing.assert_close(result, plain[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_bias_of_another_length_is_refused_as_by_torch():
+    one = torch.ones(1, 1)
+    with pytest.raises(RuntimeError, match="size"):
+        rescaled(torch.ones(2, 8), one, one, torch.ones(5), torch.bfloat16, 1)
