@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.kernels.autograd.convolution_parts import convolved, forward_parts, gradients, parts_of
+from qsync_opt.kernels.matmul import matrix_product
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -125,15 +126,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(a, b)
-        result = a.float() @ b.float()
+        result = matrix_product(a.float(), b.float())
         return (result if bias is None else result.add_(bias)).to(a.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         wide, wanted = grad.float(), ctx.needs_input_grad
-        grad_a = (wide @ b.float().mT).to(grad.dtype) if wanted[0] else None
-        grad_b = (a.float().mT @ wide).to(grad.dtype) if wanted[1] else None
+        grad_a = matrix_product(wide, b.float().mT).to(grad.dtype) if wanted[0] else None
+        grad_b = matrix_product(a.float().mT, wide).to(grad.dtype) if wanted[1] else None
         return grad_a, grad_b, wide.sum(list(range(grad.dim() - 1))).to(grad.dtype) if wanted[2] else None
 
 

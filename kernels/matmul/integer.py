@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.matmul.half import matrix_product
 from qsync_opt.kernels.quantize import INT8_MAX, Quantized
 
 _ZERO_POINT = 128
@@ -126,7 +127,7 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type != "cpu" and a.shape[-1] > _FP32_EXACT_TERMS:
         return torch.matmul(a.to(torch.float64), b.to(torch.float64)).to(torch.int32)
     if a.shape[-1] <= _FP32_EXACT_TERMS:
-        return torch.matmul(a.to(torch.float32), b.to(torch.float32))
+        return matrix_product(a.to(torch.float32), b.to(torch.float32))
     total: Tensor | None = None
     for start in range(0, a.shape[-1], _FP32_EXACT_TERMS):
         terms = slice(start, start + _FP32_EXACT_TERMS)
