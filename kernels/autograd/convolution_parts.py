@@ -23,8 +23,7 @@ def parts_of(batch: int, elements: int, weight: Tensor) -> list[slice]:
     A part has room for as many elements as the weight, which each convolution copies into a layout of its own. A graph
     that is compiled takes the batch as a whole: it may be for batches of any size.
     """
-    most = max(_PART * torch.get_num_threads(), weight.numel())
-    if torch.compiler.is_compiling() or elements <= most:
+    if torch.compiler.is_compiling() or elements <= (most := max(_PART * torch.get_num_threads(), weight.numel())):
         return [slice(None)]
     size = max(1, most * batch // elements)
     size = -(-batch // -(-batch // size))
