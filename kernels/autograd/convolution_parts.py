@@ -14,19 +14,21 @@ import torch
 from torch import Tensor
 
 _PART = 2**19
-"""Elements of the input and the result of a part, for each thread."""
+"""Elements of the input and the result of a part at least, for each thread."""
 
 
 def parts_of(batch: int, elements: int, weight: Tensor) -> list[slice]:
     """Equal parts, the last perhaps smaller, of a batch whose inputs and results have so many elements.
 
-    A part has room for as many elements as the weight, which each convolution copies into a layout of its own. A graph
-    that is compiled takes the batch as a whole: it may be for batches of any size.
+    A part has at least as many as the weight, which each convolution copies into a layout of its own. A graph that is
+    compiled takes the batch as a whole: it may be for batches of any size.
     """
-    if torch.compiler.is_compiling() or elements <= (most := max(_PART * torch.get_num_threads(), weight.numel())):
+    if torch.compiler.is_compiling():
         return [slice(None)]
-    size = max(1, most * batch // elements)
-    size = -(-batch // -(-batch // size))
+    count = min(batch, elements // max(_PART * torch.get_num_threads(), weight.numel()))
+    if count < 2:
+        return [slice(None)]
+    size = -(-batch // count)
     return [slice(start, start + size) for start in range(0, batch, size)]
 
 
