@@ -1,8 +1,8 @@
 """Operators in low precisions on a processor without 16-bit and 8-bit instructions, against the same in FP32.
 
-Forward and backward passes through ``kernels.ops.execute``, in turn, in one thread; ``ATEN_CPU_CAPABILITY`` and
-``ONEDNN_MAX_CPU_ISA`` leave AVX2 alone, as on most laptops. The figure of an operator is the median over rounds of its
-time divided by that in FP32 of the same round:
+Forward and backward passes through ``kernels.ops.execute``, in turn, in one thread; ``ATEN_CPU_CAPABILITY``,
+``ONEDNN_MAX_CPU_ISA`` and ``NUMBA_CPU_FEATURES`` leave AVX2 alone, as on most laptops. The figure of an operator is the
+median over rounds of its time divided by that in FP32 of the same round:
 
     python benchmarks/plain_processor.py              # two minutes on an idle processor
     python benchmarks/plain_processor.py --own        # with all instructions of this processor; no record is written
@@ -25,6 +25,7 @@ sys.path.insert(0, str(HERE))
 os.environ["OMP_NUM_THREADS"] = "1"
 if "--own" not in sys.argv:
     os.environ.update(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2")
+    os.environ.update(NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES="+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+popcnt")
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

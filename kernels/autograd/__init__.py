@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.autograd import feed_forward_block, float_modes, half_values
+    from qsync_opt.kernels.autograd import convolution_parts, feed_forward_block, float_modes, half_values
     from qsync_opt.kernels.autograd.chunked_loss import (
         check_loss_arguments,
         chunk_rows,
@@ -23,7 +23,8 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "EIGHT_BITS", "Operand", "check_loss_arguments", "chunk_rows", "convolution", "convolution_slices",
-    "differentiated_once", "feed_forward", "feed_forward_block", "float_modes", "fp32_mode", "half_values", "linear",
-    "linear_cross_entropy", "product", "product_slices", "quantize_operand", "scaled_convolution",
+    "EIGHT_BITS", "Operand", "check_loss_arguments", "chunk_rows", "convolution", "convolution_parts",
+    "convolution_slices", "differentiated_once", "feed_forward", "feed_forward_block", "float_modes", "fp32_mode",
+    "half_values", "linear", "linear_cross_entropy", "product", "product_slices", "quantize_operand",
+    "scaled_convolution",
 ]  # fmt: skip

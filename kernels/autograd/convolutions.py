@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qsync_opt.kernels.autograd.convolution_parts import convolved, forward_parts, gradients, parts_of
 from qsync_opt.kernels.autograd.derivatives import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.products import (
     Dims,
     bias_gradient,
     quantized_weight,
-    rescaled,
     runs_onednn,
     weight_gradient,
 )
@@ -52,6 +52,7 @@ from qsync_opt.kernels.quantize import (
     once_per_step,
     quantize_int8,
     quantize_matrix,
+    rescaled,
 )
 
 # Numbers of the random streams of one call, as in `products`.
@@ -119,10 +120,16 @@ class _Convolution(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if options.backward == "half":
             dtype = product_dtype(grad.device, half)
-            operands = dequantize(Quantized(x, x_scale), dtype), dequantize(Quantized(weight, weight_scale), dtype)
-            mask = [wanted[0], wanted[1], False]
-            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-                grad.to(dtype), *operands, None, *ctx.geometry, mask
+            in_parts = dtype is torch.float32 and grad.device.type == "cpu"
+            grad_x, grad_weight, _ = gradients(
+                lambda part: (grad[part].to(dtype), dequantize(_part_of(x, x_scale, part), dtype)),
+                dequantize(Quantized(weight, weight_scale), dtype),
+                None,
+                ctx.geometry,
+                [wanted[0], wanted[1], False],
+                x.shape[0],
+                parts_of(x.shape[0], grad.numel() + x.numel() if in_parts else 0, weight),
+                x_dtype if in_parts else dtype,
             )
         elif wanted[0] or wanted[1]:
             g, transposed = _quantized_pixels(grad, "stochastic", options, _GRADIENT, ctx.product)
@@ -165,10 +172,21 @@ def scaled_convolution(
         return _compiled_convolution(x, weight, bias, geometry, dtype)
     if runs_onednn(x, dtype, backend) and integer.has_onednn_convolution():
         return integer.convolution(x, weight, bias, geometry, dtype)
-    per_channel = (1, -1, *(1,) * (x.codes.dim() - 2))
-    scale = x.scale * weight.scale.reshape(per_channel)
-    shaped = None if bias is None else bias.reshape(per_channel)
-    return rescaled(convolution_sums(x.codes, weight.codes, geometry, backend), scale, shaped, dtype)
+    weight_scale = weight.scale.reshape(1, -1, *(1,) * (x.codes.dim() - 2))
+
+    def convolve(part: slice) -> Tensor:
+        own = _part_of(*x, part)
+        sums = convolution_sums(own.codes, weight.codes, geometry, backend)
+        return rescaled(sums, own.scale, weight_scale, bias, dtype, 1)
+
+    in_parts = x.codes.device.type == "cpu"
+    parts = forward_parts(x.codes, weight.codes, geometry) if in_parts else [slice(None)]
+    return convolved(convolve, x.codes.shape[0], parts, dtype)
+
+
+def _part_of(codes: Tensor, scale: Tensor, part: slice) -> Quantized:
+    """Part of a batch with one scale, or one per sample."""
+    return Quantized(codes[part], scale if scale.shape[0] == 1 else scale[part])
 
 
 def _runs_compiled(x: Tensor, backend: str) -> bool:

@@ -32,10 +32,11 @@ def differentiated_once(reason: str) -> Callable[[Callable[..., Any]], Callable[
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *gradients: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *gradients)
             with torch.no_grad():
                 result = backward(ctx, *gradients)
-            # A compiler refuses to differentiate twice.
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            if torch.compiler.is_compiling():  # a compiler refuses to differentiate twice
                 return result
             differentiable = (None if value is None else value.detach().requires_grad_() for value in result)
             return _DelayedError(reason.encode(), len(result))(*differentiable)

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qsync_opt.kernels.autograd.convolution_parts import convolved, forward_parts, gradients, parts_of
+from qsync_opt.kernels.matmul import matrix_product
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer of 16-bit tensors (.., K), (M, K), (M,)."""
@@ -123,15 +126,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(a, b)
-        result = a.float() @ b.float()
+        result = matrix_product(a.float(), b.float())
         return (result if bias is None else result.add_(bias)).to(a.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         wide, wanted = grad.float(), ctx.needs_input_grad
-        grad_a = (wide @ b.float().mT).to(grad.dtype) if wanted[0] else None
-        grad_b = (a.float().mT @ wide).to(grad.dtype) if wanted[1] else None
+        grad_a = matrix_product(wide, b.float().mT).to(grad.dtype) if wanted[0] else None
+        grad_b = matrix_product(a.float().mT, wide).to(grad.dtype) if wanted[1] else None
         return grad_a, grad_b, wide.sum(list(range(grad.dim() - 1))).to(grad.dtype) if wanted[2] else None
 
 
@@ -140,16 +143,25 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.geometry, ctx.bias_sizes = geometry, None if bias is None else list(bias.shape)
-        return torch.convolution(x.float(), weight.float(), _wide(bias), *geometry).to(x.dtype)
+        wide = weight.float(), _wide(bias)
+        parts = forward_parts(x, weight, geometry)
+        return convolved(lambda part: torch.convolution(x[part].float(), *wide, *geometry), x.shape[0], parts, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[:3])
-        gradients = torch.ops.aten.convolution_backward(
-            grad.float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.geometry, wanted
+        elements = 0 if torch.is_grad_enabled() else grad.numel() + x.numel()  # as a whole to be differentiated again
+        found = gradients(
+            lambda part: (grad[part].float(), x[part].float()),
+            weight.float(),
+            ctx.bias_sizes,
+            ctx.geometry,
+            list(ctx.needs_input_grad[:3]),
+            x.shape[0],
+            parts_of(x.shape[0], elements, weight),
+            grad.dtype,
         )
-        return (*(g.to(grad.dtype) if want else None for g, want in zip(gradients, wanted, strict=True)), None)
+        return (*(None if each is None else each.to(grad.dtype) for each in found), None)
 
 
 _PART = 2**17
@@ -185,12 +197,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, *logarithms = ctx.saved_tensors
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        gradients = [torch.empty_like(x) for x in (query, key, value)]
+        whole = [torch.empty_like(x) for x in (query, key, value)]
         for part, logarithm in zip(_parts(query), logarithms, strict=True):
             wide = (x[part].float() for x in (grad, query, key, value, result))
-            for whole, own in zip(gradients, run(*wide, logarithm, 0.0, ctx.is_causal, scale=ctx.scale), strict=True):
-                whole[part] = own
-        return (*gradients, None, None)
+            for each, own in zip(whole, run(*wide, logarithm, 0.0, ctx.is_causal, scale=ctx.scale), strict=True):
+                each[part] = own
+        return (*whole, None, None)
 
 
 class _Einsum(torch.autograd.Function):

@@ -54,6 +54,7 @@ from qsync_opt.kernels.quantize import (
     quantize_fp8,
     quantize_int8,
     quantize_unchecked,
+    rescaled,
 )
 
 # Numbers of the random streams of one call.
@@ -138,14 +139,19 @@ class _HalfBackward(torch.autograd.Function):
         grad_a = grad_b = grad_bias = None
         if ctx.is_linear:
             grad = flattened(grad)
+        dtype = product_dtype(grad.device, ctx.half)
+        values = converted(grad, dtype)
         if ctx.needs_input_grad[0]:
-            b = dequantize(Quantized(b_codes, b_scale), product_dtype(grad.device, ctx.half))
-            grad_a = converted(half_matmul(grad, b if ctx.is_linear else b.mT, ctx.half), a_dtype)
+            b = dequantize(Quantized(b_codes, b_scale), dtype)
+            grad_a = converted(half_matmul(values, b if ctx.is_linear else b.mT, ctx.half), a_dtype)
             if grad_a.dim() != len(ctx.shape):
                 grad_a = grad_a.view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            a = dequantize(Quantized(a_codes, a_scale), product_dtype(grad.device, ctx.half))
-            grad_b = half_product(grad, a, b_dtype) if ctx.is_linear else half_product(a, grad, b_dtype)
+            a = dequantize(Quantized(a_codes, a_scale), dtype)
+            if a.dim() == 3:
+                grad_b = converted(half_matmul(a.mT, values, ctx.half), b_dtype)
+            else:
+                grad_b = half_product(values, a, b_dtype) if ctx.is_linear else half_product(a, values, b_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = bias_gradient(grad, bias_dtype)
         return grad_a, grad_b, grad_bias, None, None, None
@@ -284,21 +290,13 @@ def runs_onednn(x: Quantized, dtype: torch.dtype, backend: str) -> bool:
     return on_host and dtype is not torch.float16 and x.scale.numel() == 1 and x.codes.numel() > 0
 
 
-def rescaled(sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``sums * scale + bias`` formed in FP32, rounded once to ``dtype``."""
-    result = sums.to(torch.float32).mul_(scale)
-    if bias is not None:
-        result.add_(bias.to(torch.float32))
-    return result.to(dtype)
-
-
 def _int8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
     """``(a @ b) + bias`` of INT8 operands: (N, K) (K, M) or (B, N, K) (B, K, M), in ``dtype``."""
-    if a.codes.dim() == 3:
-        return rescaled(code_sums(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
-    if runs_onednn(a, dtype, backend) and b.codes.numel() > 0 and integer.has_onednn_linear():
+    is_matrix = a.codes.dim() == 2
+    if is_matrix and runs_onednn(a, dtype, backend) and b.codes.numel() > 0 and integer.has_onednn_linear():
         return integer.linear(a, b, bias, dtype)
-    return rescaled(code_sums(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
+    sums = code_sums(a.codes, b.codes, backend)
+    return rescaled(sums, a.scale, b.scale, bias, dtype, sums.dim() - 1)
 
 
 def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
@@ -329,8 +327,8 @@ _FORMATS: dict[str, tuple[Callable[..., Quantized], Callable[..., Tensor]]] = {
 
 
 def half_product(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a.mT @ grad`` of 16-bit operands, in ``dtype``; of matrices with FP32 sums and result where that is FP32."""
-    if dtype is torch.float32 and a.dim() == 2:
+    """``a.mT @ grad`` of 16-bit matrices, or their values in FP32, in ``dtype``; with FP32 sums where that is FP32."""
+    if dtype is torch.float32:
         if a.device.type == "cuda":
             return torch.mm(a.mT, grad, out_dtype=torch.float32)
         return a.float().mT @ grad.float()  # the same sums of the same products

@@ -9,7 +9,13 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.kernels.matmul import half, integer, scaled, tiles, tuning
-    from qsync_opt.kernels.matmul.half import half_matmul, has_half_attention, has_half_units, product_dtype
+    from qsync_opt.kernels.matmul.half import (
+        half_matmul,
+        has_half_attention,
+        has_half_units,
+        matrix_product,
+        product_dtype,
+    )
     from qsync_opt.kernels.matmul.integer import (
         code_sums,
         convolution_sums,
@@ -38,7 +44,7 @@ else:
 __all__ = [
     "TABLES", "Choice", "ProductKind", "activate", "choice_of", "code_sums", "convolution_sums", "exact_convolution",
     "half", "half_matmul", "has_half_attention", "has_half_units", "has_native_product", "has_onednn_convolution",
-    "has_onednn_linear", "int8_bmm", "int8_mm", "integer", "kind_of", "operand_sets", "product_dtype", "read_choices",
-    "scaled", "scaled_mm", "scaled_mm_amax", "scaled_mm_aux", "scaled_mm_unchecked", "tiles", "tuning",
-    "write_choices",
+    "has_onednn_linear", "int8_bmm", "int8_mm", "integer", "kind_of", "matrix_product", "operand_sets",
+    "product_dtype", "read_choices", "scaled", "scaled_mm", "scaled_mm_amax", "scaled_mm_aux", "scaled_mm_unchecked",
+    "tiles", "tuning", "write_choices",
 ]  # fmt: skip

@@ -49,7 +49,12 @@ def product_dtype(device: torch.device, half: torch.dtype) -> torch.dtype:
     return half if has_half_units(device) else torch.float32
 
 
+def matrix_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of two matrices or two batches of as many, without the steps by which torch finds out which."""
+    return torch.bmm(a, b) if a.dim() == 3 else torch.mm(a, b)
+
+
 def half_matmul(a: Tensor, b: Tensor, half: torch.dtype) -> Tensor:
     """``a @ b`` rounded to ``half``; operands in that format, or in FP32 as `product_dtype` says."""
     dtype = product_dtype(a.device, half)
-    return (a.to(dtype) @ b.to(dtype)).to(half)
+    return matrix_product(a.to(dtype), b.to(dtype)).to(half)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.matmul.half import matrix_product
 from qsync_opt.kernels.quantize import INT8_MAX, Quantized
 
 _ZERO_POINT = 128
@@ -126,7 +127,7 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type != "cpu" and a.shape[-1] > _FP32_EXACT_TERMS:
         return torch.matmul(a.to(torch.float64), b.to(torch.float64)).to(torch.int32)
     if a.shape[-1] <= _FP32_EXACT_TERMS:
-        return torch.matmul(a.to(torch.float32), b.to(torch.float32))
+        return matrix_product(a.to(torch.float32), b.to(torch.float32))
     total: Tensor | None = None
     for start in range(0, a.shape[-1], _FP32_EXACT_TERMS):
         terms = slice(start, start + _FP32_EXACT_TERMS)
@@ -231,11 +232,31 @@ def _patch_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], bac
 
 
 def convolution_sums(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str = "auto") -> Tensor:
-    """`exact_convolution`; sums of FP32 arithmetic stay in FP32 where they are exact."""
-    if x.device.type == "cpu" and backend != "compiled" and weight[0].numel() <= _FP32_EXACT_TERMS:
-        # Rounded, because some FP32 convolutions on processors are computed by transforms.
-        return torch.convolution(x.to(torch.float32), weight.to(torch.float32), None, *geometry).round_()
+    """`exact_convolution`; sums of FP32 arithmetic stay in FP32 where they are less than half a unit from exact."""
+    if x.device.type == "cpu" and backend != "compiled":
+        return _float_convolution(x, weight, geometry)
     return exact_convolution(x, weight, geometry, backend)
+
+
+def _float_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> Tensor:
+    """Exact sums in INT32; or in FP32, to be rounded, where there are no more terms than FP32 adds exactly.
+
+    Some convolutions on processors are computed by transforms: their FP32 sums are not quite integers.
+    """
+
+    def convolve(channels: slice, dtype: torch.dtype) -> Tensor:
+        return torch.convolution(x[:, channels].to(dtype), weight[:, channels].to(dtype), None, *geometry)
+
+    terms, channels = weight[0].numel(), weight.shape[1]
+    if terms <= _FP32_EXACT_TERMS:
+        return convolve(slice(None), torch.float32)
+    block = _FP32_EXACT_TERMS * channels // terms
+    if geometry[5] > 1 or block == 0:
+        return convolve(slice(None), torch.float64).round_().to(torch.int32)
+    total = convolve(slice(block), torch.float32).round_().to(torch.int32)
+    for start in range(block, channels, block):
+        total.add_(convolve(slice(start, start + block), torch.float32).round_().to(torch.int32))
+    return total
 
 
 def exact_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], backend: str = "auto") -> Tensor:
@@ -245,15 +266,16 @@ def exact_convolution(x: Tensor, weight: Tensor, geometry: tuple[Any, ...], back
         x: Codes (N, C, spatial...), int8.
         weight: Codes (M, C / groups, kernel...), int8.
         geometry: stride, padding, dilation, transposed (must be False), output padding, groups.
-        backend: As for :func:`int8_mm`. CPUs convolve integer-valued floats (FP32 up to 1040 terms, FP64 beyond) unless
-            ``"compiled"`` is asked for; CUDA copies the patches and multiplies them as INT8.
+        backend: As for :func:`int8_mm`. CPUs convolve integer-valued floats (FP32, of more than 1040 terms in blocks of
+            channels; FP64 where groups or single channels have more) unless ``"compiled"`` is asked for; CUDA copies
+            the patches and multiplies them as INT8.
 
     Returns:
         int32, shape (N, M, spatial output...).
     """
     if backend == "compiled" or (backend == "auto" and x.device.type == "cuda" and has_native_product(x.device)):
         return _patch_convolution(x, weight, geometry, backend)
+    if x.device.type == "cpu":
+        return _float_convolution(x, weight, geometry).round().to(torch.int32)
     # Off the CPU, FP32 convolutions may be computed by transforms that are not exact on integers.
-    exact = x.device.type == "cpu" and weight[0].numel() <= _FP32_EXACT_TERMS
-    dtype = torch.float32 if exact else torch.float64
-    return torch.convolution(x.to(dtype), weight.to(dtype), None, *geometry).round_().to(torch.int32)
+    return torch.convolution(x.double(), weight.double(), None, *geometry).round_().to(torch.int32)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         dequantize,
         quantize_fp8,
         quantize_int8,
+        rescaled,
     )
     from qsync_opt.kernels.quantize.random_bits import call_steps, random_words, signed, stepped_key, stream_key
     from qsync_opt.kernels.quantize.weight_cache import cached_bytes, clear_weights, once_per_step
@@ -39,6 +40,6 @@ __all__ = [
     "BLOCK", "E4M3", "E5M2", "FORMATS", "GRANULARITIES", "INT8", "INT8_MAX", "PRECISIONS", "ROUNDINGS", "UNIT",
     "Quantized", "QuantizedMatrix", "amax", "cached_bytes", "call_steps", "clear_weights", "dequantize",
     "dequantize_matrix", "drawing", "format_of", "once_per_step", "plain_by_amax", "quantize_by_amax", "quantize_fp8",
-    "quantize_int8", "quantize_matrix", "quantize_unchecked", "random_words", "scale_from", "signed", "spread",
-    "stepped_key", "stream_key",
+    "quantize_int8", "quantize_matrix", "quantize_unchecked", "random_words", "rescaled", "scale_from", "signed",
+    "spread", "stepped_key", "stream_key",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.quantize.random_bits import centred_noise, stepped_key
+from qsync_opt.kernels.quantize.random_bits import centred_noise, signed, stepped_key
 
 SMALLEST_NORMAL = 2.0**-126
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -130,8 +131,10 @@ def _host_key(key: int | Tensor | None) -> tuple[Any, bool]:
     return np.uint64(0 if key is None else int(key) & ((1 << 64) - 1)), key is not None
 
 
-def int8_rows(dense: Tensor, rows: int, rounding: str, key: int, step: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Codes of a contiguous tensor in FP32 or 16 bits and the scales (rows,) of its equal parts, in one call.
+def int8_rows(
+    dense: Tensor, sizes: list[int], rounding: str, key: int, step: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Codes of a contiguous tensor in FP32 or 16 bits and the scales of its equal parts, of shape ``sizes``.
 
     The bits are those of :func:`scale_from` and :func:`codes_of`. None where no compiled loop can read a tensor that is
     `in_one_pass`.
@@ -139,10 +142,60 @@ def int8_rows(dense: Tensor, rows: int, rounding: str, key: int, step: Tensor | 
     if dense.element_size() > 4 or not dense.numel() or (loops := _loops()) is None:
         return None
     codes = torch.empty(dense.shape, dtype=torch.int8)
-    scales = torch.empty(rows, dtype=torch.float32)
-    stream = _host_key(stepped_key(key, step) if rounding == "stochastic" else None)
-    loops.int8_rows(_host_values(dense), *stream, codes.view(-1).numpy(), scales.numpy())
+    scales = torch.empty(sizes, dtype=torch.float32)
+    values = dense if dense.dtype is torch.float32 else dense.to(torch.float32)
+    stream, noisy = signed(int(stepped_key(key, step))), rounding == "stochastic"
+    places = codes.data_ptr(), scales.data_ptr()
+    loops.int8_rows_at(values.data_ptr(), values.numel(), stream, noisy, *places, scales.numel())
     return codes, scales
+
+
+_ONE_THREAD = 2**17
+"""Elements up to which one thread is as fast as those of torch, which are started for each of its operators."""
+
+
+def _loops_for(x: Tensor) -> Any:
+    """The compiled loops if they can run over a tensor in its order, and are faster there than torch; else None."""
+    if not in_one_pass(x) or not x.is_contiguous() or not x.numel():
+        return None
+    return _loops() if x.numel() <= _ONE_THREAD or torch.get_num_threads() == 1 else None
+
+
+def int8_values(codes: Tensor, scale: Tensor) -> Tensor | None:
+    """FP32 values of INT8 codes with one scale or one per row, in one call; None where no compiled loop can."""
+    if codes.dtype is not torch.int8 or (loops := _loops_for(codes)) is None:
+        return None
+    rows = scale.numel()
+    if rows != 1 and not (rows == codes.shape[0] == scale.shape[0] and scale.is_contiguous()):
+        return None
+    values = torch.empty(codes.shape, dtype=torch.float32)
+    loops.dequantize_at(codes.data_ptr(), codes.numel(), scale.data_ptr(), rows, values.data_ptr())
+    return values
+
+
+def bf16_results(sums: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, channel: int) -> Tensor | None:
+    """`rescaled` of FP32 sums to BF16 in one call; None where no compiled loop can."""
+    if (loops := _loops_for(sums)) is None or not (x_scale.is_contiguous() and scale.is_contiguous()):
+        return None
+    shape = sums.shape
+    samples, channels = math.prod(shape[:channel]), shape[channel]
+    if x_scale.numel() not in (1, samples) or scale.numel() not in (1, channels):
+        return None
+    if bias is not None and bias.shape != (channels,):
+        return None
+    wide = None if bias is None else bias.to(torch.float32).contiguous()
+    result = torch.empty(shape, dtype=torch.bfloat16)
+    loops.rescale_at(
+        sums.data_ptr(),
+        (samples, channels, sums.numel() // (samples * channels)),
+        x_scale.data_ptr(),
+        x_scale.numel(),
+        scale.data_ptr(),
+        scale.numel(),
+        0 if wide is None else wide.data_ptr(),
+        result.data_ptr(),
+    )
+    return result
 
 
 def _int8_codes(values: Tensor, factor: Tensor | None, key: int | Tensor | None) -> Tensor:

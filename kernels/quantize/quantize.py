@@ -22,10 +22,12 @@ from qsync_opt.kernels.quantize.formats import (
     INT8,
     EightBits,
     amax,
+    bf16_results,
     codes_of,
     factor_of,
     in_one_pass,
     int8_rows,
+    int8_values,
     scale_from,
 )
 from qsync_opt.kernels.quantize.operators import UNIT, dequantize_matrix, drawing, quantize_matrix, quantize_unchecked
@@ -100,11 +102,11 @@ def _on_host(x: Tensor, dims: tuple[int, ...] | None, options: KernelOptions, st
         return None
     dense = x if plain else x.permute(order).contiguous()
     key = stream_key(options.seed, options.offset, stream)
-    result = int8_rows(dense, math.prod(dense.shape[: slices[1]]), options.rounding, key, options.step)
+    sizes = [1 if dims is None or dim in dims else size for dim, size in enumerate(x.shape)]
+    result = int8_rows(dense, sizes, options.rounding, key, options.step)
     if result is None:
         return None
     codes, scale = result
-    scale = scale.view([1 if dims is None or dim in dims else x.shape[dim] for dim in range(x.dim())])
     return Quantized(codes if plain else codes.permute(_inverse(order)), scale)
 
 
@@ -159,6 +161,8 @@ def quantize_fp8(
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """Values of the codes in ``dtype``, rounded once (the product with the scale is formed in FP32)."""
     codes, scale = quantized
+    if dtype is torch.float32 and (values := int8_values(codes, scale)) is not None:
+        return values
     on_host = scale.device.type == "cpu" and not torch.compiler.is_compiling()  # a number of the host breaks a graph
     if scale.numel() == 1 and on_host and codes.dtype is torch.int8:
         # Codes are exact in 16 bits; the product with a Python number is formed in FP32 and rounded once.
@@ -178,3 +182,27 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
             values = dequantize_matrix(dense.reshape(rows, -1), factors.reshape(rows, 1), dtype)
             return values.view(dense.shape).permute(_inverse(order))
     return codes.to(torch.float32).mul_(scale).to(dtype)
+
+
+def rescaled(
+    sums: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, channel: int
+) -> Tensor:
+    """``sums * (x_scale * scale) + bias`` formed in FP32, rounded once to ``dtype``; FP32 sums are overwritten.
+
+    Args:
+        sums: Of products of codes: INT32, or FP32 less than half a unit from the exact sums.
+        x_scale: FP32 scales of the first operand, one or one per sample; broadcasts against ``sums``.
+        scale: FP32 scales of the second operand, one or one per channel; broadcasts against ``sums``.
+        bias: One number per channel, or None.
+        dtype: Of the result.
+        channel: Dimension of ``sums`` that is the channels; those before it are the samples.
+    """
+    if dtype is torch.bfloat16 and sums.dtype is torch.float32:
+        result = bf16_results(sums, x_scale, scale, bias, channel)
+        if result is not None:
+            return result
+    result = sums.round_() if sums.dtype is torch.float32 else sums.to(torch.float32)
+    result.mul_(x_scale * scale)
+    if bias is not None:
+        result.add_(bias.to(torch.float32).reshape(-1, *(1,) * (sums.dim() - channel - 1)))
+    return result.to(dtype)
