@@ -46,6 +46,7 @@ def figures() -> dict[str, str]:
         **_checkpoints(results["checkpoints-h200.json"], results["checkpoints-h200-stall.json"]),
         **_memory_limited(results["memory-limited.json"]),
         **_cards(results["cards-2.json"]),
+        **_hybrid_step(results["hybrid-step.json"]),
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs("costs", results["learned-costs.json"]),
@@ -224,13 +225,43 @@ def _by_hand(name: str, data: Record) -> dict[str, str]:
 
 
 def _cards(data: Record) -> dict[str, str]:
-    """What was measured on two cards: an epoch over the fastest, a save's stall, and when a lost worker is noticed."""
+    """What was measured on two cards: steps and epochs over others, a save's stall, when a lost worker is noticed."""
     rows = {row["what"]: row["measured"] for row in data["asked"]}
     lost = (max(r["others_ended_after_s"]) for r in data["records"] if r["part"] == "lost" and r["statuses"][0])
+    links, sockets = (
+        {
+            r["subject"]: statistics.median(r["ms"])
+            for r in data["records"]
+            if r["part"] == "gradients" and r["what"] == "GPT step" and r["link"] == link
+        }
+        for link in ("links", "sockets")
+    )
+    errors = [
+        abs(rows[f"gradients over {link}: predicted over measured step under the plan"])
+        for link in ("links", "sockets")
+    ]
     return {
+        "cards.gradients.links": f"{links['planned'] / links['plain']:.3f}",
+        "cards.gradients.sum8": f"{links['sum8'] / links['plain']:.2f}",
+        "cards.gradients.sockets": f"{rows['gradients over sockets: planned step over the fastest']:.3f}",
+        "cards.gradients.plain": f"{sockets['planned'] / sockets['plain']:.2f}",
+        "cards.gradients.hook": f"{sockets['planned'] / sockets['BF16 hook']:.2f}",
+        "cards.gradients.error": f"{100 * max(errors):.0f} %",
         "cards.messages": f"{rows['messages: planned epoch over the fastest']:.3f}",
         "cards.stall": f"{rows['FSDP2 on 2: stall']:.1f} ms",
         "cards.lost": f"{max(lost):.0f}",
+    }
+
+
+def _hybrid_step(data: Record) -> dict[str, str]:
+    """Steps of two unequal workers: under the joint plan, with equal batches, and how the joint one was predicted."""
+    times = {record["way"]: record["measured_ms"] for record in data["records"]}
+    joint = next(row for row in data["asked"] if "predicted over measured" in row["what"])
+    return {
+        "hybrid.joint": f"{times['joint plan']:.1f} ms",
+        "hybrid.equal": f"{times['equal batches, plan']:.1f} ms",
+        "hybrid.fp32": f"{times['equal batches, FP32']:.1f} ms",
+        "hybrid.error": f"{-100 * joint['measured']:.0f} %",
     }
 
 
