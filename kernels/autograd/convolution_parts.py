@@ -20,12 +20,13 @@ _PART = 2**19
 def parts_of(batch: int, elements: int, weight: Tensor) -> list[slice]:
     """Equal parts, the last perhaps smaller, of a batch whose inputs and results have so many elements.
 
-    A part has at least as many as the weight, which each convolution copies into a layout of its own. A graph that is
-    compiled takes the batch as a whole: it may be for batches of any size.
+    A part has at least as many as the weight, which each convolution copies into a layout of its own, and two samples:
+    the layout of one is ambiguous. A graph that is compiled takes the batch as a whole: it may be for batches of any
+    size.
     """
     if torch.compiler.is_compiling():
         return [slice(None)]
-    count = min(batch, elements // max(_PART * torch.get_num_threads(), weight.numel()))
+    count = min(batch // 2, elements // max(_PART * torch.get_num_threads(), weight.numel()))
     if count < 2:
         return [slice(None)]
     size = -(-batch // count)
@@ -42,13 +43,13 @@ def forward_parts(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> list[
     return parts_of(x.shape[0], x.numel() + results, weight)
 
 
-def convolved(compute: Callable[[slice], Tensor], batch: int, parts: list[slice], dtype: torch.dtype) -> Tensor:
+def convolve_parts(compute: Callable[[slice], Tensor], batch: int, parts: list[slice], dtype: torch.dtype) -> Tensor:
     """What ``compute`` returns for the parts of a batch, joined and in ``dtype``."""
     if len(parts) == 1:
         return compute(parts[0]).to(dtype)
     result = None
     for part in parts:
-        result = _stored(compute(part), result, batch, part, dtype)
+        result = _store(compute(part), result, batch, part, dtype)
     assert result is not None
     return result
 
@@ -73,7 +74,7 @@ def gradients(
     for part in parts:
         own, *others = backward(*operands(part), weight, bias_sizes, *geometry, wanted)
         if own is not None:
-            grad_x = own.to(dtype) if len(parts) == 1 else _stored(own, grad_x, batch, part, dtype)
+            grad_x = own.to(dtype) if len(parts) == 1 else _store(own, grad_x, batch, part, dtype)
         for total, each in zip(sums, others, strict=False):
             if total is not None:
                 total.add_(each)
@@ -81,7 +82,7 @@ def gradients(
     return (grad_x, *sums)
 
 
-def _stored(own: Tensor, whole: Tensor | None, batch: int, part: slice, dtype: torch.dtype) -> Tensor:
+def _store(own: Tensor, whole: Tensor | None, batch: int, part: slice, dtype: torch.dtype) -> Tensor:
     """A tensor of the whole batch with ``own`` in one part, in the layout of the first that is stored."""
     if whole is None:
         whole = torch.empty_strided((batch, *own.shape[1:]), own.stride(), dtype=dtype)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qsync_opt.kernels.autograd.convolution_parts import convolved, forward_parts, gradients, parts_of
+from qsync_opt.kernels.autograd.convolution_parts import convolve_parts, forward_parts, gradients, parts_of
 from qsync_opt.kernels.autograd.derivatives import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.products import (
     Dims,
@@ -181,7 +181,7 @@ def scaled_convolution(
 
     in_parts = x.codes.device.type == "cpu"
     parts = forward_parts(x.codes, weight.codes, geometry) if in_parts else [slice(None)]
-    return convolved(convolve, x.codes.shape[0], parts, dtype)
+    return convolve_parts(convolve, x.codes.shape[0], parts, dtype)
 
 
 def _part_of(codes: Tensor, scale: Tensor, part: slice) -> Quantized:

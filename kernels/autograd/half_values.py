@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qsync_opt.kernels.autograd.convolution_parts import convolved, forward_parts, gradients, parts_of
+from qsync_opt.kernels.autograd.convolution_parts import convolve_parts, forward_parts, gradients, parts_of
 from qsync_opt.kernels.matmul import matrix_product
 
 
@@ -145,7 +145,9 @@ class _Convolution(torch.autograd.Function):
         ctx.geometry, ctx.bias_sizes = geometry, None if bias is None else list(bias.shape)
         wide = weight.float(), _wide(bias)
         parts = forward_parts(x, weight, geometry)
-        return convolved(lambda part: torch.convolution(x[part].float(), *wide, *geometry), x.shape[0], parts, x.dtype)
+        return convolve_parts(
+            lambda part: torch.convolution(x[part].float(), *wide, *geometry), x.shape[0], parts, x.dtype
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -166,7 +166,8 @@ def int8_values(codes: Tensor, scale: Tensor) -> Tensor | None:
     if codes.dtype is not torch.int8 or (loops := _loops_for(codes)) is None:
         return None
     rows = scale.numel()
-    if rows != 1 and not (rows == codes.shape[0] == scale.shape[0] and scale.is_contiguous()):
+    by_row = scale.dim() == codes.dim() and rows == codes.shape[0] == scale.shape[0] and scale.is_contiguous()
+    if rows != 1 and not by_row:
         return None
     values = torch.empty(codes.shape, dtype=torch.float32)
     loops.dequantize_at(codes.data_ptr(), codes.numel(), scale.data_ptr(), rows, values.data_ptr())

@@ -160,10 +160,9 @@ def test_a_card_is_profiled_and_planned_with():
     profile = profile_serving(config_from_json(SAMPLE), workload, device="cuda:0", repeats=2)
     assert profile.schemes == ("W4", "W8", "W16") and profile.threads is None and profile.cache_bytes_per_number == 2
     assert profile.base_kib > 50_000  # a context
-    for scheme in profile.schemes:
-        for kind in ("attn", "mlp"):
-            assert 0 <= profile.costs[kind][scheme].prefill.at(4, 32) < 1e9
-    assert profile.link_ns > 0
+    assert profile.base_kib < 4_000_000  # of one process
+    for kind in ("attn", "mlp"):
+        assert set(profile.costs[kind]) == set(profile.schemes)
     room = ServingDevice(name="card", memory_kib=profile.base_kib + (1 << 20), profile=profile)
     result = plan_serving(profile.model, [room], workload)
     assert result.predict().decode_s > 0

@@ -136,8 +136,9 @@ class GradientCompression(PlannedReductions):
 
     def _plainly(self, gradient: Tensor, ended: Callable[[], None] | None) -> torch.futures.Future[Tensor]:
         """NCCL's own mean, with as little of the host's time as there can be."""
-        work = self.group.allreduce([gradient], _mean())
-        if ended is not None:
+        with naming_lost_ranks():
+            work = self.group.allreduce([gradient], _mean_options())
+        if ended is not None:  # only then does what follows on this stream wait
             with torch.cuda.stream(self._own_stream(gradient.device)):
                 work.wait()
                 ended()
@@ -196,8 +197,8 @@ class GradientCompression(PlannedReductions):
 
 
 @functools.cache
-def _mean() -> Any:
-    """Options of an all-reduce that gives the mean, which NCCL has."""
+def _mean_options() -> Any:
+    """Of an all-reduce that gives the mean, which NCCL has."""
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.AVG
     return options

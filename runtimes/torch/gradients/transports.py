@@ -57,8 +57,11 @@ class Reducer:
         if workers == 1 or not gradient.numel():
             return
         if scheme.transport is Transport.PLAIN or gradient.dtype is torch.float64:
-            gradient.div_(workers)
-            dist.all_reduce(gradient, group=self.group)
+            if gradient.is_cuda and "nccl" in dist.get_backend(self.group):
+                dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=self.group)
+            else:
+                gradient.div_(workers)
+                dist.all_reduce(gradient, group=self.group)
             return
         if not isinstance(scheme, Scheme):
             own = getattr(scheme, "reduce", None)  # of another package

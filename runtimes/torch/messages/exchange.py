@@ -118,8 +118,8 @@ class _Flight:
     wire: Tensor
     direction: Direction
     received: _Layout
-    marks: tuple[Any, Any]
-    """When packing began and when it ended; see `time_mark`."""
+    marks: tuple[Any, Any, Any]
+    """When packing began, when it ended, and when messages were under way; see `time_mark`."""
     scale: float
     """What its rows are multiplied with; 1 unless they are a sample."""
 
@@ -200,7 +200,6 @@ class HaloExchange:
                 past = self.momentum if direction.seen else 0.0
                 traced = past * direction.spread + (1 - past) * spread
                 direction.spread = torch.where(bad, direction.spread, traced)
-                direction.seen = True
         word = bad.to(torch.int64).view(1).view(torch.uint8)
         pieces, key = [], (self.seed, dist.get_rank(self.group), self.step)
         name = int.from_bytes(direction.name.encode()[-8:], "little")
@@ -218,13 +217,13 @@ class HaloExchange:
         buffer = torch.cat(pieces)
         wire = torch.empty(sum(received.sizes), dtype=torch.uint8, device=rows.device)
         direction.wire_bytes = buffer.numel()
-        marks = began, time_mark(rows.device)
+        packed_at = time_mark(rows.device)
         try:
             work = transfer(wire, buffer, received.sizes, sent.sizes, self.group)
         except RuntimeError as failure:
             raise _lost(direction, failure) from failure
         scale = 1.0 if sampled is None else 1 / self.share
-        return _Flight(work, wire, direction, received, marks, scale)
+        return _Flight(work, wire, direction, received, (began, packed_at, time_mark(rows.device)), scale)
 
     def land(self, flight: _Flight, dim: int) -> Tensor:
         """Wait for rows and unpack them, by sender, shape (received, dim); late ones are those of the step before."""
@@ -254,7 +253,7 @@ class HaloExchange:
             start += size
         unpacked = time_mark(device)
         words = flight.wire.view(torch.int64)[received.words].tolist()  # a card has done all the above then
-        pack_ns, direction.hidden_ns, direction.wait_ns, unpack_ns = intervals_ns(
+        pack_ns, _, direction.hidden_ns, direction.wait_ns, unpack_ns = intervals_ns(
             (*flight.marks, arrived, landed, unpacked)
         )
         direction.hidden_history.append(direction.hidden_ns)
@@ -265,6 +264,7 @@ class HaloExchange:
                 f"exchange {direction.name!r}: rows of rank {ranks} hold NaN, infinity or a range that overflows; "
                 "lower the learning rate or check the features"
             )
+        direction.seen = direction.seen or self.training
         return out if is_whole else out * flight.scale
 
     def drain(self) -> None:

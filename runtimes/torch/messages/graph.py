@@ -101,17 +101,14 @@ class _Subgraph:
     edge_index: Tensor
     targets: Tensor
     degree: Tensor
-    _weighted: tuple[Tensor, Tensor] | None = None
 
-    def weighted(self) -> tuple[Tensor, Tensor]:
-        """Edges with one loop at each target, and their weights in a GCN; worked out once."""
-        if self._weighted is None:
-            source, target = self.edge_index[:, self.edge_index[0] != self.edge_index[1]]
-            loops = self.targets
-            weight = (self.degree[source] + 1).rsqrt() * (self.degree[target] + 1).rsqrt()
-            edges = torch.cat([torch.stack([source, target]), torch.stack([loops, loops])], 1)
-            self._weighted = edges, torch.cat([weight, 1 / (self.degree[loops] + 1)])
-        return self._weighted
+    def gcn_edges(self) -> tuple[Tensor, Tensor]:
+        """Edges with one loop at each target, and their weights in a GCN."""
+        source, target = self.edge_index[:, self.edge_index[0] != self.edge_index[1]]
+        loops = self.targets
+        weight = (self.degree[source] + 1).rsqrt() * (self.degree[target] + 1).rsqrt()
+        edges = torch.cat([torch.stack([source, target]), torch.stack([loops, loops])], 1)
+        return edges, torch.cat([weight, 1 / (self.degree[loops] + 1)])
 
 
 def _kind(name: str, module: MessagePassing) -> str:
@@ -158,8 +155,10 @@ class FullGraph:
         self._step_s: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self._began: float | None = None
         self._inner, self._outer = self._subgraphs()
+        is_gcn = any(layer.kind == "gcn" for layer in self.layers)
+        self._gcn_edges = [graph.gcn_edges() for graph in (self._inner, self._outer)] if is_gcn else []
         self._cache: dict[str, Tensor] = {}
-        self._training: tuple[Tensor, Tensor, int] | None = None
+        self._train_nodes = self._nodes_of(part.train_mask)
         self._solving: threading.Thread | None = None
         self._solved: list[Plan] = []
         self.plan = plan
@@ -242,7 +241,7 @@ class FullGraph:
         if layer.kind != "gcn":
             return run(module, rows, graph.edge_index).index_select(0, graph.targets)  # type: ignore[no-any-return]
         # Degrees of halo nodes are those of the whole graph, so the weights are given instead of computed.
-        edges, weight = graph.weighted()
+        edges, weight = self._gcn_edges[graph is self._outer]
         normalize, module.normalize = module.normalize, False
         try:
             return run(module, rows, edges, weight).index_select(0, graph.targets)  # type: ignore[no-any-return]
@@ -288,27 +287,26 @@ class FullGraph:
 
         Args:
             output: What the model gave, shape (own, classes).
-            mask: Own nodes that count; ``train_mask`` by default.
+            mask: Own nodes that count; by default the part's ``train_mask`` as it was when this was made. All ranks
+                give one, or none does.
             function: Takes outputs, labels and ``reduction="sum"``.
 
         Returns:
             This rank's share of the loss times the number of ranks: the mean over ranks is the loss.
         """
-        if mask is not None:
-            nodes, labels, count = self._labelled(mask)
-        else:
-            self._training = self._training or self._labelled(self.part.train_mask)
-            nodes, labels, count = self._training
+        nodes, labels, count = self._train_nodes if mask is None else self._nodes_of(mask)
+        if not count:
+            raise ProblemError("the mask chooses no node of any part, so there is no loss")
         value: Tensor = function(output.index_select(0, nodes), labels, reduction="sum") * self.world / count
         return value + 0.0 * output.sum()  # a part without training nodes joins all exchanges
 
-    def _labelled(self, mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _nodes_of(self, mask: Tensor) -> tuple[Tensor, Tensor, int]:
         """Own nodes of a mask, their labels, and how many all parts have together."""
+        if tuple(mask.shape) != (self.part.own,):
+            raise ProblemError(f"the mask has the shape {tuple(mask.shape)}, but own nodes are ({self.part.own},)")
         nodes = mask.nonzero().flatten()
         total = torch.tensor([nodes.numel()], device=mask.device)
         dist.all_reduce(total, group=self.group)
-        if not int(total):
-            raise ProblemError("the mask chooses no node of any part, so there is no loss")
         return nodes, self.part.y[nodes], int(total)
 
     @torch.no_grad()

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from qsync_opt.runtimes.torch.messages.transfer import transfer
 
 SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20)
+"""Bytes of the probes."""
 CARD_SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
-"""Bytes of the probes; between cards a megabyte takes no longer than a few bytes."""
+"""The same between cards, where a megabyte takes no longer than a few bytes."""
 _REPEATS = 5
 
 

@@ -170,7 +170,7 @@ def profile_serving(
         raise ProblemError(f"device is {device!r}, but this machine has {', '.join(['cpu', *cards])}")
     if is_card and (beside or threads != 1):
         raise ProblemError("threads and beside are of stages on a CPU; leave them out for a card")
-    schemes = schemes or _SCHEMES[: 3 if is_card else 4]
+    schemes = schemes or [scheme for scheme in _SCHEMES if scheme != "W32" or not is_card]
     dtype = dtype or (torch.bfloat16 if is_card else torch.float32)
     name = name or (torch.cuda.get_device_name(device) if is_card else "this CPU")
     for scheme in (*schemes, *([] if head is None else [head])):
@@ -190,6 +190,7 @@ def profile_serving(
             measured = pool.submit(_measure, path, threads, arguments, repeats).result()
             if is_card:
                 memory = pool.submit(_card_memory, sizes, workload, dtype, device).result()
+            pass_s = pool.submit(_small_pass_s, config.hidden, workload, dtype, device).result()
         except BrokenProcessPool:
             raise StageError(
                 "the process that measures has ended; there may be too little memory for a few layers in each scheme: "
@@ -197,7 +198,7 @@ def profile_serving(
             ) from None
     if not is_card:
         memory = process_memory(sizes, workload, threads=threads)
-    link = link_costs(config.hidden, workload, threads=threads, device=device, dtype=dtype)
+    link = link_costs(config.hidden, workload, pass_s, threads=threads, device=device, dtype=dtype)
     end_kib = -(-sizes.vocabulary * sizes.hidden * dtype.itemsize // _KIB)
     head_kib = end_kib if head is None else measured.head_kib
     scores_kib = -(-workload.prompts * sizes.vocabulary * dtype.itemsize // _KIB)
@@ -489,6 +490,7 @@ class LinkCosts(NamedTuple):
 def link_costs(
     hidden: int,
     workload: ServeWorkload,
+    pass_s: float,
     *,
     threads: int = 1,
     device: str = "cpu",
@@ -497,26 +499,22 @@ def link_costs(
     """Measure what stages have beside their computation.
 
     A model of next to no size, but in the width of its hidden states, generates in one stage and in two. What a pass
-    takes longer in a stage's process than here is that of the last stage; what it takes longer in two, on the way to
-    the second stage and back, is shared by the two. A card's second stage is on the next card, or on itself where it is
-    the only one.
+    takes longer there than ``pass_s``, its computation alone, is that of the last stage; what it takes longer in two
+    stages, on the way to the second and back, is shared by the two. A card's second stage is on the next card, or on
+    itself where it is the only one.
 
     Raises:
         StageError: A process could not start.
     """
-    from qsync_opt.runtimes.torch.serving.sample import sample_config, write_sample
+    from qsync_opt.runtimes.torch.serving.sample import write_sample
 
-    config = sample_config(layers=2, hidden=hidden, inner=32, heads=1, kv_heads=1, vocabulary=64)
-    config["head_dim"] = 16
     names = group_names(2)
     schemes = dict.fromkeys(names, "W32")
     devices = [device, _next_card(device)]
     large = _Cell(workload.prompts, workload.prompt_tokens, False)
     steps_s, prefills_s, memory = [], [], []
     with tempfile.TemporaryDirectory(prefix="qsync-serving-") as folder:
-        write_sample(folder, config)
-        stage = StageModel(*open_model(folder), Stage(device="here", groups=names), schemes, dtype=dtype, device=device)
-        alone_s = _pass_s(LocalWorkers([stage]), _Cell(workload.prompts, _SHORT_TOKENS // 2, True))
+        write_sample(folder, _smallest_model(hidden))
         for parts in ((names,), (names[:2], names[2:])):
             stages = tuple(Stage(device=str(j), groups=part) for j, part in enumerate(parts))
             plan = Plan(microbatch=0, stages=stages, schemes=schemes)
@@ -530,11 +528,29 @@ def link_costs(
     kib = large.rows * large.length * hidden * 4 / _KIB
     step_ns, prefill_ns = (max(two - one, 0.0) * 1e9 / 2 for one, two in (steps_s, prefills_s))
     return LinkCosts(
-        last_ns=round(max(steps_s[0] - alone_s, 0.0) * 1e9),
+        last_ns=round(max(steps_s[0] - pass_s, 0.0) * 1e9),
         ns=round(step_ns),
         ns_per_kib=max(prefill_ns - step_ns, 0.0) / kib,
-        memory_kib=max(memory[1] - memory[0], 0) // _KIB,
+        memory_kib=max(memory[1] - memory[0], 0) // _KIB if devices[0] != devices[1] else 0,
     )
+
+
+def _smallest_model(hidden: int) -> dict[str, Any]:
+    """The configuration of a model of next to no size, but in the width of its hidden states."""
+    from qsync_opt.runtimes.torch.serving.sample import sample_config
+
+    config = sample_config(layers=2, hidden=hidden, inner=32, heads=1, kv_heads=1, vocabulary=64)
+    return config | {"head_dim": 16}
+
+
+def _small_pass_s(hidden: int, workload: ServeWorkload, dtype: torch.dtype, device: str) -> float:
+    """Seconds of a decoding pass of the smallest model in this process."""
+    config, names = config_from_json(_smallest_model(hidden)), group_names(2)
+    whole = Stage(device="here", groups=names)
+    stage = StageModel(
+        config, StateSource(random_state(config)), whole, dict.fromkeys(names, "W32"), dtype=dtype, device=device
+    )
+    return _pass_s(LocalWorkers([stage]), _Cell(workload.prompts, _SHORT_TOKENS // 2, True))
 
 
 def _next_card(device: str) -> str:

@@ -120,7 +120,7 @@ class StageModel:
         self._graphs = DecodeGraphs(self._decode) if captured else None
 
     def part(self, groups: Sequence[int], *, head: bool = True) -> StageModel:
-        """A stage of some of the groups, by number, that shares weights and pages; make pages before.
+        """A stage of some of the groups, by number, that shares weights and the pages that there are now.
 
         Without its head the last stage gives hidden states.
         """
@@ -162,10 +162,10 @@ class StageModel:
         return {draft: reason for draft, reason in reasons.items() if reason}
 
     def reserve(self, pages: int) -> None:
-        """Have at least so many empty pages, page 0 included; what earlier ones hold is forgotten."""
+        """Have at least so many pages, page 0 included, of which as many are empty; they never become fewer."""
         if pages <= self._pages:  # captured passes know where they are
             for group in self.groups:
-                group.wipe(range(self._pages))
+                group.wipe(range(pages))
             return
         for group in self.groups:  # all earlier pages go before new ones come
             if isinstance(group, Attention):

@@ -75,7 +75,7 @@ class Workers(Protocol):
     """Why drafts by the model itself cannot gain, by draft; others may."""
 
     def reserve(self, pages: int) -> None:
-        """Have at least so many empty pages on every stage, page 0 included."""
+        """Have so many empty pages on every stage, page 0 included."""
 
     def submit(self, step: Step) -> None:
         """Begin a pass.
@@ -264,8 +264,8 @@ def _orders(
     return from_thread
 
 
-def _few_channels(timeout: datetime.timedelta) -> Any:
-    """NCCL with as many channels as hidden states need: each has buffers on the card."""
+def _nccl_options(timeout: datetime.timedelta) -> Any:
+    """As many channels as hidden states need: each has buffers on the card."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.max_ctas = _CHANNELS
@@ -304,7 +304,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
             timeout = datetime.timedelta(seconds=options.timeout_s)
             dist.init_process_group(
                 "nccl" if setup.between_cards else "gloo",
-                pg_options=_few_channels(timeout) if setup.between_cards else None,
+                pg_options=_nccl_options(timeout) if setup.between_cards else None,
                 store=_meeting_point(setup.port),
                 rank=setup.rank,
                 world_size=links.stages,

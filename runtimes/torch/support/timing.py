@@ -49,7 +49,7 @@ def time_mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter_ns()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

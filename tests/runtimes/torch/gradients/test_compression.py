@@ -151,3 +151,13 @@ def test_a_lost_rank_is_an_error_on_the_others_and_nothing_is_applied(everything
     assert last == "gone"
     assert "the other ranks do not answer" in first["error"]
     assert first["untouched"]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("two_cards")
+def test_steps_over_nccl_are_recorded_and_what_is_not_compressed_is_that_of_ddp(tmp_path, run_workers):
+    for one in run_workers("nccl_gradients_worker.py", tmp_path, "nccl", flags=("-W", "ignore")):
+        assert one["equal"]
+        for name, largest in (("FP32", 1e-6), ("sum8", 0.2)):
+            assert one[name]["schemes"] == [name] and one[name]["buckets"] > 1
+            assert one[name]["alike"] and one[name]["error"] <= largest and one[name]["iteration_ns"] > 0

@@ -79,9 +79,9 @@ def test_passes_use_memory_again_that_earlier_ones_freed(tmp_path, monkeypatch):
     prompts = [[1 + t % 7 for t in range(256)]] * 8  # 8 MiB of gate and up for each
     with Pipeline(str(folder), plan_of(1, 2)) as pipeline:
         pages = []
-        for count in (1, 1, 1, 8):  # other pages of caches: what passes had goes back, and comes once more
+        for count in (1, 1, 1, 1, 8):  # other pages of caches: what passes had goes back, and comes once more
             before = faults(pipeline.pids[0])
             pipeline.generate(prompts[:count], 1, prefill=count)
             pages.append(faults(pipeline.pids[0]) - before)
-    assert pages[1] + pages[2] < pages[0] / 2  # one tensor may not fit between others yet
-    assert pages[3] < 2 * pages[0]
+    assert pages[2] + pages[3] < pages[0] / 2  # in the second, one tensor may not fit between others yet
+    assert pages[4] < 2 * pages[0]
