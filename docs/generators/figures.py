@@ -47,6 +47,7 @@ def figures() -> dict[str, str]:
         **_memory_limited(results["memory-limited.json"]),
         **_cards(results["cards-2.json"]),
         **_hybrid_step(results["hybrid-step.json"]),
+        **_serving_cards(results["serving-cards-2.json"]),
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs("costs", results["learned-costs.json"]),
@@ -250,6 +251,26 @@ def _cards(data: Record) -> dict[str, str]:
         "cards.messages": f"{rows['messages: planned epoch over the fastest']:.3f}",
         "cards.stall": f"{rows['FSDP2 on 2: stall']:.1f} ms",
         "cards.lost": f"{max(lost):.0f}",
+    }
+
+
+def _serving_cards(data: Record) -> dict[str, str]:
+    """What was measured of a served model on two cards: the best rival's time, predictions, and a killed stage."""
+    rows = {row["what"]: row["measured"] for row in data["asked"]}
+    runs = [record for record in data["records"] if "measured" in record]
+    rival = rows["the best rival's time over the plan's"]
+    decode = [1 - run["predicted"]["decode"] / run["measured"]["decode"] for run in runs]
+    memory = [
+        predicted / measured - 1
+        for run in runs
+        for predicted, measured in zip(run["predicted"]["memory_kib"], run["measured"]["memory_kib"], strict=True)
+    ]
+    return {
+        "serving-cards.rival": f"{rival:.2f}",
+        "serving-cards.prefill": f"{100 * abs(rows['prefill: predicted over measured, furthest']):.0f} %",
+        "serving-cards.decode": f"{span((100 * share for share in decode), '.0f')} %",
+        "serving-cards.memory": f"{span((100 * share for share in memory), '.0f')} %",
+        "serving-cards.lost": f"{rows['a stage killed: seconds until its batch fails']:.1f} s",
     }
 
 

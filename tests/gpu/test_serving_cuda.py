@@ -160,7 +160,6 @@ def test_a_card_is_profiled_and_planned_with():
     profile = profile_serving(config_from_json(SAMPLE), workload, device="cuda:0", repeats=2)
     assert profile.schemes == ("W4", "W8", "W16") and profile.threads is None and profile.cache_bytes_per_number == 2
     assert profile.base_kib > 50_000  # a context
-    assert profile.base_kib < 4_000_000  # of one process
     for kind in ("attn", "mlp"):
         assert set(profile.costs[kind]) == set(profile.schemes)
     room = ServingDevice(name="card", memory_kib=profile.base_kib + (1 << 20), profile=profile)
