@@ -63,6 +63,29 @@ def test_caches_and_what_loading_needs_are_not_there_at_once():
     assert predicted(50_000)[0] == held - caches + 1000 + 50_000
 
 
+def test_links_hold_memory_where_there_are_several_stages():
+    def planned(link_kib, counts):
+        linked = dataclasses.replace(profile(), base_kib=1000, link_kib=link_kib)
+        cards = [ServingDevice(name=f"d{k}", memory_kib=25_000, profile=linked) for k in range(counts)]
+        return plan_serving(MODEL, cards, WORKLOAD, schemes=("W8",))
+
+    plain, linked = planned(0, 2), planned(700, 2)
+    assert len(plain.plan.stages) == 2
+    free = [{device.name: device.memory_kib for device in each.problem.devices} for each in (plain, linked)]
+    assert all(free[0][name] - free[1][name] == 700 for name in free[0])
+    pairs = zip(plain.predict().stages, linked.predict(plain.plan).stages, strict=True)
+    assert all(b.memory_kib - a.memory_kib == 700 for a, b in pairs)
+    alone = planned(700, 1)
+    assert alone.problem.devices == planned(0, 1).problem.devices
+
+
+def test_costs_are_longer_everywhere():
+    costs = profile().costs["mlp"]["W4"]
+    longer = costs.longer_by(50)
+    for phase in ("prefill", "decode"):
+        assert getattr(longer, phase).at(3, 17) == pytest.approx(getattr(costs, phase).at(3, 17) + 50)
+
+
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 20), st.integers(0, 20))
 def test_tables_never_decrease_and_meet_their_points(rows, length, more_rows, more):
     table = Table(rows=(2, 8, 16), lengths=(4, 16), values=((5, 9), (4, 30), (20, 25)))

@@ -37,6 +37,13 @@ def test_plans_are_made_while_training_and_are_the_same_everywhere(run):
     assert first["accuracy"] == second["accuracy"] > 0.6
 
 
+def test_a_pass_in_inference_mode_leaves_training_as_it_is_and_masks_are_checked(run):
+    for result in run("inferred", 2).values():
+        assert result["finite"] and result["alike"] == pytest.approx(0, abs=1e-4)
+        own = result["own"]
+        assert f"the mask has the shape ({own + 1},), but own nodes are ({own},)" in result["error"]
+
+
 def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(run):
     results = run("weighed", 3)
     assert results[0] == results[1] == results[2]

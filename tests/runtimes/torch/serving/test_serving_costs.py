@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from qsync_opt.errors import ProblemError, QSyncError, UnsupportedError  # noqa: E402
 from qsync_opt.runtimes.torch.serving import (  # noqa: E402
+    PAGE,
     Attention,
     Choice,
     PassDifferences,
@@ -89,6 +90,18 @@ def test_a_part_of_a_stage_has_its_weights_and_pages():
     without = stage.part([0, 1, 4, 5], head=False)
     assert not torch.allclose(without.run(step), hidden, rtol=0.01)
     assert without.groups[2] is stage.groups[4] and len(stage.groups) == 6 and stage.last
+
+
+def test_pages_are_kept_for_smaller_batches_and_empty():
+    stage, step = sample_stage(), Step(number=0, tokens=((5, 6, 7),), starts=(0,), pages=((1,),), choices=(Choice(),))
+    stage.reserve(5)
+    cache = stage.groups[0].cache
+    stage.run(step)
+    stage.reserve(2)
+    assert stage.groups[0].cache is cache and stage.cache_bytes > 0
+    assert not cache.codes[:, :, : 2 * PAGE].any()
+    stage.reserve(6)
+    assert stage.groups[0].cache is not cache
 
 
 def test_parts_of_a_pass_are_differences_between_passes(monkeypatch):

@@ -117,6 +117,21 @@ def planned(rank, world):
     }  # fmt: skip
 
 
+def inferred(rank, world):
+    """Nothing of a pass in inference mode is kept for training; a mask must be of own nodes."""
+    full = full_graph(Net("gcn"), parts_of(graph(), world)[rank])
+    with torch.inference_mode():
+        full.loss(full())
+    loss = full.loss(full())
+    loss.backward()
+    part = full.part
+    alike = float(full.loss(full(), part.train_mask).detach() - full.loss(full()).detach())
+    try:
+        full.loss(full(), torch.ones(part.own + 1, dtype=torch.bool))
+    except QSyncError as error:
+        return {"finite": bool(loss.isfinite()), "alike": alike, "error": str(error), "own": part.own}
+
+
 def weighed(rank, world):
     """Sensitivities change nothing in training but the plans, which are for one round of all pairs here."""
     options = MessageOptions(replan_steps=0, links="all-to-all", menu=(2, 4, 8))
