@@ -60,8 +60,8 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
     are those of DDP's default sizes.
 
     Steps under the plan of precisions are recorded with each scheme, the iteration is predicted from them, and a
-    mixture must gain more than such predictions err (`plan_reductions`). Where DDP cannot take such steps, schemes are
-    timed alone, and buckets are ready when the evaluation of the precisions says so.
+    mixture must gain more than such predictions err (`plan_reductions`). Where DDP cannot take such steps, and where
+    passes are captured, schemes are timed alone, and buckets are ready when the evaluation of the precisions says so.
 
     Raises:
         NotReadyError: Another rank failed, and the text repeats its error.
@@ -77,7 +77,7 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
     times = measure_schemes(MENU, sizes, repeats=_REPEATS, device=job.example.device)
     if not elements:
         return replace(plan, compression_note="the model has no gradients to reduce")
-    recordable = all(gather_json(every))
+    recordable = all(gather_json(every and not plan.captured))
     with _in_training(job, plan) if recordable else contextlib.nullcontext() as training:
         records = [] if training is None else training.records()
         if records and list(records[0].elements) != elements:
