@@ -27,7 +27,14 @@ import numpy as np
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.assignment import PROOF, Floats, labels_at, linear_program
-from qsync_opt.formulations.linear import LinearModel, LinearOptions, answer_of, required_solver
+from qsync_opt.formulations.linear import (
+    LinearModel,
+    LinearOptions,
+    LinearResult,
+    LinearStatus,
+    answer_of,
+    required_solver,
+)
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.registry import Kind, create
@@ -333,6 +340,10 @@ def _infeasible(problem: SharesProblem, time_limit_s: float | None) -> str:
     )
 
 
+_SMALL = 1e-3
+"""Objectives that are smaller beside the largest cost are sought once more, without what costs more than they do."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """One device type at one batch within the program: its model, its first column, and the column that chooses it."""
@@ -393,11 +404,7 @@ class IlpSharesFormulation:
         missing = {*problem.counts} - {block.name for block in blocks}
         if missing:
             return Answer(termination=TerminationStatus.INFEASIBLE, reason=_infeasible(problem, options.time_limit_s))
-        # Objectives near 1 keep a solver's absolute tolerances small beside them.
-        unit = max((abs(column.cost) for column in program.columns), default=0.0) or 1.0
-        program.columns[:] = [replace(column, cost=column.cost / unit) for column in program.columns]
         built = time.monotonic()
-        result = solver.solve(program, LinearOptions(time_limit_s=options.time_limit_s, relative_gap=options.gap))
 
         def plan_of(values: tuple[float, ...]) -> SharesPlan:
             batches: dict[str, int] = {}
@@ -410,6 +417,30 @@ class IlpSharesFormulation:
                     devices[block.name] = block.collapsed.choices(model.complete(labels_at(model, tuple(own))))
             return SharesPlan(batches=batches, precisions=Plan(problem=problem.name, devices=devices))
 
+        def solve_scaled() -> tuple[LinearResult, float]:
+            """A result, and the unit of its costs: near 1, a solver's absolute tolerances are small beside them."""
+            unit = max((column.cost for column in program.columns if column.upper), default=0.0) or 1.0
+            scaled = replace(program, columns=[replace(column, cost=column.cost / unit) for column in program.columns])
+            spent = time.monotonic() - built
+            left_s = None if options.time_limit_s is None else max(options.time_limit_s - spent, 0.0)
+            return solver.solve(scaled, LinearOptions(time_limit_s=left_s, relative_gap=options.gap)), unit
+
+        result, unit = solve_scaled()
+        while result.status is LinearStatus.OPTIMAL and result.values is not None:
+            objective = evaluate_shares(problem, plan_of(result.values)).objective
+            # Costs are never negative: what costs more than a plan is in no better one, and hides what it costs less.
+            dear = {
+                k for k, column in enumerate(program.columns) if column.upper and column.cost > objective * (1 + PROOF)
+            }
+            if objective >= _SMALL * unit or not dear:
+                break
+            program.columns[:] = [
+                replace(column, upper=0.0) if k in dear else column for k, column in enumerate(program.columns)
+            ]
+            finer, unit_of_finer = solve_scaled()
+            if finer.values is None:
+                break
+            result, unit = finer, unit_of_finer
         return answer_of(
             result,
             solver,
