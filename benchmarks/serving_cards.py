@@ -12,7 +12,6 @@ killed while it serves. On a CPU everything is small. Writes ``benchmarks/result
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -23,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +148,7 @@ class CardWatch:
 
     def __init__(self) -> None:
         self._before = self._read()
-        self.peaks_kib = [0] * len(self._before)
+        self.peaks_kib = dict.fromkeys(range(len(self._before)), 0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -162,8 +160,8 @@ class CardWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(0.1):
-            rises = [now - before for now, before in zip(self._read(), self._before, strict=True)]
-            self.peaks_kib = [max(pair) for pair in zip(self.peaks_kib, rises, strict=True)]
+            for card, (now, before) in enumerate(zip(self._read(), self._before, strict=True)):
+                self.peaks_kib[card] = max(self.peaks_kib[card], now - before)
 
     def __enter__(self) -> CardWatch:
         self._thread.start()
@@ -174,23 +172,20 @@ class CardWatch:
         self._thread.join()
 
 
-@contextlib.contextmanager
-def served(model: str, plan: Plan, sizes: Sizes, device: str) -> Iterator[tuple[Pipeline, Any]]:
-    """Stages of a plan, with a list that has the peak memory of each at the end."""
-    cards = [f"cuda:{k}" for k in range(len(plan.stages))] if device == "cuda" else None
-    peaks: list[int] = []
-    watch: Any = CardWatch() if device == "cuda" else MemoryWatch()
-    started = watch.add if device == "cpu" else None
-    with watch, Pipeline(model, plan, dtype=sizes.dtype, devices=cards, started=started) as pipeline:
-        yield pipeline, peaks
-    kept = watch.peaks_kib
-    peaks += (kept if device == "cuda" else list(kept.values()))[: len(plan.stages)]
+def places(plan: Plan, device: str) -> list[str]:
+    """Where each stage runs."""
+    return [f"cuda:{k}" if device == "cuda" else "cpu" for k in range(len(plan.stages))]
 
 
 def serve(model: str, base: ServingPlan, plan: Plan, sizes: Sizes, device: str) -> dict[str, Any]:
     """What a plan does: seconds of both phases, and memory of the stages."""
     work, option = base.workload, base.problem.microbatches[plan.microbatch]
-    with served(model, plan, sizes, device) as (pipeline, peaks):
+    watch: Any = CardWatch() if device == "cuda" else MemoryWatch()
+    started = watch.add if device == "cpu" else None
+    with (
+        watch,
+        Pipeline(model, plan, dtype=sizes.dtype, devices=places(plan, device), started=started) as pipeline,
+    ):
         speeds = measure_batches(
             pipeline,
             prompts=work.prompts,
@@ -200,12 +195,13 @@ def serve(model: str, base: ServingPlan, plan: Plan, sizes: Sizes, device: str) 
             prefill=option.prefill,
             decode=option.decode,
         )
-    return {**{phase: speeds[f"{phase}_s"] for phase in ("prefill", "decode")}, "memory_kib": peaks}
+    peaks = list(watch.peaks_kib.values())[: len(plan.stages)]
+    return {"prefill": speeds["prefill_s"], "decode": speeds["decode_s"], "memory_kib": peaks}
 
 
 def lose_a_stage(model: str, base: ServingPlan, plan: Plan, sizes: Sizes, device: str) -> dict[str, Any]:
     """Seconds from the death of the last stage until the batch fails, and the error."""
-    with served(model, plan, sizes, device) as (pipeline, _):
+    with Pipeline(model, plan, dtype=sizes.dtype, devices=places(plan, device)) as pipeline:
         killed: list[float] = []
 
         def kill(rows: slice, tokens: Any) -> None:
@@ -246,15 +242,12 @@ def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             zip(r["predicted"]["memory_kib"], r["measured"]["memory_kib"], strict=True)
         )
     }
-    for what, worst, is_met in (
-        ("most above", max(memory, key=lambda name: memory[name]), lambda x: x <= 0.05),
-        ("most below", min(memory, key=lambda name: memory[name]), lambda x: x >= -0.02),
+    above, below = max(memory, key=lambda name: memory[name]), min(memory, key=lambda name: memory[name])
+    for what, text, worst, met in (
+        ("most above", "<= 0.05", above, memory[above] <= 0.05),
+        ("most below", ">= -0.02", below, memory[below] >= -0.02),
     ):
-        value = memory[worst]
-        asked_text = "<= 0.05" if what == "most above" else ">= -0.02"
-        rows.append(
-            asked_row(f"memory: predicted over measured, {what}", asked_text, round(value, 3), is_met(value), worst)
-        )
+        rows.append(asked_row(f"memory: predicted over measured, {what}", text, round(memory[worst], 3), met, worst))
     for record in records:
         if "failed_after_s" in record:
             seconds = record["failed_after_s"]

@@ -427,20 +427,17 @@ class IlpSharesFormulation:
 
         result, unit = solve_scaled()
         while result.status is LinearStatus.OPTIMAL and result.values is not None:
-            objective = evaluate_shares(problem, plan_of(result.values)).objective
+            most = evaluate_shares(problem, plan_of(result.values)).objective * (1 + PROOF)
+            if most >= _SMALL * unit or all(column.cost <= most for column in program.columns if column.upper):
+                break
             # Costs are never negative: what costs more than a plan is in no better one, and hides what it costs less.
-            dear = {
-                k for k, column in enumerate(program.columns) if column.upper and column.cost > objective * (1 + PROOF)
-            }
-            if objective >= _SMALL * unit or not dear:
-                break
             program.columns[:] = [
-                replace(column, upper=0.0) if k in dear else column for k, column in enumerate(program.columns)
+                replace(column, upper=0.0) if column.cost > most else column for column in program.columns
             ]
-            finer, unit_of_finer = solve_scaled()
-            if finer.values is None:
+            finer = solve_scaled()
+            if finer[0].status is not LinearStatus.OPTIMAL:
                 break
-            result, unit = finer, unit_of_finer
+            result, unit = finer
         return answer_of(
             result,
             solver,

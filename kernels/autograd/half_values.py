@@ -153,7 +153,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         elements = 0 if torch.is_grad_enabled() else grad.numel() + x.numel()  # as a whole to be differentiated again
-        found = gradients(
+        results = gradients(
             lambda part: (grad[part].float(), x[part].float()),
             weight.float(),
             ctx.bias_sizes,
@@ -163,7 +163,7 @@ class _Convolution(torch.autograd.Function):
             parts_of(x.shape[0], elements, weight),
             grad.dtype,
         )
-        return (*(None if each is None else each.to(grad.dtype) for each in found), None)
+        return (*(None if each is None else each.to(grad.dtype) for each in results), None)
 
 
 _PART = 2**17
