@@ -28,7 +28,7 @@ from qsync_opt.formulations.assignment import (
     labels_at,
     linear_program,
 )
-from qsync_opt.formulations.linear import LinearOptions, LinearSolver, answer_of, required_solver
+from qsync_opt.formulations.linear import LinearOptions, LinearSolver, answer_of, required_solver, solve_in_units
 from qsync_opt.formulations.training import Collapsed, collapse, exact_effort, graph_tables, greedy_effort
 from qsync_opt.gradients import JointPlan, JointProblem, Plan, evaluate_joint, under_schemes
 from qsync_opt.registry import Kind, create, default_solver
@@ -256,9 +256,8 @@ class IlpJointFormulation:
         started = time.monotonic()
         solver = required_solver(options.solver, "method 'ilp'", continuous=True)
         joint = build_joint(problem)
-        # Objectives near 1 and rows near 1000 keep solvers' absolute tolerances small beside both.
-        unit = float(joint.model.objective_Z.max(initial=0.0)) or 1.0
-        program = linear_program(replace(joint.model, objective_Z=joint.model.objective_Z / unit))
+        # Rows near 1000 keep solvers' absolute tolerances small beside them, as `solve_in_units` does for objectives.
+        program = linear_program(joint.model)
         largest = max(1.0, float(np.abs(joint.model.value_T).max(initial=0)))
         program.rows[:] = [
             replace(row, terms={c: v * 1e3 / largest for c, v in row.terms.items()}, upper=row.upper * 1e3 / largest)
@@ -267,11 +266,12 @@ class IlpJointFormulation:
             for row in program.rows
         ]
         built = time.monotonic()
-        result = solver.solve(program, LinearOptions(time_limit_s=options.time_limit_s, relative_gap=options.gap))
+        limits = LinearOptions(time_limit_s=options.time_limit_s, relative_gap=options.gap)
+        result = solve_in_units(solver, program, limits)
         return answer_of(
             result,
             solver,
-            bound_of=lambda bound: max(bound, 0.0) * unit + joint.constant,  # costs are never negative
+            bound_of=lambda bound: max(bound, 0.0) + joint.constant,  # costs are never negative
             plan_of=lambda values: joint.plan(labels_at(joint.model, values)),
             objective_of=lambda plan: evaluate_joint(problem, plan).objective,
             why_infeasible=lambda: _infeasible(problem),

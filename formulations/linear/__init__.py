@@ -10,6 +10,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.formulations.linear.answers import answer_of
     from qsync_opt.formulations.linear.model import LinearModel
+    from qsync_opt.formulations.linear.scaled import solve_in_units
     from qsync_opt.formulations.linear.solver import (
         LinearOptions,
         LinearResult,
@@ -28,4 +29,5 @@ __all__ = [
     "LinearStatus",
     "answer_of",
     "required_solver",
+    "solve_in_units",
 ]

@@ -27,14 +27,7 @@ import numpy as np
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.assignment import PROOF, Floats, labels_at, linear_program
-from qsync_opt.formulations.linear import (
-    LinearModel,
-    LinearOptions,
-    LinearResult,
-    LinearStatus,
-    answer_of,
-    required_solver,
-)
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, answer_of, required_solver, solve_in_units
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.registry import Kind, create
@@ -340,10 +333,6 @@ def _infeasible(problem: SharesProblem, time_limit_s: float | None) -> str:
     )
 
 
-_SMALL = 1e-3
-"""Objectives that are smaller beside the largest cost are sought once more, without what costs more than they do."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Block:
     """One device type at one batch within the program: its model, its first column, and the column that chooses it."""
@@ -417,31 +406,12 @@ class IlpSharesFormulation:
                     devices[block.name] = block.collapsed.choices(model.complete(labels_at(model, tuple(own))))
             return SharesPlan(batches=batches, precisions=Plan(problem=problem.name, devices=devices))
 
-        def solve_scaled() -> tuple[LinearResult, float]:
-            """A result, and the unit of its costs: near 1, a solver's absolute tolerances are small beside them."""
-            unit = max((column.cost for column in program.columns if column.upper), default=0.0) or 1.0
-            scaled = replace(program, columns=[replace(column, cost=column.cost / unit) for column in program.columns])
-            spent = time.monotonic() - built
-            left_s = None if options.time_limit_s is None else max(options.time_limit_s - spent, 0.0)
-            return solver.solve(scaled, LinearOptions(time_limit_s=left_s, relative_gap=options.gap)), unit
-
-        result, unit = solve_scaled()
-        while result.status is LinearStatus.OPTIMAL and result.values is not None:
-            most = evaluate_shares(problem, plan_of(result.values)).objective * (1 + PROOF)
-            if most >= _SMALL * unit or all(column.cost <= most for column in program.columns if column.upper):
-                break
-            # Costs are never negative: what costs more than a plan is in no better one, and hides what it costs less.
-            program.columns[:] = [
-                replace(column, upper=0.0) if column.cost > most else column for column in program.columns
-            ]
-            finer = solve_scaled()
-            if finer[0].status is not LinearStatus.OPTIMAL:
-                break
-            result, unit = finer
+        limits = LinearOptions(time_limit_s=options.time_limit_s, relative_gap=options.gap)
+        result = solve_in_units(solver, program, limits)
         return answer_of(
             result,
             solver,
-            bound_of=lambda bound: max(bound, 0.0) * unit,  # costs are never negative
+            bound_of=lambda bound: max(bound, 0.0),  # costs are never negative
             plan_of=plan_of,
             objective_of=lambda plan: evaluate_shares(problem, plan).objective,
             why_infeasible=lambda: _infeasible(problem, options.time_limit_s),

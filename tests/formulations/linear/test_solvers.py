@@ -3,7 +3,7 @@ import math
 import pytest
 
 from qsync_opt.errors import SolverError
-from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus, solve_in_units
 from qsync_opt.formulations.linear.solvers import ortools_solver, pulp_solver
 from qsync_opt.registry import BUILT_IN, Kind
 
@@ -98,3 +98,26 @@ def test_gaps_and_node_limits_are_taken_and_never_spoil_a_bound(solver):
             assert model.objective(found.values) >= 91 - 1e-6
         if options.absolute_gap:
             assert model.objective(found.values) <= 93 + 1e-6
+
+
+def test_choices_that_cost_little_are_told_apart_beside_others_that_cost_much(solver):
+    """One of four choices, and a maximum that is paid for at a high price but is tiny."""
+    model = LinearModel(name="units", constant=7.0)
+    costs = (3e-9, 2e-9, 0.5, 0.1)
+    choices = [model.add_column(f"c{k}", integer=True, cost=cost) for k, cost in enumerate(costs)]
+    most = model.add_column("most", upper=math.inf, cost=1e-3)
+    model.add_row("one", dict.fromkeys(choices, 1.0), lower=1.0, upper=1.0)
+    model.add_row("most", {most: 1.0, choices[0]: -1e-6, choices[1]: -1e-6}, lower=0.0)
+    result = solve_in_units(solver, model, LinearOptions())
+    assert result.status is LinearStatus.OPTIMAL
+    assert [round(value) for value in result.values[:4]] == [0, 1, 0, 0]
+    assert result.bound == pytest.approx(7.0 + 3e-9, abs=1e-9)
+
+
+def test_programs_without_costs_and_without_points_are_solved_in_units(solver):
+    model = LinearModel(name="free")
+    column = model.add_column("c", integer=True)
+    model.add_row("one", {column: 1.0}, lower=1.0)
+    assert solve_in_units(solver, model, LinearOptions()).bound == pytest.approx(0, abs=1e-9)
+    model.add_row("none", {column: 1.0}, upper=0.0)
+    assert solve_in_units(solver, model, LinearOptions()).values is None
