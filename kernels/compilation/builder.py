@@ -37,6 +37,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
 # Stems of the sources' names: kernels that are compiled and loaded together.
 UNITS = (
     "quantize", "matmul", "convolution", "gradients", "messages", "weight_only", "cross_entropy", "paged_attention",
+    "decoder",
 )  # fmt: skip
 
 

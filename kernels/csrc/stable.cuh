@@ -61,6 +61,13 @@ inline Tensor empty_on(const Tensor& like, std::initializer_list<int64_t> sizes,
   return Tensor(made);
 }
 
+// The major part of it, of the tensor's card.
+inline int compute_capability(const Tensor& x) {
+  int major = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, x.get_device_index()));
+  return major;
+}
+
 inline int multiprocessors() {
   int device = 0, count = 0;
   STD_CUDA_CHECK(cudaGetDevice(&device));

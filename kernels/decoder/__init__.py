@@ -5,8 +5,15 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.decoder.rows import gelu_gate, rms_norm, rotate_positions, silu_gate
+    from qsync_opt.kernels.decoder.rows import (
+        add_rms_norm,
+        gelu_gate,
+        rms_norm,
+        rotate_into_pages,
+        rotate_positions,
+        silu_gate,
+    )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["gelu_gate", "rms_norm", "rotate_positions", "silu_gate"]
+__all__ = ["add_rms_norm", "gelu_gate", "rms_norm", "rotate_into_pages", "rotate_positions", "silu_gate"]

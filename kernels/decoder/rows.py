@@ -1,8 +1,8 @@
 """Norms, rotary positions and gates.
 
-On cards each is one kernel, by torch or compiled by it. On CPUs compiled loops take BF16 and FP32, compute in
-FP32 and round once; a row's result then has the same bits in any batch. Other types, processors without a compiler and
-gradients take the plain formulas.
+Each is one pass that computes in FP32 and rounds once: on cards a kernel, for BF16, FP16 and FP32 in vectors that 8
+divides, on CPUs a compiled loop, for BF16 and FP32. A row's result then has the same bits in any batch. Other types and
+sizes, machines without a compiler and gradients take the plain formulas.
 
 Axes: N rows, G heads, D numbers of a head or a row.
 """
@@ -19,10 +19,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.compilation import host
+from qsync_opt.kernels.compilation import host, library
 
 UNIT = "decoder"
-_DTYPES = (torch.bfloat16, torch.float32)
+_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
+_ROTATED = (64, 128, 256)
+"""Numbers of a head that cards rotate."""
+_VECTOR = 8
+"""Numbers that a thread of a card reads at a time."""
+_LONGEST = 16384
+"""Numbers of a vector that cards norm."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -41,16 +47,35 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
             f"x has the shape {tuple(x.shape)} and weight {tuple(weight.shape)}, but they must be (N, D) or (N, G, D), "
             "and (D,)"
         )
-    if x.device.type == "cuda":
-        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)
+    if x.shape[-1] <= _LONGEST and weight.dtype in (x.dtype, torch.float32) and _on_card(x, weight):
+        normed: Tensor = library.operator(UNIT, "decoder_norm", x.device, "auto")(x, weight, epsilon)
+        return normed
     if (loops := _loops_for(x, weight)) is None:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+        return _norm(x, weight, epsilon)
     weight = weight.float().contiguous()
     x, rows = _rows(x)
     y = x.new_empty(x.shape)
     loops.qsync_decoder_rms_norm(*rows, weight.data_ptr(), epsilon, y.data_ptr(), torch.get_num_threads())
     return y
+
+
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The sum of two matrices (N, D) of one type, and its `rms_norm`, of which it is the second.
+
+    Raises:
+        UnsupportedError: The shapes or types do not fit.
+    """
+    if x.dim() != 2 or added.shape != x.shape or added.dtype is not x.dtype:
+        raise UnsupportedError(
+            f"x has the shape {tuple(x.shape)} in {x.dtype} and what is added {tuple(added.shape)} in {added.dtype}, "
+            "but they must be (N, D) of one type"
+        )
+    if x.shape[-1] <= _LONGEST and weight.dtype in (x.dtype, torch.float32) and _on_card(x, added, weight):
+        add = library.operator(UNIT, "decoder_add_norm", x.device, "auto")
+        both: tuple[Tensor, Tensor] = add(x.contiguous(), added.contiguous(), weight, epsilon)
+        return both
+    total = x + added
+    return rms_norm(total, weight, epsilon), total
 
 
 def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -70,8 +95,9 @@ def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"x has the shape {tuple(x.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}, in {x.dtype}, "
             f"{cos.dtype} and {sin.dtype}, but they must be (N, G, D) with an even D, and (N, 1, D) twice, of one type"
         )
-    if x.device.type == "cuda":
-        return _by_torch(_rotate)(x, cos, sin)
+    if x.shape[-1] in _ROTATED and _on_card(x, cos, sin):
+        rotated: Tensor = library.operator(UNIT, "decoder_rotate", x.device, "auto")(x, cos, sin)
+        return rotated
     if (loops := _loops_for(x, cos, sin)) is None:
         return _rotate(x, cos, sin)
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -79,6 +105,26 @@ def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     y = x.new_empty(x.shape)
     loops.qsync_decoder_rotate(*rows, cos.data_ptr(), sin.data_ptr(), y.data_ptr(), torch.get_num_threads())
     return y
+
+
+def rotate_into_pages(heads: Tensor, cos: Tensor, sin: Tensor, slots_N: Tensor, pool: Tensor) -> Tensor | None:
+    """`rotate_positions` of queries and keys, and the way of keys and values into pages, as one kernel of a card.
+
+    Args:
+        heads: Queries, keys and values of each token, shape (N, G, D).
+        cos: As of `rotate_positions`.
+        sin: As of `rotate_positions`.
+        slots_N: Where in the pages a token's key and value go, int64.
+        pool: Pages of keys and values (2, heads of keys, slots, D), which are written.
+
+    Returns:
+        The rotated queries and keys; None where no kernel does this for these types and sizes: then nothing is written.
+    """
+    if heads.shape[-1] not in _ROTATED or pool.dtype is not heads.dtype or not _on_card(heads, cos, sin):
+        return None
+    into_pages = library.operator(UNIT, "decoder_rotate_into_pages", heads.device, "auto")
+    rotated: Tensor = into_pages(heads, cos, sin, slots_N, pool)
+    return rotated
 
 
 def gelu_gate(x: Tensor) -> Tensor:
@@ -102,8 +148,9 @@ def silu_gate(x: Tensor) -> Tensor:
 def _gate(x: Tensor, plain: Callable[[Tensor], Tensor], *, by_gelu: bool) -> Tensor:
     if x.dim() != 2 or x.shape[1] % 2:
         raise UnsupportedError(f"x has the shape {tuple(x.shape)}, but it must be (N, 2 D)")
-    if x.device.type == "cuda":
-        return _by_torch(plain)(x)
+    if x.shape[1] % (2 * _VECTOR) == 0 and _on_card(x):
+        result: Tensor = library.operator(UNIT, "decoder_gate", x.device, "auto")(x.contiguous(), by_gelu)
+        return result
     if (loops := _loops_for(x)) is None:
         return plain(x)
     x = x.contiguous()
@@ -114,9 +161,27 @@ def _gate(x: Tensor, plain: Callable[[Tensor], Tensor], *, by_gelu: bool) -> Ten
     return y
 
 
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+
+
+def _add_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    total = x + added
+    return _norm(total, weight, epsilon), total
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _rotate_into_pages(heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: Tensor) -> Tensor:
+    kv_heads = pool.shape[1]
+    rotated, values = _rotate(heads[:, :-kv_heads], cos, sin), heads[:, -kv_heads:]
+    pool[0].index_copy_(1, slots, rotated[:, -kv_heads:].transpose(0, 1))
+    pool[1].index_copy_(1, slots, values.transpose(0, 1))
+    return rotated
 
 
 def _gelu_gate(x: Tensor) -> Tensor:
@@ -129,10 +194,47 @@ def _silu_gate(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@functools.cache
-def _by_torch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of elementwise operations as one kernel, compiled at its first call."""
-    return torch.compile(function, dynamic=True, fullgraph=True)
+library.define(
+    "decoder_norm(Tensor x, Tensor weight, float epsilon) -> Tensor",
+    unit=UNIT,
+    plain=_norm,
+    fake=lambda x, weight, epsilon: x.new_empty(x.shape),
+)
+library.define(
+    "decoder_add_norm(Tensor x, Tensor added, Tensor weight, float epsilon) -> (Tensor, Tensor)",
+    unit=UNIT,
+    plain=_add_norm,
+    fake=lambda x, added, weight, epsilon: (x.new_empty(x.shape), x.new_empty(x.shape)),
+)
+library.define(
+    "decoder_gate(Tensor x, bool by_gelu) -> Tensor",
+    unit=UNIT,
+    plain=lambda x, by_gelu: (_gelu_gate if by_gelu else _silu_gate)(x),
+    fake=lambda x, by_gelu: x.new_empty((x.shape[0], x.shape[1] // 2)),
+)
+library.define(
+    "decoder_rotate(Tensor heads, Tensor cos, Tensor sin) -> Tensor",
+    unit=UNIT,
+    plain=_rotate,
+    fake=lambda heads, cos, sin: heads.new_empty(heads.shape),
+)
+library.define(
+    "decoder_rotate_into_pages(Tensor heads, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) pool) -> Tensor",
+    unit=UNIT,
+    plain=_rotate_into_pages,
+    fake=lambda heads, cos, sin, slots, pool: heads.new_empty(
+        (heads.shape[0], heads.shape[1] - pool.shape[1], heads.shape[2])
+    ),
+)
+
+
+def _on_card(x: Tensor, *others: Tensor) -> bool:
+    """Whether a card's kernel takes a tensor of vectors, beside others; nobody asks for a gradient."""
+    if x.device.type != "cuda" or x.dtype not in _DTYPES["cuda"] or x.shape[-1] % _VECTOR or x.stride(-1) != 1:
+        return False
+    if any(step % _VECTOR for step in x.stride()[:-1]) or x.data_ptr() % 16:
+        return False
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in (x, *others)))
 
 
 @functools.cache
@@ -154,7 +256,7 @@ def _loops() -> ctypes.CDLL | None:
 def _loops_for(x: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     """The compiled loops, where they are for tensors of this type and device and nobody asks for a gradient."""
     tensors = (x, *others)
-    if x.dtype not in _DTYPES or any(each.device.type != "cpu" for each in tensors):
+    if x.dtype not in _DTYPES["cpu"] or any(each.device.type != "cpu" for each in tensors):
         return None
     return None if torch.is_grad_enabled() and any(each.requires_grad for each in tensors) else _loops()
 

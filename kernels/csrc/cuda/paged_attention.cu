@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/early_start.cuh"
 #include "stable.cuh"
 
 namespace qsync {
@@ -15,6 +16,7 @@ constexpr int kWarps = 4;     // of a block of threads
 constexpr int kShare = 16;    // numbers of a head that a lane holds: 32 bytes
 constexpr int kQueries = 4;   // that share a head of keys and are answered by a block at a time
 constexpr int kLength = 64;   // positions of a split
+constexpr int kMostAhead = 4;  // positions of which a lane has keys and values on their way
 constexpr float kLowest = -1e30f;    // no score is lower, and differences of it are numbers
 
 struct Paged {
@@ -74,10 +76,13 @@ __device__ __forceinline__ void merge(float& largest, float& sum, float (&v)[kSh
 template <class T, int kSize>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Paged args) {
   constexpr int kLanes = kSize / kShare, kAtOnce = 32 / kLanes;  // lanes of a position, positions of a warp
+  constexpr int kRounds = kLength / (kWarps * kAtOnce), kBatch = kRounds < kMostAhead ? kRounds : kMostAhead;
   __shared__ float merged[kWarps][kQueries][kSize + 2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sub = lane % kLanes;
   const int split = blockIdx.x, head = blockIdx.y / args.parts, part = blockIdx.y % args.parts;
   const int64_t sequence = blockIdx.z;
+  launch_next();
+  wait_for_previous();
   const int first = part * kQueries, queries = min(kQueries, args.group - first);
   const int context = int(args.contexts[sequence]);
   const int low = args.window > 0 ? max(0, context - args.window) : 0;
@@ -99,39 +104,62 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Paged args) {
   }
   const int64_t* pages = args.table + sequence * args.columns;
   const int64_t base = int64_t(head) * args.slots;
-  for (int at_once = begin + warp * kAtOnce; at_once < end; at_once += kWarps * kAtOnce) {
-    const bool seen = at_once + lane / kLanes < end;
-    const int position = min(at_once + lane / kLanes, end - 1);
-    const int64_t place = (base + pages[position / kPage] * kPage + position % kPage) * kSize + sub * kShare;
-    const uint4* key_at = reinterpret_cast<const uint4*>(static_cast<const T*>(args.keys) + place);
-    const uint4* value_at = reinterpret_cast<const uint4*>(static_cast<const T*>(args.values) + place);
-    const uint4 raw_key[2] = {key_at[0], key_at[1]}, raw_value[2] = {value_at[0], value_at[1]};
-    float numbers[kShare];
-    widened<T>(raw_key, numbers);
-    float score[kQueries];
 #pragma unroll
-    for (int j = 0; j < kQueries; ++j) {
-      float dot = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kShare; ++i) {
-        dot += q[j][i] * numbers[i];
-      }
-#pragma unroll
-      for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-        dot += __shfl_xor_sync(0xffffffffu, dot, lanes);
-      }
-      score[j] = dot * args.scale;
+  for (int batch = 0; batch < kRounds; batch += kBatch) {
+    const int first_position = begin + (batch * kWarps + warp) * kAtOnce;
+    if (first_position >= end) {
+      break;
     }
-    widened<T>(raw_value, numbers);
+    uint4 raw_keys[kBatch][2], raw_values[kBatch][2];
+    int64_t places[kBatch];
 #pragma unroll
-    for (int j = 0; j < kQueries; ++j) {
-      const float common = seen ? fmaxf(largest[j], score[j]) : largest[j];
-      const float factor = exp2f(largest[j] - common), weight = seen ? exp2f(score[j] - common) : 0.0f;
-      largest[j] = common;
-      sum[j] = sum[j] * factor + weight;
+    for (int r = 0; r < kBatch; ++r) {
+      const int position = min(first_position + r * kWarps * kAtOnce + lane / kLanes, end - 1);
+      places[r] = (base + pages[position / kPage] * kPage + position % kPage) * kSize + sub * kShare;
+    }
 #pragma unroll
-      for (int i = 0; i < kShare; ++i) {
-        v[j][i] = v[j][i] * factor + (seen ? weight * numbers[i] : 0.0f);
+    for (int r = 0; r < kBatch; ++r) {
+      const uint4* key_at = reinterpret_cast<const uint4*>(static_cast<const T*>(args.keys) + places[r]);
+      const uint4* value_at = reinterpret_cast<const uint4*>(static_cast<const T*>(args.values) + places[r]);
+      raw_keys[r][0] = key_at[0];
+      raw_keys[r][1] = key_at[1];
+      raw_values[r][0] = value_at[0];
+      raw_values[r][1] = value_at[1];
+    }
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const int at_once = first_position + r * kWarps * kAtOnce;
+      if (at_once >= end) {
+        break;
+      }
+      const bool seen = at_once + lane / kLanes < end;
+      float numbers[kShare];
+      widened<T>(raw_keys[r], numbers);
+      float score[kQueries];
+#pragma unroll
+      for (int j = 0; j < kQueries; ++j) {
+        float dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+          dot += q[j][i] * numbers[i];
+        }
+#pragma unroll
+        for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+          dot += __shfl_xor_sync(0xffffffffu, dot, lanes);
+        }
+        score[j] = dot * args.scale;
+      }
+      widened<T>(raw_values[r], numbers);
+#pragma unroll
+      for (int j = 0; j < kQueries; ++j) {
+        const float common = seen ? fmaxf(largest[j], score[j]) : largest[j];
+        const float factor = exp2f(largest[j] - common), weight = seen ? exp2f(score[j] - common) : 0.0f;
+        largest[j] = common;
+        sum[j] = sum[j] * factor + weight;
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+          v[j][i] = v[j][i] * factor + (seen ? weight * numbers[i] : 0.0f);
+        }
       }
     }
   }
@@ -183,14 +211,18 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Paged args) {
 // Grid: (heads, sequences), a thread per number. Traffic: what the splits found, once. Contract: as above.
 template <class T, int kSize>
 __global__ void join_kernel(Paged args) {
+  launch_next();
+  wait_for_previous();
   const int64_t query = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
   const float* from = args.partial + query * args.splits * (kSize + 2);
   const int context = int(args.contexts[blockIdx.y]), positions = args.window > 0 ? min(args.window, context) : context;
   const int splits = (positions + kLength - 1) / kLength;
   float common = kLowest, total = 0.0f, value = 0.0f;
+#pragma unroll 8
   for (int split = 0; split < splits; ++split) {
     common = fmaxf(common, from[split * (kSize + 2) + kSize]);
   }
+#pragma unroll 8
   for (int split = 0; split < splits; ++split) {
     const float* own = from + split * (kSize + 2);
     const float factor = exp2f(own[kSize] - common);
@@ -204,17 +236,17 @@ template <class T, int kSize>
 void run(Paged& args, const Tensor& q, int64_t kv_heads) {
   const int64_t sequences = q.size(0), heads = q.size(1);
   const cudaStream_t stream = stream_of(q);
+  const bool early = starts_early(compute_capability(q));
   args.parts = (args.group + kQueries - 1) / kQueries;
   const int64_t all = args.columns * kPage, longest = args.window > 0 && args.window < all ? args.window : all;
   args.splits = int((longest + kLength - 1) / kLength);
   Tensor partial = empty_on(q, {args.splits > 1 ? sequences * heads * args.splits : 0, kSize + 2}, ScalarType::Float);
   args.partial = static_cast<float*>(partial.data_ptr());
   const dim3 grid(unsigned(args.splits), unsigned(kv_heads * args.parts), unsigned(sequences));
-  attend_kernel<T, kSize><<<grid, 32 * kWarps, 0, stream>>>(args);
-  STD_CUDA_CHECK(cudaGetLastError());
+  const auto attend = attend_kernel<T, kSize>, join = join_kernel<T, kSize>;
+  STD_CUDA_CHECK(launch_early(early, attend, grid, dim3(32 * kWarps), stream, args));
   if (args.splits > 1) {
-    join_kernel<T, kSize><<<dim3(unsigned(heads), unsigned(sequences)), kSize, 0, stream>>>(args);
-    STD_CUDA_CHECK(cudaGetLastError());
+    STD_CUDA_CHECK(launch_early(early, join, dim3(unsigned(heads), unsigned(sequences)), dim3(kSize), stream, args));
   }
 }
 

@@ -176,8 +176,7 @@ void launch(const Arguments& args, cudaStream_t stream) {
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
   // The kernel may start while the ones before it end: it waits for what they compute itself.
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0] = early_start();
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = unsigned(args.cluster);
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
@@ -201,12 +200,6 @@ void run(Arguments args, cudaStream_t stream) {
   }
 }
 
-int compute_capability(const Tensor& x) {
-  int major = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, x.get_device_index()));
-  return major;
-}
-
 Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t group, int64_t outputs) {
   STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(1) == codes.size(1) * kTile &&
                       x.get_device_index() == codes.get_device_index(),
@@ -227,9 +220,7 @@ Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, 
   args.padded = codes.size(0) * kTile;
   args.blocks = codes.size(1);
   args.group_blocks = int(group / kTile);
-#if QSYNC_HAS_SM90A
-  args.hopper = major == 9;
-#endif
+  args.hopper = starts_early(major);
   return args;
 }
 

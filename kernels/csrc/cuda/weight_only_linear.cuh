@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/early_start.cuh"
+
 namespace qsync {
 
 constexpr int kTile = 64, kStrips = 4;  // a tile is 64 outputs by a block of 64 inputs, of strips of 16 outputs
@@ -121,20 +123,6 @@ __device__ __forceinline__ void widen8(uint32_t low, uint32_t high, uint32_t (&a
 __device__ __forceinline__ void store(__half* y, float value) { *y = __float2half_rn(value); }
 __device__ __forceinline__ void store(__nv_bfloat16* y, float value) { *y = __float2bfloat16_rn(value); }
 __device__ __forceinline__ void store(float* y, float value) { *y = value; }
-
-// Lets the next kernel of the stream start, as far as it asks to start early, once every block has come here or left.
-__device__ __forceinline__ void launch_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Waits until the kernels before this one in the stream have ended and what they wrote can be read.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // What is copied at a time: two blocks of inputs of a tile for 4 bits, one for 8, as they lie in memory, each with its scales.
 template <int kBits>

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -24,6 +25,17 @@ from qsync_opt.runtimes.torch.serving.steps import PAGE, Layout, pages_of
 from qsync_opt.runtimes.torch.serving.weights import StateSource, WeightSource, row_parts
 
 
+class Residual(NamedTuple):
+    """The residual stream (N, H) between groups: what a group adds waits for the next norm, which adds it."""
+
+    x: torch.Tensor
+    added: torch.Tensor | None = None
+
+    def whole(self) -> torch.Tensor:
+        """The hidden states."""
+        return self.x if self.added is None else self.x + self.added
+
+
 class Norm:
     """Root mean square norm, computed in FP32."""
 
@@ -34,6 +46,13 @@ class Norm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The normed vectors, in the type of ``x``."""
         return decoder.rms_norm(x, self.weight, self._epsilon)
+
+    def of(self, stream: Residual, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed hidden states, and these themselves."""
+        if stream.added is None or layout.pieces:
+            x = stream.whole()
+            return layout.apart(self, x), x
+        return decoder.add_rms_norm(stream.x, stream.added, self.weight, self._epsilon)
 
     @property
     def bytes(self) -> int:
@@ -123,23 +142,33 @@ class Attention(Group):
         assert self.cache is not None, "reserve() comes before"
         self.cache.wipe(pages)
 
-    def __call__(self, x_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def __call__(self, stream: Residual, layout: Layout) -> Residual:
         """The hidden states after the attention; keys and values join the cache."""
-        c, tokens = self.config, x_NH.shape[0]
-        normed = layout.apart(self.norm, x_NH)
-        heads = _product(normed, self.qkv, layout, self.qkv_bias).view(tokens, -1, c.head_size)
-        q_and_k, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], dim=1)
+        c = self.config
+        normed, x_NH = self.norm.of(stream, layout)
+        heads = _product(normed, self.qkv, layout, self.qkv_bias).view(len(x_NH), -1, c.head_size)
         if self.head_norms is not None:
-            q, k = torch.split(q_and_k, [c.heads, c.kv_heads], dim=1)
-            q_and_k = torch.cat([layout.apart(self.head_norms[0], q), layout.apart(self.head_norms[1], k)], dim=1)
-        cos, sin = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
-        rotated = decoder.rotate_positions(q_and_k, cos, sin)
-        q, k = torch.split(rotated, [c.heads, c.kv_heads], dim=1)
-        assert self.cache is not None, "reserve() comes before the first call"
-        self.cache.write(layout.slots_N, k, v)
+            q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=1)
+            heads = torch.cat([layout.apart(self.head_norms[0], q), layout.apart(self.head_norms[1], k), v], dim=1)
+        q, k, v = self._to_cache(heads, layout)
         y = self._ragged(q, k, v, layout) if layout.counts else self._decode(q, layout)
         y = _product(y, self.out, layout, self.out_bias)
-        return x_NH + (y if self.after is None else layout.apart(self.after, y))
+        return Residual(x_NH, y if self.after is None else layout.apart(self.after, y))
+
+    def _to_cache(self, heads: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys with their positions, and values; keys and values join the cache."""
+        c = self.config
+        assert self.cache is not None, "reserve() comes before the first call"
+        angles = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
+        q_and_k, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], dim=1)
+        rotated = decoder.rotate_into_pages(heads, *angles, layout.slots_N, self.cache.codes)
+        written = rotated is not None
+        if rotated is None:
+            rotated = decoder.rotate_positions(q_and_k, *angles)
+        q, k = torch.split(rotated, [c.heads, c.kv_heads], dim=1)
+        if not written:
+            self.cache.write(layout.slots_N, k, v)
+        return q, k, v
 
     def _decode(self, q: torch.Tensor, layout: Layout) -> torch.Tensor:
         """One token per sequence. Without a kernel, query heads that share keys stand as rows of one product."""
@@ -241,12 +270,13 @@ class Mlp(Group):
     def wipe(self, pages: Sequence[int]) -> None:
         """Nothing: an MLP keeps no state."""
 
-    def __call__(self, x_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def __call__(self, stream: Residual, layout: Layout) -> Residual:
         """The hidden states after the MLP."""
         gate = decoder.gelu_gate if self.config.gemma else decoder.silu_gate
-        inner = layout.apart(gate, _product(layout.apart(self.norm, x_NH), self.gate_up, layout))
+        normed, x_NH = self.norm.of(stream, layout)
+        inner = layout.apart(gate, _product(normed, self.gate_up, layout))
         y = _product(inner, self.down, layout)
-        return x_NH + (y if self.after is None else layout.apart(self.after, y))
+        return Residual(x_NH, y if self.after is None else layout.apart(self.after, y))
 
 
 class Embedding:

@@ -22,7 +22,7 @@ import torch
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
-from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp
+from qsync_opt.runtimes.torch.serving.groups import Attention, Mlp, Residual
 from qsync_opt.runtimes.torch.serving.stage import StageModel, check_prompts, group_names
 from qsync_opt.runtimes.torch.serving.steps import GREEDY, Layout, Step, pages_of
 from qsync_opt.runtimes.torch.serving.weights import WeightSource, open_model
@@ -82,7 +82,7 @@ def measure_harm(
         with torch.no_grad():
             # Against the group in 32 bits without a gradient too: code that has none rounds otherwise.
             changes = [
-                torch.stack([rounded[s][g](x, layout) for s in schemes]) - group(x, layout)
+                torch.stack([_after(rounded[s][g], x, layout) for s in schemes]) - _after(group, x, layout)
                 for g, (group, x) in enumerate(zip(whole.groups, hidden, strict=False))
             ]
             probabilities = scores.detach().softmax(-1)
@@ -140,9 +140,9 @@ def output_divergence(
             inputs = list(_hidden(whole, layout))
             expected = whole.scores(inputs[-1]).double().log_softmax(-1)
             for g, name in enumerate(names):
-                x = rounded[g](inputs[g], layout)
+                x = _after(rounded[g], inputs[g], layout)
                 for group in whole.groups[g + 1 :]:
-                    x = group(x, layout)
+                    x = _after(group, x, layout)
                 actual = whole.scores(x).double().log_softmax(-1)
                 total[name] += float((expected.exp() * (expected - actual)).sum().clamp_min(0))
     return {name: value / sum(map(len, prompts)) for name, value in total.items()}
@@ -171,12 +171,16 @@ def _layout(prompt: Sequence[int]) -> Layout:
     return Layout.of(step, torch.device("cpu"))
 
 
+def _after(group: Attention | Mlp, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return group(Residual(x), layout).whole()
+
+
 def _hidden(stage: StageModel, layout: Layout) -> Iterator[torch.Tensor]:
     """The hidden states (N, H) before the first group and after each."""
     x = stage.embed(layout.tokens_N)
     yield x
     for group in stage.groups:
-        x = group(x, layout)
+        x = _after(group, x, layout)
         yield x
 
 
@@ -186,6 +190,6 @@ def _forward(stage: StageModel, layout: Layout) -> tuple[list[torch.Tensor], tor
     x = stage.embed(layout.tokens_N).detach().requires_grad_()
     hidden = [x]
     for group in stage.groups:
-        x = group(x, layout)
+        x = _after(group, x, layout)
         hidden.append(x)
     return hidden, stage.scores(x)

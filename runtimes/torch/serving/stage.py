@@ -13,7 +13,7 @@ from qsync_opt.kernels import weight_only
 from qsync_opt.runtimes.torch.serving.choosing import choose
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
 from qsync_opt.runtimes.torch.serving.graphs import DecodeGraphs
-from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp
+from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp, Residual
 from qsync_opt.runtimes.torch.serving.packing import SCHEMES, PackedWeight
 from qsync_opt.runtimes.torch.serving.steps import SELF_DRAFTS, Layout, Step, drafted
 from qsync_opt.runtimes.torch.serving.weights import WeightSource
@@ -181,9 +181,10 @@ class StageModel:
         """The hidden states (N, H) after this stage; the first stage takes tokens (N,)."""
         if self._embedding is not None:
             x = self.embed(x)
+        stream = Residual(x)
         for group in self.groups:
-            x = group(x, layout)
-        return x
+            stream = group(stream, layout)
+        return stream.whole()
 
     def embed(self, tokens_N: torch.Tensor) -> torch.Tensor:
         """The hidden states (N, H) of tokens, on the first stage."""

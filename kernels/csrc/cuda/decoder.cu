@@ -1,0 +1,377 @@
+// What a decoder computes between its products, each in one pass: norms with the residual sum before them, rotary positions with
+// the way of keys and values into their pages, and gates.
+//
+// For a few rows latency bounds them. So they start early and let the next kernel start early: the weights of the product that
+// follows are on their way meanwhile.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/early_start.cuh"
+#include "stable.cuh"
+
+namespace qsync {
+namespace {
+
+constexpr int kVector = 8;         // numbers that a thread reads at a time
+constexpr int kMostThreads = 512, kMostHeld = 4;  // of a vector's block of threads, and what each holds of it
+constexpr int kWarps = 4;          // of a block of threads whose warps have nothing to do with each other
+
+__device__ __forceinline__ float widen(float v) { return v; }
+__device__ __forceinline__ float widen(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float widen(__half v) { return __half2float(v); }
+template <class T>
+__device__ __forceinline__ T narrow(float v) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(v);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(v);
+  } else {
+    return v;
+  }
+}
+
+// kCount neighbours, read or written together.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Numbers {
+  T values[kCount];
+};
+
+template <class T, int kCount>
+__device__ __forceinline__ void load(const T* from, float (&v)[kCount]) {
+  const auto raw = *reinterpret_cast<const Numbers<T, kCount>*>(from);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    v[i] = widen(raw.values[i]);
+  }
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void store(T* to, const float (&v)[kCount]) {
+  Numbers<T, kCount> raw;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    raw.values[i] = narrow<T>(v[i]);
+  }
+  *reinterpret_cast<Numbers<T, kCount>*>(to) = raw;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    v += __shfl_xor_sync(0xffffffffu, v, lanes);
+  }
+  return v;
+}
+
+struct Norm {
+  const void *x, *added, *weight;
+  void *y, *sum;
+  int64_t heads, row_step, head_step;  // of x; the others are dense
+  int size;
+  float epsilon;
+};
+
+// Grid: a block of threads per vector. Traffic: x and what is added once, sums and results once. Contract: the sum is rounded to
+// the type, as it is without a norm behind it; squares are added in FP32 in an order that depends on the size alone, and the
+// result is rounded once. Reference: kernels/decoder/rows.py.
+template <class T, class Weight, bool kAdds, int kHeld>
+__global__ void __launch_bounds__(kMostThreads) norm_kernel(const Norm p) {
+  __shared__ float parts[kMostThreads / 32];
+  launch_next();
+  wait_for_previous();
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(p.x) + row / p.heads * p.row_step + row % p.heads * p.head_step;
+  const int vectors = p.size / kVector;
+  float weight[kHeld][kVector], v[kHeld][kVector], squares = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    if (const int at = threadIdx.x + k * blockDim.x; at < vectors) {
+      load(static_cast<const Weight*>(p.weight) + at * kVector, weight[k]);
+      load(x + at * kVector, v[k]);
+      if constexpr (kAdds) {
+        float added[kVector];
+        load(static_cast<const T*>(p.added) + row * p.size + at * kVector, added);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          v[k][i] = widen(narrow<T>(v[k][i] + added[i]));
+        }
+        store(static_cast<T*>(p.sum) + row * p.size + at * kVector, v[k]);
+      }
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        squares += v[k][i] * v[k][i];
+      }
+    }
+  }
+  squares = warp_sum(squares);
+  if (threadIdx.x % 32 == 0) {
+    parts[threadIdx.x / 32] = squares;
+  }
+  __syncthreads();
+  squares = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f);
+  const float factor = rsqrtf(squares / p.size + p.epsilon);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    if (const int at = threadIdx.x + k * blockDim.x; at < vectors) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        v[k][i] = v[k][i] * factor * weight[k][i];
+      }
+      store(static_cast<T*>(p.y) + row * p.size + at * kVector, v[k]);
+    }
+  }
+}
+
+// Grid: a thread per kVector results. Traffic: both halves once, results once. Contract: FP32, rounded once.
+template <class T, bool kGelu>
+__global__ void gate_kernel(const T* x, T* y, int64_t vectors, int size) {
+  launch_next();
+  wait_for_previous();
+  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= vectors) {
+    return;
+  }
+  const int64_t begin = at * kVector, row = begin / size;
+  float gate[kVector], up[kVector];
+  load(x + row * size + begin, gate);
+  load(x + (row + 1) * size + begin, up);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const float v = gate[i];
+    // GELU by tanh is v times the logistic function of twice the argument of tanh.
+    const float argument = kGelu ? 1.5957691216057308f * (v + 0.044715f * v * v * v) : v;
+    gate[i] = v / (1.0f + expf(-argument)) * up[i];
+  }
+  store(y + begin, gate);
+}
+
+struct Rotation {
+  const void *heads, *cos, *sin;
+  void *y, *keys, *values;  // keys is null where nothing goes into pages
+  const int64_t* slots;
+  int64_t row_step, head_step, angle_step, tokens, slots_of_head;
+  int queries, kv_heads;
+};
+
+// Grid: a warp per head of a token; a lane holds kPairs numbers of each half of it. Traffic: heads once, results once. Contract:
+// FP32, rounded once. Reference: kernels/decoder/rows.py.
+template <class T, int kPairs>
+__global__ void __launch_bounds__(32 * kWarps) rotate_kernel(const Rotation p) {
+  launch_next();
+  wait_for_previous();
+  constexpr int kHalf = 32 * kPairs;
+  const int lane = threadIdx.x % 32, turned = p.queries + p.kv_heads, all = turned + (p.keys ? p.kv_heads : 0);
+  const int64_t warp = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, token = warp / all;
+  if (token >= p.tokens) {
+    return;
+  }
+  const int head = int(warp % all), at = lane * kPairs;
+  const T* from = static_cast<const T*>(p.heads) + token * p.row_step + head * p.head_step + at;
+  float v[2][kPairs];
+  load(from, v[0]);
+  load(from + kHalf, v[1]);
+  if (head < turned) {
+    const T* cos = static_cast<const T*>(p.cos) + token * p.angle_step + at;
+    const T* sin = static_cast<const T*>(p.sin) + token * p.angle_step + at;
+    float c[2][kPairs], s[2][kPairs];
+    load(cos, c[0]);
+    load(cos + kHalf, c[1]);
+    load(sin, s[0]);
+    load(sin + kHalf, s[1]);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float first = v[0][i], second = v[1][i];
+      v[0][i] = first * c[0][i] - second * s[0][i];
+      v[1][i] = second * c[1][i] + first * s[1][i];
+    }
+    T* y = static_cast<T*>(p.y) + (token * turned + head) * 2 * kHalf + at;
+    store(y, v[0]);
+    store(y + kHalf, v[1]);
+  }
+  if (p.keys && head >= p.queries) {
+    const int kv_head = (head - p.queries) % p.kv_heads;
+    T* page = static_cast<T*>(head < turned ? p.keys : p.values) + (kv_head * p.slots_of_head + p.slots[token]) * 2 * kHalf + at;
+    store(page, v[0]);
+    store(page + kHalf, v[1]);
+  }
+}
+
+bool aligned(const Tensor& x) { return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0; }
+
+#define QSYNC_BY_TYPE(type, ...)                                                       \
+  switch (type) {                                                                      \
+    case ScalarType::BFloat16: {                                                       \
+      using T = __nv_bfloat16;                                                         \
+      __VA_ARGS__;                                                                     \
+      break;                                                                           \
+    }                                                                                  \
+    case ScalarType::Half: {                                                           \
+      using T = __half;                                                                \
+      __VA_ARGS__;                                                                     \
+      break;                                                                           \
+    }                                                                                  \
+    case ScalarType::Float: {                                                          \
+      using T = float;                                                                 \
+      __VA_ARGS__;                                                                     \
+      break;                                                                           \
+    }                                                                                  \
+    default: STD_TORCH_CHECK(false, "decoder: tensors must be bfloat16, float16 or float32"); \
+  }
+
+template <class T, class Weight, bool kAdds>
+cudaError_t launch_norm(const Norm& p, int64_t rows, bool early, cudaStream_t stream) {
+  const int vectors = p.size / kVector, held = (vectors + kMostThreads - 1) / kMostThreads;
+  const int threads = ((vectors + held - 1) / held + 31) / 32 * 32;
+  const auto kernel = held == 1 ? norm_kernel<T, Weight, kAdds, 1> : norm_kernel<T, Weight, kAdds, kMostHeld>;
+  return launch_early(early, kernel, dim3(unsigned(rows)), dim3(threads), stream, p);
+}
+
+void run_norm(const Tensor& x, const Tensor* added, const Tensor& weight, double epsilon, const Tensor& y, const Tensor* sum) {
+  const int64_t size = x.size(x.dim() - 1), rows = size > 0 ? x.numel() / size : 0;
+  STD_TORCH_CHECK(size % kVector == 0 && size <= kMostHeld * kMostThreads * kVector, "decoder: vectors of ", size, " numbers; allowed are "
+                  "multiples of ", kVector, " up to ", kMostHeld * kMostThreads * kVector);
+  STD_TORCH_CHECK(x.stride(x.dim() - 1) == 1 && x.stride(0) % kVector == 0 && (x.dim() == 2 || x.stride(1) % kVector == 0) &&
+                      aligned(x) && weight.is_contiguous() && aligned(weight) && weight.numel() == size &&
+                      weight.get_device_index() == x.get_device_index(),
+                  "decoder: x must have contiguous vectors that begin at multiples of 16 bytes, weight as many numbers");
+  STD_TORCH_CHECK(!added || (x.is_contiguous() && added->is_contiguous() && added->numel() == x.numel() && aligned(*added) &&
+                             added->scalar_type() == x.scalar_type() && added->get_device_index() == x.get_device_index()),
+                  "decoder: x and what is added must be contiguous, of one shape and type");
+  if (rows == 0) {
+    return;
+  }
+  Norm p = {};
+  p.x = x.data_ptr();
+  p.added = added ? added->data_ptr() : nullptr;
+  p.weight = weight.data_ptr();
+  p.y = y.data_ptr();
+  p.sum = sum ? sum->data_ptr() : nullptr;
+  p.heads = x.dim() == 3 ? x.size(1) : 1;
+  p.row_step = x.stride(0);
+  p.head_step = x.dim() == 3 ? x.stride(1) : 0;
+  p.size = int(size);
+  p.epsilon = float(epsilon);
+  const bool early = starts_early(compute_capability(x));
+  const cudaStream_t stream = stream_of(x);
+  const bool wide = weight.scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(wide || weight.scalar_type() == x.scalar_type(), "decoder: weight must be float32 or of the type of x");
+  cudaError_t error = cudaSuccess;
+  QSYNC_BY_TYPE(x.scalar_type(), {
+    if (added) {
+      error = wide ? launch_norm<T, float, true>(p, rows, early, stream) : launch_norm<T, T, true>(p, rows, early, stream);
+    } else {
+      error = wide ? launch_norm<T, float, false>(p, rows, early, stream) : launch_norm<T, T, false>(p, rows, early, stream);
+    }
+  })
+  STD_CUDA_CHECK(error);
+}
+
+Tensor norm_cuda(const Tensor& x, const Tensor& weight, double epsilon) {
+  const OnDeviceOf guard(x);
+  STD_TORCH_CHECK(x.dim() == 2 || x.dim() == 3, "decoder: x must have 2 or 3 dimensions");
+  Tensor y = x.dim() == 2 ? empty_on(x, {x.size(0), x.size(1)}, x.scalar_type())
+                          : empty_on(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type());
+  run_norm(x, nullptr, weight, epsilon, y, nullptr);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> add_norm_cuda(const Tensor& x, const Tensor& added, const Tensor& weight, double epsilon) {
+  const OnDeviceOf guard(x);
+  STD_TORCH_CHECK(x.dim() == 2, "decoder: x must have 2 dimensions");
+  Tensor y = empty_on(x, {x.size(0), x.size(1)}, x.scalar_type()), sum = empty_on(x, {x.size(0), x.size(1)}, x.scalar_type());
+  run_norm(x, &added, weight, epsilon, y, &sum);
+  return {y, sum};
+}
+
+Tensor gate_cuda(const Tensor& x, bool gelu) {
+  const OnDeviceOf guard(x);
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(1) % (2 * kVector) == 0 && aligned(x),
+                  "decoder: x must be a contiguous matrix of two halves, each a multiple of ", kVector);
+  const int64_t size = x.size(1) / 2;
+  Tensor y = empty_on(x, {x.size(0), size}, x.scalar_type());
+  const int64_t vectors = x.size(0) * size / kVector;
+  if (vectors == 0) {
+    return y;
+  }
+  constexpr int kThreads = 128;
+  const dim3 grid(unsigned((vectors + kThreads - 1) / kThreads));
+  cudaError_t error = cudaSuccess;
+  QSYNC_BY_TYPE(x.scalar_type(), {
+    const auto kernel = gelu ? gate_kernel<T, true> : gate_kernel<T, false>;
+    error = launch_early(starts_early(compute_capability(x)), kernel, grid, dim3(kThreads), stream_of(x),
+                         static_cast<const T*>(x.data_ptr()), static_cast<T*>(y.data_ptr()), vectors, int(size));
+  })
+  STD_CUDA_CHECK(error);
+  return y;
+}
+
+Tensor run_rotation(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor* slots, const Tensor* pool) {
+  const OnDeviceOf guard(heads);
+  const int device = heads.get_device_index();
+  STD_TORCH_CHECK(heads.dim() == 3 && (heads.size(2) == 64 || heads.size(2) == 128 || heads.size(2) == 256) &&
+                      heads.stride(2) == 1 && heads.stride(0) % kVector == 0 && heads.stride(1) % kVector == 0 && aligned(heads),
+                  "decoder: heads must be (tokens, heads, 64, 128 or 256), each contiguous from a multiple of 16 bytes on");
+  const int64_t tokens = heads.size(0), size = heads.size(2);
+  for (const Tensor* angle : {&cos, &sin}) {
+    STD_TORCH_CHECK(angle->dim() == 3 && angle->size(0) == tokens && angle->size(1) == 1 && angle->size(2) == size &&
+                        angle->is_contiguous() && aligned(*angle) && angle->scalar_type() == heads.scalar_type() &&
+                        angle->get_device_index() == device,
+                    "decoder: cos and sin must be contiguous (tokens, 1, size), of the type of the heads and on their card");
+  }
+  Rotation p = {};
+  p.heads = heads.data_ptr();
+  p.cos = cos.data_ptr();
+  p.sin = sin.data_ptr();
+  p.row_step = heads.stride(0);
+  p.head_step = heads.stride(1);
+  p.angle_step = size;
+  p.tokens = tokens;
+  p.queries = int(heads.size(1));
+  if (pool) {
+    STD_TORCH_CHECK(pool->dim() == 4 && pool->is_contiguous() && pool->size(0) == 2 && pool->size(3) == size && aligned(*pool) &&
+                        pool->scalar_type() == heads.scalar_type() && pool->get_device_index() == device &&
+                        heads.size(1) > 2 * pool->size(1),
+                    "decoder: pages must be (2, heads, slots, size), contiguous, of the type of the heads and on their card");
+    STD_TORCH_CHECK(slots->scalar_type() == ScalarType::Long && slots->is_contiguous() && slots->numel() == tokens &&
+                        slots->get_device_index() == device,
+                    "decoder: slots must be one int64 per token, on the card of the heads");
+    p.kv_heads = int(pool->size(1));
+    p.queries -= 2 * p.kv_heads;
+    p.slots = static_cast<const int64_t*>(slots->data_ptr());
+    p.slots_of_head = pool->size(2);
+    p.keys = pool->data_ptr();
+    p.values = static_cast<char*>(pool->data_ptr()) + pool->numel() / 2 * (heads.scalar_type() == ScalarType::Float ? 4 : 2);
+  }
+  Tensor y = empty_on(heads, {tokens, p.queries + p.kv_heads, size}, heads.scalar_type());
+  p.y = y.data_ptr();
+  if (y.numel() == 0) {
+    return y;
+  }
+  const dim3 grid(unsigned((tokens * heads.size(1) + kWarps - 1) / kWarps));
+  cudaError_t error = cudaSuccess;
+  QSYNC_BY_TYPE(heads.scalar_type(), {
+    const auto kernel = size == 64 ? rotate_kernel<T, 1> : size == 128 ? rotate_kernel<T, 2> : rotate_kernel<T, 4>;
+    error = launch_early(starts_early(compute_capability(heads)), kernel, grid, dim3(32 * kWarps), stream_of(heads), p);
+  })
+  STD_CUDA_CHECK(error);
+  return y;
+}
+
+Tensor rotate_cuda(const Tensor& heads, const Tensor& cos, const Tensor& sin) {
+  return run_rotation(heads, cos, sin, nullptr, nullptr);
+}
+
+Tensor rotate_into_pages_cuda(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor& slots, Tensor pool) {
+  return run_rotation(heads, cos, sin, &slots, &pool);
+}
+
+}  // namespace
+}  // namespace qsync
+
+STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
+  m.impl("decoder_norm", TORCH_BOX(&qsync::norm_cuda));
+  m.impl("decoder_add_norm", TORCH_BOX(&qsync::add_norm_cuda));
+  m.impl("decoder_gate", TORCH_BOX(&qsync::gate_cuda));
+  m.impl("decoder_rotate", TORCH_BOX(&qsync::rotate_cuda));
+  m.impl("decoder_rotate_into_pages", TORCH_BOX(&qsync::rotate_into_pages_cuda));
+}

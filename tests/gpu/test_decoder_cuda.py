@@ -1,0 +1,135 @@
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from torch.nn import functional as F
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels import decoder
+from qsync_opt.kernels.compilation import library
+
+pytestmark = pytest.mark.gpu
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    assert library.activate("decoder"), library.reason("decoder")
+
+
+def randn(*shape, dtype, scale=1.0):
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def assert_rounded_once(actual, exact, wide_error=None):
+    """Within half a step of the type of what FP64 gives, and of the error of FP32 on the way, by default 2e-6 of it."""
+    half_step = 0.0 if actual.dtype is torch.float32 else torch.finfo(actual.dtype).eps / 2
+    wide_error = 2e-6 * exact.abs() if wide_error is None else wide_error
+    tiny = 2.0**-25 if actual.dtype is torch.float16 else 0.0  # half a subnormal step
+    assert actual.shape == exact.shape
+    assert ((actual.double() - exact).abs() <= exact.abs() * half_step + wide_error + tiny).all()
+
+
+def exact_norm(x, weight, epsilon):
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 72), (2, 4096), (17, 4104), (5, 16384), (0, 64)])
+def test_norms_and_sums_before_them(shape, dtype):
+    x, added = randn(*shape, dtype=dtype, scale=3.0), randn(*shape, dtype=dtype)
+    for weight in (randn(shape[1], dtype=dtype), randn(shape[1], dtype=torch.float32)):
+        assert_rounded_once(decoder.rms_norm(x, weight, 1e-6), exact_norm(x, weight, 1e-6))
+        normed, total = decoder.add_rms_norm(x, added, weight, 1e-2)
+        assert torch.equal(total, x + added)
+        assert_rounded_once(normed, exact_norm(total, weight, 1e-2))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms_of_heads_between_others(dtype):
+    heads, weight = randn(50, 6, 128, dtype=dtype), randn(128, dtype=torch.float32)
+    for part in torch.split(heads, [3, 2, 1], dim=1):
+        assert_rounded_once(decoder.rms_norm(part, weight, 1e-6), exact_norm(part, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("by_gelu", [True, False])
+def test_gates(by_gelu, dtype):
+    gate = decoder.gelu_gate if by_gelu else decoder.silu_gate
+    for rows, size in ((1, 14336), (19, 8), (70, 640)):
+        x = randn(rows, 2 * size, dtype=dtype, scale=3.0)
+        first, second = x.double().chunk(2, 1)
+        exact = (F.gelu(first, approximate="tanh") if by_gelu else F.silu(first)) * second
+        assert_rounded_once(gate(x), exact, 4e-6 * exact.abs() + 1e-6 * second.abs() + 1e-37)
+    closed = torch.tensor([[-1e4] * 8 + [1.0] * 8], device="cuda", dtype=dtype)
+    assert (gate(closed).abs() < 1e-6).all()
+    closed[0, 3] = torch.nan
+    assert gate(closed).isnan().nonzero().tolist() == [[0, 3]]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_rotations_and_pages(size, dtype):
+    tokens, queries, kv_heads, slots_of_head = 37, 6, 2, 80
+    wide = randn(tokens, queries + 2 * kv_heads + 1, size, dtype=dtype)
+    heads = wide[:, 1:]
+    cos, sin = randn(tokens, 1, size, dtype=dtype), randn(tokens, 1, size, dtype=dtype)
+    first, second = heads.double().chunk(2, -1)
+    exact = torch.cat(
+        [
+            first * cos.double()[..., : size // 2] - second * sin.double()[..., : size // 2],
+            second * cos.double()[..., size // 2 :] + first * sin.double()[..., size // 2 :],
+        ],
+        -1,
+    )
+    error = 1e-6 * 40
+    assert_rounded_once(decoder.rotate_positions(heads, cos, sin), exact, error)
+    slots = torch.randperm(slots_of_head, device="cuda")[:tokens]
+    pool = randn(2, kv_heads, slots_of_head, size, dtype=dtype)
+    before = pool.clone()
+    rotated = decoder.rotate_into_pages(heads, cos, sin, slots, pool)
+    assert torch.equal(rotated, decoder.rotate_positions(heads, cos, sin)[:, : queries + kv_heads])
+    before[0][:, slots] = rotated[:, queries:].transpose(0, 1)
+    before[1][:, slots] = heads[:, queries + kv_heads :].transpose(0, 1)
+    assert torch.equal(pool, before)
+
+
+def test_kernels_in_a_row_and_in_a_graph_wait_for_each_other():
+    """Each starts early and waits for what the one before has written."""
+    x = randn(4, 4096, dtype=torch.bfloat16)
+    weight = randn(4096, dtype=torch.bfloat16)
+
+    def chain(x):
+        total = x
+        for _ in range(20):
+            normed, total = decoder.add_rms_norm(total, x, weight, 1e-6)
+            total = total + torch.cat([decoder.silu_gate(normed), decoder.gelu_gate(normed)], 1)
+        return decoder.rms_norm(decoder.rms_norm(decoder.rms_norm(total, weight, 1e-6), weight, 1e-6), weight, 1e-6)
+
+    expected = chain(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain(x)
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+
+
+def test_others_take_the_plain_formulas():
+    x = randn(3, 30, dtype=torch.bfloat16)
+    weight = randn(30, dtype=torch.bfloat16)
+    assert_rounded_once(decoder.rms_norm(x, weight, 1e-6), exact_norm(x, weight, 1e-6))
+    assert decoder.silu_gate(x).shape == (3, 15)
+    narrow = randn(4, 16, dtype=torch.float32).requires_grad_()
+    assert decoder.silu_gate(narrow).requires_grad
+    assert decoder.rms_norm(narrow, torch.ones(16, device="cuda"), 1e-6).requires_grad
+    heads, angles = randn(5, 4, 32, dtype=torch.bfloat16), randn(5, 1, 32, dtype=torch.bfloat16)
+    pool = torch.zeros(2, 1, 16, 32, device="cuda", dtype=torch.bfloat16)
+    assert decoder.rotate_into_pages(heads, angles, angles, torch.arange(5, device="cuda"), pool) is None
+    assert pool.count_nonzero() == 0 and decoder.rotate_positions(heads, angles, angles).shape == heads.shape
+    with pytest.raises(UnsupportedError, match="has the shape"):
+        decoder.add_rms_norm(x, x[:2], weight, 1e-6)
