@@ -20,6 +20,7 @@ constexpr int kTile = 64, kStrips = 4;  // a tile is 64 outputs by a block of 64
 constexpr int kRows = 16;               // of activations that a block of threads multiplies
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kStages = 2;  // of a warp's copies: two blocks of threads fit a multiprocessor
+constexpr int kAhead = 2;   // blocks of inputs of which a lane has activations on their way
 
 struct Arguments {
   const void* x;          // (rows, inputs): bf16, fp16, or int8 codes
@@ -396,40 +397,34 @@ __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) 
     const int64_t row = min(first_row + n * 8 + g, p.rows - 1);  // results of missing rows are dropped
     rows[n] = static_cast<const uint4*>(p.x) + ((row * p.blocks + begin) * 4 + t) * (kInt8 ? 1 : 2);
   }
-  Activations<kColumns, kInt8> even, odd;
-  if (blocks > 0) {
-    even.load(rows, 0);
+  constexpr int kBlocks = Stage<kBits>::kBlocks, kInFlight = kStages * kBlocks;
+  Activations<kColumns, kInt8> x[kAhead];
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u) {
+    if (u < blocks) {
+      x[u].load(rows, u);
+    }
   }
   float total[kStrips][kColumns][4] = {};
-  int slot = 0;
-  uint32_t turn = 0;
-  const auto next_stage = [&] {
-    __syncwarp();
-    pipeline.fetch(slot);
-    if (++slot == kStages) {
-      slot = 0;
-      turn ^= 1;
-    }
-  };
-  for (int block = 0; block < blocks; block += 2) {
-    odd.load(rows, min(block + 1, blocks - 1));
-    pipeline.wait(slot, turn);
-    add_block<T, kBits>(total, buffers[warp].stages[slot], 0, even, lane);
-    if constexpr (Stage<kBits>::kBlocks == 1) {
-      next_stage();
-    }
-    even.load(rows, min(block + 2, blocks - 1));
-    if (block + 1 < blocks) {
-      if constexpr (Stage<kBits>::kBlocks == 1) {
-        pipeline.wait(slot, turn);
+  constexpr int kUnrolled = kAhead > kInFlight ? kAhead : kInFlight;
+  static_assert(kUnrolled % kAhead == 0 && kUnrolled % kInFlight == 0);
+  for (int first = 0; first < blocks; first += kUnrolled) {
+#pragma unroll
+    for (int u = 0; u < kUnrolled; ++u) {
+      const int block = first + u, stage = u / kBlocks % kStages;
+      if (block < blocks) {
+        if (u % kBlocks == 0) {
+          pipeline.wait(stage, block / kInFlight % 2);
+        }
+        add_block<T, kBits>(total, buffers[warp].stages[stage], u % kBlocks, x[u % kAhead], lane);
+        if (block + kAhead < blocks) {
+          x[u % kAhead].load(rows, block + kAhead);
+        }
+        if (u % kBlocks == kBlocks - 1) {
+          __syncwarp();
+          pipeline.fetch(stage);
+        }
       }
-      add_block<T, kBits>(total, buffers[warp].stages[slot], Stage<kBits>::kBlocks - 1, odd, lane);
-      if constexpr (Stage<kBits>::kBlocks == 1) {
-        next_stage();
-      }
-    }
-    if constexpr (Stage<kBits>::kBlocks == 2) {
-      next_stage();
     }
   }
 
