@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host, library
+from qsync_opt.kernels.paged_attention import in_halves, to_codes
 
 UNIT = "decoder"
 _DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
@@ -107,7 +108,9 @@ def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def rotate_into_pages(heads: Tensor, cos: Tensor, sin: Tensor, slots_N: Tensor, pool: Tensor) -> Tensor | None:
+def rotate_into_pages(
+    heads: Tensor, cos: Tensor, sin: Tensor, slots_N: Tensor, pool: Tensor, scales: Tensor | None = None
+) -> Tensor | None:
     """`rotate_positions` of queries and keys, and the way of keys and values into pages, as one kernel of a card.
 
     Args:
@@ -115,15 +118,18 @@ def rotate_into_pages(heads: Tensor, cos: Tensor, sin: Tensor, slots_N: Tensor, 
         cos: As of `rotate_positions`.
         sin: As of `rotate_positions`.
         slots_N: Where in the pages a token's key and value go, int64.
-        pool: Pages of keys and values (2, heads of keys, slots, D), which are written.
+        pool: Pages of keys and values (2, heads of keys, slots, D), which are written: of the type of the heads, or
+            uint8 for codes in halves, as `qsync_opt.kernels.paged_attention.in_halves` makes them.
+        scales: Of codes (2, heads of keys, slots, 1), FP32, which are written: the largest magnitude over 127.
 
     Returns:
         The rotated queries and keys; None where no kernel does this for these types and sizes: then nothing is written.
     """
-    if heads.shape[-1] not in _ROTATED or pool.dtype is not heads.dtype or not _on_card(heads, cos, sin):
+    kept = heads.dtype if scales is None else torch.uint8
+    if heads.shape[-1] not in _ROTATED or pool.dtype is not kept or not _on_card(heads, cos, sin):
         return None
     into_pages = library.operator(UNIT, "decoder_rotate_into_pages", heads.device, "auto")
-    rotated: Tensor = into_pages(heads, cos, sin, slots_N, pool)
+    rotated: Tensor = into_pages(heads, cos, sin, slots_N, pool, scales)
     return rotated
 
 
@@ -176,11 +182,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _rotate_into_pages(heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: Tensor) -> Tensor:
+def _rotate_into_pages(
+    heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: Tensor, scales: Tensor | None
+) -> Tensor:
     kv_heads = pool.shape[1]
     rotated, values = _rotate(heads[:, :-kv_heads], cos, sin), heads[:, -kv_heads:]
-    pool[0].index_copy_(1, slots, rotated[:, -kv_heads:].transpose(0, 1))
-    pool[1].index_copy_(1, slots, values.transpose(0, 1))
+    for which, new in enumerate((rotated[:, -kv_heads:], values)):
+        new = new.transpose(0, 1)
+        if scales is not None:
+            codes, scale = to_codes(new)
+            scales[which].index_copy_(1, slots, scale)
+            new = in_halves(codes)
+        pool[which].index_copy_(1, slots, new)
     return rotated
 
 
@@ -219,10 +232,11 @@ library.define(
     fake=lambda heads, cos, sin: heads.new_empty(heads.shape),
 )
 library.define(
-    "decoder_rotate_into_pages(Tensor heads, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) pool) -> Tensor",
+    "decoder_rotate_into_pages(Tensor heads, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) pool, "
+    "Tensor(b!)? scales) -> Tensor",
     unit=UNIT,
     plain=_rotate_into_pages,
-    fake=lambda heads, cos, sin, slots, pool: heads.new_empty(
+    fake=lambda heads, cos, sin, slots, pool, scales: heads.new_empty(
         (heads.shape[0], heads.shape[1] - pool.shape[1], heads.shape[2])
     ),
 )

@@ -6,6 +6,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cfloat>
+
 #include "cuda/early_start.cuh"
 #include "stable.cuh"
 
@@ -148,13 +150,41 @@ __global__ void gate_kernel(const T* x, T* y, int64_t vectors, int size) {
 struct Rotation {
   const void *heads, *cos, *sin;
   void *y, *keys, *values;  // keys is null where nothing goes into pages
+  float *key_scales, *value_scales;  // (heads of keys, slots); null where pages hold numbers
   const int64_t* slots;
   int64_t row_step, head_step, angle_step, tokens, slots_of_head;
   int queries, kv_heads;
 };
 
+// Rounds the numbers of a head, kPairs of each half in a lane, to codes of 8 bits with one scale, and stores upper and lower bits
+// apart: bytes of the upper bits of both halves, then of the lower bits. Returns the scale.
+template <int kPairs>
+__device__ __forceinline__ float store_codes(uint8_t* to, const float (&v)[2][kPairs]) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    largest = fmaxf(largest, fmaxf(fabsf(v[0][i]), fabsf(v[1][i])));
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+  }
+  const float scale = fmaxf(__fdiv_rn(largest, 127.0f), FLT_MIN);
+  Numbers<uint8_t, kPairs> upper, lower;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const uint32_t first = uint32_t(__float2int_rn(__fdiv_rn(v[0][i], scale)));
+    const uint32_t second = uint32_t(__float2int_rn(__fdiv_rn(v[1][i], scale)));
+    upper.values[i] = uint8_t((first & 0xF0u) | (second >> 4 & 0x0Fu));
+    lower.values[i] = uint8_t((first << 4 & 0xF0u) | (second & 0x0Fu));
+  }
+  *reinterpret_cast<Numbers<uint8_t, kPairs>*>(to) = upper;
+  *reinterpret_cast<Numbers<uint8_t, kPairs>*>(to + 32 * kPairs) = lower;
+  return scale;
+}
+
 // Grid: a warp per head of a token; a lane holds kPairs numbers of each half of it. Traffic: heads once, results once. Contract:
-// FP32, rounded once. Reference: kernels/decoder/rows.py.
+// FP32, rounded once; codes are those of the rounded numbers. Reference: kernels/decoder/rows.py.
 template <class T, int kPairs>
 __global__ void __launch_bounds__(32 * kWarps) rotate_kernel(const Rotation p) {
   launch_next();
@@ -189,10 +219,23 @@ __global__ void __launch_bounds__(32 * kWarps) rotate_kernel(const Rotation p) {
     store(y + kHalf, v[1]);
   }
   if (p.keys && head >= p.queries) {
-    const int kv_head = (head - p.queries) % p.kv_heads;
-    T* page = static_cast<T*>(head < turned ? p.keys : p.values) + (kv_head * p.slots_of_head + p.slots[token]) * 2 * kHalf + at;
-    store(page, v[0]);
-    store(page + kHalf, v[1]);
+    const bool is_key = head < turned;
+    const int64_t slot = (head - p.queries) % p.kv_heads * p.slots_of_head + p.slots[token];
+    if (p.key_scales) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        v[0][i] = widen(narrow<T>(v[0][i]));
+        v[1][i] = widen(narrow<T>(v[1][i]));
+      }
+      const float scale = store_codes(static_cast<uint8_t*>(is_key ? p.keys : p.values) + slot * 2 * kHalf + at, v);
+      if (lane == 0) {
+        (is_key ? p.key_scales : p.value_scales)[slot] = scale;
+      }
+    } else {
+      T* page = static_cast<T*>(is_key ? p.keys : p.values) + slot * 2 * kHalf + at;
+      store(page, v[0]);
+      store(page + kHalf, v[1]);
+    }
   }
 }
 
@@ -223,7 +266,7 @@ cudaError_t launch_norm(const Norm& p, int64_t rows, bool early, cudaStream_t st
   const int vectors = p.size / kVector, held = (vectors + kMostThreads - 1) / kMostThreads;
   const int threads = ((vectors + held - 1) / held + 31) / 32 * 32;
   const auto kernel = held == 1 ? norm_kernel<T, Weight, kAdds, 1> : norm_kernel<T, Weight, kAdds, kMostHeld>;
-  return launch_early(early, kernel, dim3(unsigned(rows)), dim3(threads), stream, p);
+  return launch_early(early, kernel, dim3(unsigned(rows)), dim3(threads), 0, stream, p);
 }
 
 void run_norm(const Tensor& x, const Tensor* added, const Tensor& weight, double epsilon, const Tensor& y, const Tensor* sum) {
@@ -298,14 +341,15 @@ Tensor gate_cuda(const Tensor& x, bool gelu) {
   cudaError_t error = cudaSuccess;
   QSYNC_BY_TYPE(x.scalar_type(), {
     const auto kernel = gelu ? gate_kernel<T, true> : gate_kernel<T, false>;
-    error = launch_early(starts_early(compute_capability(x)), kernel, grid, dim3(kThreads), stream_of(x),
+    error = launch_early(starts_early(compute_capability(x)), kernel, grid, dim3(kThreads), 0, stream_of(x),
                          static_cast<const T*>(x.data_ptr()), static_cast<T*>(y.data_ptr()), vectors, int(size));
   })
   STD_CUDA_CHECK(error);
   return y;
 }
 
-Tensor run_rotation(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor* slots, const Tensor* pool) {
+Tensor run_rotation(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor* slots, const Tensor* pool,
+                    const Tensor* scales) {
   const OnDeviceOf guard(heads);
   const int device = heads.get_device_index();
   STD_TORCH_CHECK(heads.dim() == 3 && (heads.size(2) == 64 || heads.size(2) == 128 || heads.size(2) == 256) &&
@@ -329,9 +373,13 @@ Tensor run_rotation(const Tensor& heads, const Tensor& cos, const Tensor& sin, c
   p.queries = int(heads.size(1));
   if (pool) {
     STD_TORCH_CHECK(pool->dim() == 4 && pool->is_contiguous() && pool->size(0) == 2 && pool->size(3) == size && aligned(*pool) &&
-                        pool->scalar_type() == heads.scalar_type() && pool->get_device_index() == device &&
-                        heads.size(1) > 2 * pool->size(1),
-                    "decoder: pages must be (2, heads, slots, size), contiguous, of the type of the heads and on their card");
+                        pool->scalar_type() == (scales ? ScalarType::Byte : heads.scalar_type()) &&
+                        pool->get_device_index() == device && heads.size(1) > 2 * pool->size(1),
+                    "decoder: pages must be (2, heads, slots, size), contiguous, on the card of the heads, uint8 with scales or of "
+                    "the type of the heads without");
+    STD_TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == ScalarType::Float &&
+                                scales->numel() == 2 * pool->size(1) * pool->size(2) && scales->get_device_index() == device),
+                    "decoder: scales must be one float32 for each head and slot of keys and of values");
     STD_TORCH_CHECK(slots->scalar_type() == ScalarType::Long && slots->is_contiguous() && slots->numel() == tokens &&
                         slots->get_device_index() == device,
                     "decoder: slots must be one int64 per token, on the card of the heads");
@@ -340,7 +388,12 @@ Tensor run_rotation(const Tensor& heads, const Tensor& cos, const Tensor& sin, c
     p.slots = static_cast<const int64_t*>(slots->data_ptr());
     p.slots_of_head = pool->size(2);
     p.keys = pool->data_ptr();
-    p.values = static_cast<char*>(pool->data_ptr()) + pool->numel() / 2 * (heads.scalar_type() == ScalarType::Float ? 4 : 2);
+    const int bytes = scales ? 1 : heads.scalar_type() == ScalarType::Float ? 4 : 2;
+    p.values = static_cast<char*>(pool->data_ptr()) + pool->numel() / 2 * bytes;
+    if (scales) {
+      p.key_scales = static_cast<float*>(scales->data_ptr());
+      p.value_scales = p.key_scales + scales->numel() / 2;
+    }
   }
   Tensor y = empty_on(heads, {tokens, p.queries + p.kv_heads, size}, heads.scalar_type());
   p.y = y.data_ptr();
@@ -351,18 +404,19 @@ Tensor run_rotation(const Tensor& heads, const Tensor& cos, const Tensor& sin, c
   cudaError_t error = cudaSuccess;
   QSYNC_BY_TYPE(heads.scalar_type(), {
     const auto kernel = size == 64 ? rotate_kernel<T, 1> : size == 128 ? rotate_kernel<T, 2> : rotate_kernel<T, 4>;
-    error = launch_early(starts_early(compute_capability(heads)), kernel, grid, dim3(32 * kWarps), stream_of(heads), p);
+    error = launch_early(starts_early(compute_capability(heads)), kernel, grid, dim3(32 * kWarps), 0, stream_of(heads), p);
   })
   STD_CUDA_CHECK(error);
   return y;
 }
 
 Tensor rotate_cuda(const Tensor& heads, const Tensor& cos, const Tensor& sin) {
-  return run_rotation(heads, cos, sin, nullptr, nullptr);
+  return run_rotation(heads, cos, sin, nullptr, nullptr, nullptr);
 }
 
-Tensor rotate_into_pages_cuda(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor& slots, Tensor pool) {
-  return run_rotation(heads, cos, sin, &slots, &pool);
+Tensor rotate_into_pages_cuda(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor& slots, Tensor pool,
+                              std::optional<Tensor> scales) {
+  return run_rotation(heads, cos, sin, &slots, &pool, scales ? &*scales : nullptr);
 }
 
 }  // namespace

@@ -41,11 +41,12 @@ inline cudaLaunchAttribute early_start() {
 
 // A launch that asks to start early where it can.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                         Arguments&&... arguments) {
+cudaError_t launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
+                         cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = size_t(shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute attribute = early_start();
   config.attrs = &attribute;

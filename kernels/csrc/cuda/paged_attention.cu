@@ -1,222 +1,408 @@
-// Attention of one new token per sequence over keys and values in pages, which are read where they lie.
+// Attention of the newest tokens of each sequence over keys and values in pages, which are read where they lie: numbers, or codes
+// of 8 bits with a scale per position and head, of which a draft may read the upper four bits alone.
 //
-// Reading each key and value once bounds it; with few sequences latency does, so that a sequence is split among blocks. A split
-// has so many positions in any batch: the order of sums, and so a result's bits, depends on nothing but the sequence.
+// Reading each key and value once bounds it; with few sequences latency does, so that a sequence is split among blocks. Splits
+// begin at multiples of their length: the order of sums, and so a result's bits, depends on the positions that a token sees and on
+// nothing else.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 #include "cuda/early_start.cuh"
+#include "cuda/half_mma.cuh"
 #include "stable.cuh"
 
 namespace qsync {
 namespace {
 
-constexpr int kPage = 16;     // positions of a page, runtimes/torch/serving/steps.py
+constexpr int kPage = 16;     // positions of a page, kernels/paged_attention/operators.py; a warp takes one at a time
 constexpr int kWarps = 4;     // of a block of threads
-constexpr int kShare = 16;    // numbers of a head that a lane holds: 32 bytes
-constexpr int kQueries = 4;   // that share a head of keys and are answered by a block at a time
-constexpr int kLength = 64;   // positions of a split
-constexpr int kMostAhead = 4;  // positions of which a lane has keys and values on their way
-constexpr float kLowest = -1e30f;    // no score is lower, and differences of it are numbers
+constexpr int kRows = 16;     // of queries that share a head of keys and are answered by a block at a time
+constexpr int kLength = 256;  // positions of a split
+constexpr float kLowest = -1e30f;  // no score is lower, and differences of it are numbers
 
 struct Paged {
   const void *q, *keys, *values;
+  const float *key_scales, *value_scales;  // (heads, slots), of codes
   void* y;
-  float* partial;  // (sequences, heads, splits, size + 2): weighted values, their largest score, their sum of weights
+  float* partial;  // (queries, splits, size + 2): weighted values, their largest score, their sum of weights
   const int64_t *table, *contexts;
   int64_t q_stride, columns, slots;
-  int group, parts, splits, window;
-  float scale;  // of scores, times log2(e)
+  int tokens, group, parts, splits, window;
+  float scale;  // of scores, times log2(e), and of numbers from codes
 };
 
-__device__ __forceinline__ float2 widen(const __nv_bfloat162& pair) { return __bfloat1622float2(pair); }
-__device__ __forceinline__ float2 widen(const __half2& pair) { return __half22float2(pair); }
+// What a pass sees of a sequence: positions from `low` on, which its first token sees, up to `context`, where its last one ends.
+struct Seen {
+  int context, low, first_split, splits;
+
+  __device__ __forceinline__ Seen(const Paged& p, int64_t sequence) {
+    context = int(p.contexts[sequence]);
+    low = p.window > 0 ? max(0, context - p.tokens + 1 - p.window) : 0;
+    first_split = low / kLength;
+    splits = (context + kLength - 1) / kLength - first_split;
+  }
+};
+
 __device__ __forceinline__ void narrow(__nv_bfloat16* y, float value) { *y = __float2bfloat16_rn(value); }
 __device__ __forceinline__ void narrow(__half* y, float value) { *y = __float2half_rn(value); }
+__device__ __forceinline__ float rounded(float v, __nv_bfloat16) { return __bfloat162float(__float2bfloat16_rn(v)); }
+__device__ __forceinline__ float rounded(float v, __half) { return __half2float(__float2half_rn(v)); }
 
 template <class T>
-struct PairOf;
-template <>
-struct PairOf<__nv_bfloat16> {
-  using type = __nv_bfloat162;
-};
-template <>
-struct PairOf<__half> {
-  using type = __half2;
-};
+__device__ __forceinline__ uint32_t pair_of(float low, float high) {
+  alignas(4) T both[2];
+  narrow(both, low);
+  narrow(both + 1, high);
+  return *reinterpret_cast<const uint32_t*>(both);
+}
 
-// The numbers of a lane, from 32 bytes.
-template <class T>
-__device__ __forceinline__ void widened(const uint4 (&raw)[2], float (&v)[kShare]) {
-  const auto* pairs = reinterpret_cast<const typename PairOf<T>::type*>(raw);
+template <int kWords>
+__device__ __forceinline__ void load_words(const void* from, uint32_t (&to)[kWords]) {
+  if constexpr (kWords % 4 == 0) {
 #pragma unroll
-  for (int i = 0; i < kShare / 2; ++i) {
-    const float2 two = widen(pairs[i]);
-    v[2 * i] = two.x;
-    v[2 * i + 1] = two.y;
+    for (int i = 0; i < kWords; i += 4) {
+      const uint4 v = reinterpret_cast<const uint4*>(from)[i / 4];
+      to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
+    }
+  } else if constexpr (kWords == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(from);
+    to[0] = v.x, to[1] = v.y;
+  } else {
+    static_assert(kWords == 1);
+    to[0] = *reinterpret_cast<const uint32_t*>(from);
   }
 }
 
-// What is known of some positions: the weighted values of a query, relative to its largest score, and the sum of weights.
-__device__ __forceinline__ void merge(float& largest, float& sum, float (&v)[kShare], int lanes) {
-  const float other = __shfl_xor_sync(0xffffffffu, largest, lanes), common = fmaxf(largest, other);
-  const float own_factor = exp2f(largest - common), other_factor = exp2f(other - common);
-  sum = sum * own_factor + __shfl_xor_sync(0xffffffffu, sum, lanes) * other_factor;
-#pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    v[i] = v[i] * own_factor + __shfl_xor_sync(0xffffffffu, v[i], lanes) * other_factor;
-  }
-  largest = common;
+// How keys and values are kept: numbers of 16 bits, codes of 8 bits, or those of which the upper half is read.
+enum class Kept { kNumbers, kCodes, kUpper };
+
+// Codes of both halves of a head, plus 128, from bytes with the upper bits of both and bytes with the lower bits.
+__device__ __forceinline__ void whole_codes(uint32_t upper, uint32_t lower, uint32_t& first, uint32_t& second) {
+  first = ((upper & 0xF0F0F0F0u) | (lower >> 4 & 0x0F0F0F0Fu)) ^ 0x80808080u;
+  second = ((upper << 4 & 0xF0F0F0F0u) | (lower & 0x0F0F0F0Fu)) ^ 0x80808080u;
 }
 
-// Grid: (splits, heads of keys times parts of the queries that share one, sequences). Groups of lanes take a position each;
-// what they find is merged within the warp, then between warps. Traffic: the keys and values that are seen, once for each part
-// of the queries, of which there is one up to four queries per head of keys. Contract: FP32 products and sums, the result
-// rounded once. Reference: kernels/paged_attention/operators.py.
-template <class T, int kSize>
-__global__ void __launch_bounds__(32 * kWarps) attend_kernel(Paged args) {
-  constexpr int kLanes = kSize / kShare, kAtOnce = 32 / kLanes;  // lanes of a position, positions of a warp
-  constexpr int kRounds = kLength / (kWarps * kAtOnce), kBatch = kRounds < kMostAhead ? kRounds : kMostAhead;
-  __shared__ float merged[kWarps][kQueries][kSize + 2];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sub = lane % kLanes;
-  const int split = blockIdx.x, head = blockIdx.y / args.parts, part = blockIdx.y % args.parts;
-  const int64_t sequence = blockIdx.z;
+__device__ __forceinline__ void upper_codes(uint32_t upper, uint32_t& first, uint32_t& second) {
+  first = (upper & 0xF0F0F0F0u) ^ 0x80808080u;
+  second = (upper << 4 & 0xF0F0F0F0u) ^ 0x80808080u;
+}
+
+template <class T, Kept kKept>
+__device__ __forceinline__ uint32_t number_of_pair(uint32_t bytes) {
+  return kKept == Kept::kUpper ? upper_number_of<T>(bytes | kExponent<T>) : number_of<T, 0, 128>(bytes | kExponent<T>);
+}
+
+// A lane's part of a page of keys and values as it lies in memory. Of keys, lane (g, t) has the positions g and g + 8 and a fourth
+// of a head, by t; of values the positions 2 t, 2 t + 1, 2 t + 8, 2 t + 9 and an eighth of a head, by g. Of codes, parts of both
+// halves of a head.
+template <class T, int kSize, Kept kKept>
+struct Page {
+  static constexpr bool kNumbers = kKept == Kept::kNumbers;
+  static constexpr int kHalves = kKept == Kept::kCodes ? 2 : 1, kRowBytes = kNumbers ? 2 * kSize : kSize;
+  static constexpr int kKeyWords = kNumbers ? kSize / 8 : kSize / 32, kValueWords = kNumbers ? kSize / 16 : kSize / 64;
+  uint32_t keys[2][kHalves][kKeyWords], values[4][kHalves][kValueWords];
+  float key_scales[2][2], value_scales[4];
+
+  // Positions that are not seen are 0 in values: what stands there may be anything.
+  __device__ __forceinline__ void load(const Paged& p, int64_t slot, int position, const Seen& seen, int g, int t) {
+    const auto* keys_at = static_cast<const uint8_t*>(p.keys) + slot * kRowBytes;
+    const auto* values_at = static_cast<const uint8_t*>(p.values) + slot * kRowBytes;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        load_words(keys_at + (n * 8 + g) * kRowBytes + half * (kSize / 2) + t * (kKeyWords * 4), keys[n][half]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int own = k / 2 * 8 + 2 * t + k % 2;
+      const bool is_seen = position + own >= seen.low && position + own < seen.context;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        if (is_seen) {
+          load_words(values_at + own * kRowBytes + half * (kSize / 2) + g * (kValueWords * 4), values[k][half]);
+        } else {
+#pragma unroll
+          for (int w = 0; w < kValueWords; ++w) {
+            values[k][half][w] = 0;
+          }
+        }
+      }
+      if constexpr (!kNumbers) {
+        key_scales[k / 2][k % 2] = p.key_scales[slot + own];
+        value_scales[k] = is_seen ? p.value_scales[slot + own] : 0.0f;
+      }
+    }
+  }
+};
+
+// Where the four numbers of a head begin that lane t multiplies in a step of 16.
+template <int kSize, Kept kKept>
+__device__ __forceinline__ int numbers_of_step(int step, int t) {
+  if constexpr (kKept == Kept::kNumbers) {
+    return t * (kSize / 4) + 4 * step;
+  } else {
+    return step % 2 * (kSize / 2) + t * (kSize / 8) + step / 2 * 4;
+  }
+}
+
+// Scores of 16 queries and the 16 positions of a page; `q` holds the operands of the steps, by step and lane.
+template <class T, int kSize, Kept kKept>
+__device__ __forceinline__ void add_scores(float (&scores)[2][4], const Page<T, kSize, kKept>& page, const uint4* q, int lane) {
+#pragma unroll
+  for (int step = 0; step < kSize / 16; ++step) {
+    const uint4 raw = q[step * 32 + lane];
+    const uint32_t a[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (kKept == Kept::kNumbers) {
+        multiply<T>(scores[n], a, page.keys[n][0][2 * step], page.keys[n][0][2 * step + 1]);
+      } else {
+        uint32_t codes[2];
+        if constexpr (kKept == Kept::kCodes) {
+          whole_codes(page.keys[n][0][step / 2], page.keys[n][1][step / 2], codes[0], codes[1]);
+        } else {
+          upper_codes(page.keys[n][0][step / 2], codes[0], codes[1]);
+        }
+        const uint32_t own = codes[step % 2];
+        multiply<T>(scores[n], a, number_of_pair<T, kKept>(__byte_perm(own, 0, 0x4140)),
+                    number_of_pair<T, kKept>(__byte_perm(own, 0, 0x4342)));
+      }
+    }
+  }
+}
+
+// Adds weights times values of a page. Weights are two numbers of 16 bits each, the second what the first lacks.
+template <class T, int kSize, Kept kKept>
+__device__ __forceinline__ void add_values(float (&sums)[kSize / 8][4], const Page<T, kSize, kKept>& page,
+                                           const uint32_t (&high)[4], const uint32_t (&low)[4]) {
+  const auto add = [&](int n, uint32_t b0, uint32_t b1) {
+    multiply<T>(sums[n], high, b0, b1);
+    multiply<T>(sums[n], low, b0, b1);
+  };
+  constexpr int kWords = Page<T, kSize, kKept>::kValueWords;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    if constexpr (kKept == Kept::kNumbers) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const uint32_t select = odd ? 0x7632 : 0x5410;
+        add(2 * w + odd, __byte_perm(page.values[0][0][w], page.values[1][0][w], select),
+            __byte_perm(page.values[2][0][w], page.values[3][0][w], select));
+      }
+    } else {
+      uint32_t codes[4][2];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (kKept == Kept::kCodes) {
+          whole_codes(page.values[k][0][w], page.values[k][1][w], codes[k][0], codes[k][1]);
+        } else {
+          upper_codes(page.values[k][0][w], codes[k][0], codes[k][1]);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t select = i | (4 + i) << 8;
+          add(half * (kSize / 16) + 4 * w + i,
+              number_of_pair<T, kKept>(__byte_perm(codes[0][half], codes[1][half], select | i << 4 | i << 12) & 0x00FF00FFu),
+              number_of_pair<T, kKept>(__byte_perm(codes[2][half], codes[3][half], select | i << 4 | i << 12) & 0x00FF00FFu));
+        }
+      }
+    }
+  }
+}
+
+// Number of a head that column `column` of eight stands for in the sums of group n.
+template <int kSize, Kept kKept>
+__device__ __forceinline__ int number_of_column(int n, int column) {
+  if constexpr (kKept == Kept::kNumbers) {
+    return column * (kSize / 8) + n;
+  } else {
+    return n / (kSize / 16) * (kSize / 2) + column * (kSize / 16) + n % (kSize / 16);
+  }
+}
+
+// Grid: (splits, heads of keys times parts of the rows that share one, sequences). A row is a query of a token: those of the first
+// token come first. Warps take pages in turn; what they find is merged at the end. Traffic: the keys and values that are seen,
+// once for each part, of which there is one up to 16 rows. Contract: products of numbers and weights of 16 bits or more with FP32
+// sums, the result rounded once. Reference: kernels/paged_attention/operators.py.
+template <class T, int kSize, Kept kKept>
+__global__ void __launch_bounds__(32 * kWarps) attend_kernel(const Paged p) {
+  constexpr bool kNumbers = kKept == Kept::kNumbers;
+  constexpr int kStride = kSize + 2;
+  // Weights are times 64 where numbers from codes are so much too small, and in FP16 so that small ones keep their bits.
+  constexpr float kKeyUnit = kNumbers ? 1.0f : kUnit<T>, kValueUnit = kNumbers ? 1.0f : 64.0f;
+  constexpr float kLast = kNumbers ? 1.0f : kUnit<T> / kValueUnit;
+  extern __shared__ float merged[];  // (warp, row, kStride)
+  __shared__ uint4 queries[kSize / 16 * 32];
   launch_next();
   wait_for_previous();
-  const int first = part * kQueries, queries = min(kQueries, args.group - first);
-  const int context = int(args.contexts[sequence]);
-  const int low = args.window > 0 ? max(0, context - args.window) : 0;
-  const int begin = low + split * kLength, end = min(begin + kLength, context);
-  if (begin >= end) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int head = blockIdx.y / p.parts, first_row = blockIdx.y % p.parts * kRows;
+  const int rows = min(kRows, p.tokens * p.group - first_row);
+  const int64_t sequence = blockIdx.z, heads = int64_t(gridDim.y / p.parts) * p.group;
+  const Seen seen(p, sequence);
+  if (int(blockIdx.x) >= seen.splits) {
     return;
   }
-  const int64_t heads = int64_t(gridDim.y / args.parts) * args.group;
+  for (int i = threadIdx.x; i < kSize / 16 * 32; i += 32 * kWarps) {
+    uint2 v[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + min(i % 32 / 4 + 8 * half, rows - 1);
+      const T* from = static_cast<const T*>(p.q) + (sequence * p.tokens + row / p.group) * p.q_stride +
+                      (head * p.group + row % p.group) * kSize + numbers_of_step<kSize, kKept>(i / 32, i % 4);
+      v[half] = *reinterpret_cast<const uint2*>(from);
+    }
+    queries[i] = make_uint4(v[0].x, v[1].x, v[0].y, v[1].y);
+  }
+  __syncthreads();
 
-  float q[kQueries][kShare], v[kQueries][kShare] = {}, largest[kQueries], sum[kQueries] = {};
-  const T* rows = static_cast<const T*>(args.q) + sequence * args.q_stride;
+  float sums[kSize / 8][4] = {}, largest[2] = {kLowest, kLowest}, total[2] = {};
+  int ends[2], lows[2];
 #pragma unroll
-  for (int j = 0; j < kQueries; ++j) {
-    const int query = head * args.group + first + min(j, queries - 1);
-    const uint4* at = reinterpret_cast<const uint4*>(rows + query * kSize + sub * kShare);
-    const uint4 raw[2] = {at[0], at[1]};
-    widened<T>(raw, q[j]);
-    largest[j] = kLowest;
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + min(g + 8 * half, rows - 1);
+    ends[half] = seen.context - (p.tokens - 1 - row / p.group);
+    lows[half] = p.window > 0 ? ends[half] - p.window : 0;
   }
-  const int64_t* pages = args.table + sequence * args.columns;
-  const int64_t base = int64_t(head) * args.slots;
-#pragma unroll
-  for (int batch = 0; batch < kRounds; batch += kBatch) {
-    const int first_position = begin + (batch * kWarps + warp) * kAtOnce;
-    if (first_position >= end) {
-      break;
+  const int64_t* pages = p.table + sequence * p.columns;
+  const int begin = (seen.first_split + int(blockIdx.x)) * kLength, end = min(begin + kLength, seen.context);
+  const auto load = [&](Page<T, kSize, kKept>& page, int position) {
+    const int64_t slot = int64_t(head) * p.slots + pages[position / kPage] * kPage;
+    page.load(p, slot, position, seen, g, t);
+  };
+  int position = begin + warp * kPage;
+  while (position + kPage <= seen.low) {
+    position += kWarps * kPage;
+  }
+  Page<T, kSize, kKept> page, ahead;
+  if (position < end) {
+    load(page, position);
+  }
+  for (; position < end; position += kWarps * kPage) {
+    const bool more = position + kWarps * kPage < end;
+    if (!kNumbers && more) {  // of numbers, two pages do not fit the registers
+      load(ahead, position + kWarps * kPage);
     }
-    uint4 raw_keys[kBatch][2], raw_values[kBatch][2];
-    int64_t places[kBatch];
+    float scores[2][4] = {}, weights[2][4];
+    add_scores(scores, page, queries, lane);
+    float highest[2] = {kLowest, kLowest};
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r) {
-      const int position = min(first_position + r * kWarps * kAtOnce + lane / kLanes, end - 1);
-      places[r] = (base + pages[position / kPage] * kPage + position % kPage) * kSize + sub * kShare;
-    }
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r) {
-      const uint4* key_at = reinterpret_cast<const uint4*>(static_cast<const T*>(args.keys) + places[r]);
-      const uint4* value_at = reinterpret_cast<const uint4*>(static_cast<const T*>(args.values) + places[r]);
-      raw_keys[r][0] = key_at[0];
-      raw_keys[r][1] = key_at[1];
-      raw_values[r][0] = value_at[0];
-      raw_values[r][1] = value_at[1];
-    }
-#pragma unroll
-    for (int r = 0; r < kBatch; ++r) {
-      const int at_once = first_position + r * kWarps * kAtOnce;
-      if (at_once >= end) {
-        break;
+      for (int e = 0; e < 4; ++e) {
+        const int own = position + n * 8 + 2 * t + e % 2;
+        const float factor = kNumbers ? p.scale : p.scale * kKeyUnit * page.key_scales[n][e % 2];
+        scores[n][e] = own >= lows[e / 2] && own < ends[e / 2] ? scores[n][e] * factor : -INFINITY;
+        highest[e / 2] = fmaxf(highest[e / 2], scores[n][e]);
       }
-      const bool seen = at_once + lane / kLanes < end;
-      float numbers[kShare];
-      widened<T>(raw_keys[r], numbers);
-      float score[kQueries];
+    }
+    float factors[2];
 #pragma unroll
-      for (int j = 0; j < kQueries; ++j) {
-        float dot = 0.0f;
+    for (int half = 0; half < 2; ++half) {
+      highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
+      highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
+      const float common = fmaxf(largest[half], highest[half]);
+      factors[half] = exp2f(largest[half] - common);
+      largest[half] = common;
+      total[half] *= factors[half];
+    }
 #pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-          dot += q[j][i] * numbers[i];
-        }
+    for (int n = 0; n < kSize / 8; ++n) {
 #pragma unroll
-        for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-          dot += __shfl_xor_sync(0xffffffffu, dot, lanes);
-        }
-        score[j] = dot * args.scale;
+      for (int e = 0; e < 4; ++e) {
+        sums[n][e] *= factors[e / 2];
       }
-      widened<T>(raw_values[r], numbers);
+    }
+    uint32_t high[4], low[4];
 #pragma unroll
-      for (int j = 0; j < kQueries; ++j) {
-        const float common = seen ? fmaxf(largest[j], score[j]) : largest[j];
-        const float factor = exp2f(largest[j] - common), weight = seen ? exp2f(score[j] - common) : 0.0f;
-        largest[j] = common;
-        sum[j] = sum[j] * factor + weight;
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-          v[j][i] = v[j][i] * factor + (seen ? weight * numbers[i] : 0.0f);
-        }
+      for (int e = 0; e < 4; ++e) {
+        const float weight = exp2f(scores[n][e] - largest[e / 2]);
+        total[e / 2] += weight;
+        weights[n][e] = kNumbers ? weight : weight * (kValueUnit * page.value_scales[n * 2 + e % 2]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float a = weights[n][2 * half], b = weights[n][2 * half + 1];
+        high[2 * n + half] = pair_of<T>(a, b);
+        low[2 * n + half] = pair_of<T>(a - rounded(a, T()), b - rounded(b, T()));
+      }
+    }
+    add_values(sums, page, high, low);
+    if (more) {
+      if constexpr (kNumbers) {
+        load(page, position + kWarps * kPage);
+      } else {
+        page = ahead;
       }
     }
   }
+
 #pragma unroll
-  for (int j = 0; j < kQueries; ++j) {
+  for (int half = 0; half < 2; ++half) {
+    total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
+    total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
+    const int row = g + 8 * half;
+    if (row < rows) {
+      float* to = merged + (warp * rows + row) * kStride;
 #pragma unroll
-    for (int lanes = kLanes; lanes < 32; lanes *= 2) {
-      merge(largest[j], sum[j], v[j], lanes);
-    }
-    if (lane < kLanes) {
-#pragma unroll
-      for (int i = 0; i < kShare; ++i) {
-        merged[warp][j][sub * kShare + i] = v[j][i];
+      for (int n = 0; n < kSize / 8; ++n) {
+        to[number_of_column<kSize, kKept>(n, 2 * t)] = sums[n][2 * half];
+        to[number_of_column<kSize, kKept>(n, 2 * t + 1)] = sums[n][2 * half + 1];
       }
-      if (sub == 0) {
-        merged[warp][j][kSize] = largest[j];
-        merged[warp][j][kSize + 1] = sum[j];
+      if (t == 0) {
+        to[kSize] = largest[half];
+        to[kSize + 1] = total[half];
       }
     }
   }
   __syncthreads();
-  for (int index = threadIdx.x; index < queries * kSize; index += 32 * kWarps) {
-    const int j = index / kSize, number = index % kSize;
-    float common = kLowest, total = 0.0f, value = 0.0f;
+  for (int index = threadIdx.x; index < rows * kSize; index += 32 * kWarps) {
+    const int row = index / kSize, number = index % kSize;
+    float common = kLowest, sum = 0.0f, value = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      common = fmaxf(common, merged[w][j][kSize]);
+      common = fmaxf(common, merged[(w * rows + row) * kStride + kSize]);
     }
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float factor = exp2f(merged[w][j][kSize] - common);
-      total += factor * merged[w][j][kSize + 1];
-      value += factor * merged[w][j][number];
+      const float* own = merged + (w * rows + row) * kStride;
+      const float factor = exp2f(own[kSize] - common);
+      sum += factor * own[kSize + 1];
+      value += factor * own[number];
     }
-    const int64_t query = sequence * heads + head * args.group + first + j;
-    if (args.splits == 1) {
-      narrow(static_cast<T*>(args.y) + query * kSize + number, value / total);
+    value *= kLast;
+    const int at = first_row + row;
+    const int64_t query = (sequence * p.tokens + at / p.group) * heads + head * p.group + at % p.group;
+    if (p.splits == 1) {
+      narrow(static_cast<T*>(p.y) + query * kSize + number, value / sum);
       continue;
     }
-    float* to = args.partial + (query * args.splits + split) * (kSize + 2);
+    float* to = p.partial + (query * p.splits + blockIdx.x) * kStride;
     to[number] = value;
     if (number == 0) {
       to[kSize] = common;
-      to[kSize + 1] = total;
+      to[kSize + 1] = sum;
     }
   }
 }
 
-// Grid: (heads, sequences), a thread per number. Traffic: what the splits found, once. Contract: as above.
+// Grid: (heads, tokens), a thread per number. Traffic: what the splits found, once. Contract: as above.
 template <class T, int kSize>
-__global__ void join_kernel(Paged args) {
+__global__ void join_kernel(const Paged p) {
   launch_next();
   wait_for_previous();
   const int64_t query = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
-  const float* from = args.partial + query * args.splits * (kSize + 2);
-  const int context = int(args.contexts[blockIdx.y]), positions = args.window > 0 ? min(args.window, context) : context;
-  const int splits = (positions + kLength - 1) / kLength;
+  const float* from = p.partial + query * p.splits * (kSize + 2);
+  const int splits = Seen(p, blockIdx.y / p.tokens).splits;
   float common = kLowest, total = 0.0f, value = 0.0f;
 #pragma unroll 8
   for (int split = 0; split < splits; ++split) {
@@ -229,78 +415,104 @@ __global__ void join_kernel(Paged args) {
     total += factor * own[kSize + 1];
     value += factor * own[threadIdx.x];
   }
-  narrow(static_cast<T*>(args.y) + query * kSize + threadIdx.x, value / total);
+  narrow(static_cast<T*>(p.y) + query * kSize + threadIdx.x, value / total);
 }
 
-template <class T, int kSize>
-void run(Paged& args, const Tensor& q, int64_t kv_heads) {
-  const int64_t sequences = q.size(0), heads = q.size(1);
+template <class T, int kSize, Kept kKept>
+void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences) {
+  const int64_t heads = q.size(1);
   const cudaStream_t stream = stream_of(q);
   const bool early = starts_early(compute_capability(q));
-  args.parts = (args.group + kQueries - 1) / kQueries;
-  const int64_t all = args.columns * kPage, longest = args.window > 0 && args.window < all ? args.window : all;
-  args.splits = int((longest + kLength - 1) / kLength);
-  Tensor partial = empty_on(q, {args.splits > 1 ? sequences * heads * args.splits : 0, kSize + 2}, ScalarType::Float);
-  args.partial = static_cast<float*>(partial.data_ptr());
-  const dim3 grid(unsigned(args.splits), unsigned(kv_heads * args.parts), unsigned(sequences));
-  const auto attend = attend_kernel<T, kSize>, join = join_kernel<T, kSize>;
-  STD_CUDA_CHECK(launch_early(early, attend, grid, dim3(32 * kWarps), stream, args));
-  if (args.splits > 1) {
-    STD_CUDA_CHECK(launch_early(early, join, dim3(unsigned(heads), unsigned(sequences)), dim3(kSize), stream, args));
+  const int rows = p.tokens * p.group;
+  p.parts = (rows + kRows - 1) / kRows;
+  const int64_t all = (p.columns * kPage + kLength - 1) / kLength;
+  p.splits = int(p.window > 0 ? std::min<int64_t>(all, (p.window + p.tokens - 2) / kLength + 2) : all);
+  Tensor partial = empty_on(q, {p.splits > 1 ? q.size(0) * heads * p.splits : 0, kSize + 2}, ScalarType::Float);
+  p.partial = static_cast<float*>(partial.data_ptr());
+  const auto attend = attend_kernel<T, kSize, kKept>, join = join_kernel<T, kSize>;
+  const int shared = kWarps * std::min(rows, kRows) * (kSize + 2) * int(sizeof(float));
+  STD_CUDA_CHECK(cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  const dim3 grid(unsigned(p.splits), unsigned(kv_heads * p.parts), unsigned(sequences));
+  STD_CUDA_CHECK(launch_early(early, attend, grid, dim3(32 * kWarps), shared, stream, p));
+  if (p.splits > 1) {
+    STD_CUDA_CHECK(launch_early(early, join, dim3(unsigned(heads), unsigned(q.size(0))), dim3(kSize), 0, stream, p));
   }
 }
 
-template <class T>
-void run(Paged& args, const Tensor& q, int64_t kv_heads) {
+template <class T, Kept kKept>
+void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences) {
   switch (q.size(2)) {
-    case 64: run<T, 64>(args, q, kv_heads); break;
-    case 128: run<T, 128>(args, q, kv_heads); break;
-    case 256: run<T, 256>(args, q, kv_heads); break;
+    case 64: run<T, 64, kKept>(p, q, kv_heads, sequences); break;
+    case 128: run<T, 128, kKept>(p, q, kv_heads, sequences); break;
+    case 256: run<T, 256, kKept>(p, q, kv_heads, sequences); break;
     default: STD_TORCH_CHECK(false, "paged_attention: heads of ", q.size(2), " numbers; allowed are 64, 128 and 256");
   }
 }
 
-Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const Tensor& table, const Tensor& contexts, double scale,
-                            int64_t window) {
+template <class T>
+void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences, Kept kept) {
+  switch (kept) {
+    case Kept::kNumbers: run<T, Kept::kNumbers>(p, q, kv_heads, sequences); break;
+    case Kept::kCodes: run<T, Kept::kCodes>(p, q, kv_heads, sequences); break;
+    case Kept::kUpper: run<T, Kept::kUpper>(p, q, kv_heads, sequences); break;
+  }
+}
+
+Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::optional<Tensor>& scales, const Tensor& table,
+                            const Tensor& contexts, double scale, int64_t window, bool high_halves) {
   const OnDeviceOf guard(q);
   const int device = q.get_device_index();
   STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && (q.size(1) == 1 || q.stride(1) == q.size(2)) &&
                       q.stride(0) % 8 == 0 && reinterpret_cast<uintptr_t>(q.data_ptr()) % 16 == 0,
-                  "paged_attention: q must be (sequences, heads, size), its rows contiguous from multiples of 16 bytes on");
+                  "paged_attention: q must be (tokens, heads, size), its rows contiguous from multiples of 16 bytes on");
   STD_TORCH_CHECK(pool.dim() == 4 && pool.is_contiguous() && pool.size(0) == 2 && pool.size(3) == q.size(2) &&
-                      pool.size(2) % kPage == 0 && pool.scalar_type() == q.scalar_type() && pool.get_device_index() == device,
-                  "paged_attention: pages must be (2, heads, slots, size), contiguous, of the type of q and on its card");
-  const int64_t kv_heads = pool.size(1);
+                      pool.size(2) % kPage == 0 && pool.get_device_index() == device &&
+                      pool.scalar_type() == (scales ? ScalarType::Byte : q.scalar_type()),
+                  "paged_attention: pages must be (2, heads, slots, size), contiguous, on the card of q, uint8 with scales or of "
+                  "the type of q without");
+  const int64_t kv_heads = pool.size(1), slots = pool.size(2);
+  STD_TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == ScalarType::Float &&
+                              scales->numel() == 2 * kv_heads * slots && scales->get_device_index() == device),
+                  "paged_attention: scales must be one float32 for each head and slot of keys and of values");
+  STD_TORCH_CHECK(scales || !high_halves, "paged_attention: only codes of 8 bits have upper halves");
   STD_TORCH_CHECK(kv_heads > 0 && q.size(1) % kv_heads == 0, "paged_attention: ", q.size(1), " heads do not share ", kv_heads);
+  const int64_t sequences = table.dim() == 2 ? table.size(0) : 0;
   STD_TORCH_CHECK(table.dim() == 2 && table.is_contiguous() && table.scalar_type() == ScalarType::Long &&
-                      table.size(0) == q.size(0) && table.get_device_index() == device && contexts.dim() == 1 &&
-                      contexts.is_contiguous() && contexts.scalar_type() == ScalarType::Long && contexts.size(0) == q.size(0) &&
-                      contexts.get_device_index() == device,
-                  "paged_attention: pages and contexts of each sequence must be contiguous int64 tensors on the card of q");
-  STD_TORCH_CHECK(q.size(0) <= 65535, "paged_attention: ", q.size(0), " sequences; split them");
+                      (sequences ? q.size(0) % sequences : q.size(0)) == 0 && table.get_device_index() == device &&
+                      contexts.dim() == 1 && contexts.is_contiguous() && contexts.scalar_type() == ScalarType::Long &&
+                      contexts.size(0) == sequences && contexts.get_device_index() == device,
+                  "paged_attention: pages and contexts of each sequence must be contiguous int64 tensors on the card of q, which "
+                  "has as many tokens of each");
+  STD_TORCH_CHECK(q.size(0) <= 65535, "paged_attention: ", q.size(0), " tokens; split them");
   Tensor y = empty_on(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   if (q.size(0) == 0) {
     return y;
   }
   constexpr double kLog2OfE = 1.4426950408889634;
-  Paged args = {};
-  args.q = q.data_ptr();
-  args.keys = pool.data_ptr();
-  args.values = static_cast<const char*>(pool.data_ptr()) + kv_heads * pool.size(2) * pool.size(3) * 2;
-  args.y = y.data_ptr();
-  args.table = static_cast<const int64_t*>(table.data_ptr());
-  args.contexts = static_cast<const int64_t*>(contexts.data_ptr());
-  args.q_stride = q.stride(0);
-  args.columns = table.size(1);
-  args.slots = pool.size(2);
-  args.group = int(q.size(1) / kv_heads);
-  args.window = window < table.size(1) * kPage ? int(window) : 0;  // one that hides nothing is none
-  args.scale = float(scale * kLog2OfE);
+  Paged p = {};
+  p.q = q.data_ptr();
+  p.keys = pool.data_ptr();
+  p.values = static_cast<const char*>(pool.data_ptr()) + pool.numel() / 2 * (scales ? 1 : 2);
+  if (scales) {
+    p.key_scales = static_cast<const float*>(scales->data_ptr());
+    p.value_scales = p.key_scales + kv_heads * slots;
+  }
+  p.y = y.data_ptr();
+  p.table = static_cast<const int64_t*>(table.data_ptr());
+  p.contexts = static_cast<const int64_t*>(contexts.data_ptr());
+  p.q_stride = q.stride(0);
+  p.columns = table.size(1);
+  p.slots = slots;
+  p.tokens = int(q.size(0) / sequences);
+  p.group = int(q.size(1) / kv_heads);
+  p.window = window < table.size(1) * kPage ? int(window) : 0;  // one that hides nothing is none
+  p.scale = float(scale * kLog2OfE);
+  const Kept kept = !scales ? Kept::kNumbers : high_halves ? Kept::kUpper : Kept::kCodes;
   if (q.scalar_type() == ScalarType::BFloat16) {
-    run<__nv_bfloat16>(args, q, kv_heads);
+    run<__nv_bfloat16>(p, q, kv_heads, sequences, kept);
   } else {
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::Half, "paged_attention: q must be bfloat16 or float16");
-    run<__half>(args, q, kv_heads);
+    run<__half>(p, q, kv_heads, sequences, kept);
   }
   return y;
 }

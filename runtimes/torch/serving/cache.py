@@ -1,8 +1,6 @@
-"""Keys and values of one layer in pages, in the computing type or in 8 bits with a scale per position and head.
+"""Keys and values of one layer in pages: in the computing type, or 8-bit codes with a scale per position and head.
 
-Of 8-bit codes the upper four bits stand together and the lower four behind them: byte j of the first half of a head
-has the upper bits of the numbers j and j + size / 2, byte j of the second half their lower bits. A draft that reads the
-first half alone has 4-bit keys and values, at half the bytes and in the same memory.
+Codes stand in halves, of which a draft may read the first alone: `qsync_opt.kernels.paged_attention.in_halves`.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.paged_attention import from_halves, in_halves, to_codes
 from qsync_opt.runtimes.torch.serving.steps import PAGE
 
 KV_BITS = (8, 16, 32)
@@ -54,10 +53,9 @@ class PagedCache:
         for which, new in enumerate((keys, values)):
             new = new.transpose(0, 1)
             if self.scales is not None:
-                wide = new.float()
-                scale = wide.abs().amax(-1, keepdim=True).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
+                codes, scale = to_codes(new)
                 self.scales[which].index_copy_(1, slots_N, scale)
-                new = _in_halves((wide / scale).round_().to(torch.int8))
+                new = in_halves(codes)
             self.codes[which].index_copy_(1, slots_N, new.to(self.codes.dtype))
 
     def wipe(self, pages: Sequence[int]) -> None:
@@ -85,27 +83,5 @@ class PagedCache:
             both = gather(self.codes, size).to(self.dtype)
         else:
             halves = gather(self.codes, size // 2 if high_halves else size)
-            codes = (_upper(halves) if high_halves else _whole(halves)).to(self.dtype)
-            both = (codes + _MIDDLE if high_halves else codes) * gather(self.scales, 1).to(self.dtype)
+            both = from_halves(halves, upper=high_halves).to(self.dtype) * gather(self.scales, 1).to(self.dtype)
         return both[0], both[1]
-
-
-_MIDDLE = 7.5
-"""Mean of the numbers that four bits can be."""
-
-
-def _in_halves(codes: torch.Tensor) -> torch.Tensor:
-    """Codes (..., size), int8, with upper and lower bits apart, uint8."""
-    first, second = codes.view(torch.uint8).chunk(2, -1)
-    return torch.cat([(first & 0xF0) | (second >> 4), (first << 4) | (second & 0x0F)], -1)
-
-
-def _whole(halves: torch.Tensor) -> torch.Tensor:
-    """The codes of both halves."""
-    upper, lower = halves.chunk(2, -1)
-    return torch.cat([(upper & 0xF0) | (lower >> 4), (upper << 4) | (lower & 0x0F)], -1).view(torch.int8)
-
-
-def _upper(upper: torch.Tensor) -> torch.Tensor:
-    """The codes of the first half, their lower bits 0."""
-    return torch.cat([upper & 0xF0, upper << 4], -1).view(torch.int8)

@@ -1,4 +1,7 @@
-"""Decoding passes of a stage as CUDA graphs, one by precision and number of sequences and of pages, both rounded up."""
+"""Passes of a stage that decode or judge drafts as CUDA graphs.
+
+There is one by precision, new tokens of a sequence, and number of sequences and of pages, both rounded up.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ def rounded_up(value: int, least: int = 1) -> int:
 
 
 class DecodeGraphs:
-    """Captures a stage's decoding when a size comes up first and replays it afterwards.
+    """Captures a stage's passes of a few tokens when a size comes up first and replays them afterwards.
 
     A graph holds addresses of pages, so `clear` must follow when these are made anew.
     """
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._graphs: dict[tuple[int, int, Precision], _Graph] = {}
+        self._graphs: dict[tuple[int, int, int, Precision], _Graph] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -45,25 +48,24 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def run(self, step: Step, x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """The result of the call for a decoding pass, for its own sequences only; valid until the next one."""
-        sequences = len(step.tokens)
-        rows = rounded_up(sequences)
-        width = rounded_up(max(pages_of(start + 1) for start in step.starts), _LEAST_PAGES)
-        layout = Layout.of(step, device, rows=rows, width=width)
-        key = rows, width, step.precision
+        """The result of the call for the tokens of a pass, and for no others; valid until the next one."""
+        rows, tokens = rounded_up(len(step.tokens)), max(step.counts)
+        width = rounded_up(max(pages_of(start + tokens) for start in step.starts), _LEAST_PAGES)
+        layout = Layout.of(step, device, rows=rows, width=width, tokens=tokens)
+        key = rows, tokens, width, step.precision
         if key not in self._graphs:
             with without_cudnn_attention():  # it plans anew for every size
                 self._graphs[key] = self._capture(layout, x)
         graph = self._graphs[key]
         graph.layout.copy_(layout)
+        own = _places(step.counts, tokens, device)
         if x is not None:
-            graph.x[:sequences].copy_(x)
+            graph.x[own] = x
         graph.graph.replay()
-        return graph.result[:sequences]
+        return graph.result[own]
 
     def _capture(self, layout: Layout, x: torch.Tensor | None) -> _Graph:
-        rows = layout.tokens_N.shape[0]
-        static = layout.tokens_N.clone() if x is None else x.new_zeros((rows, x.shape[1]))
+        static = layout.tokens_N.clone() if x is None else x.new_zeros((len(layout.tokens_N), x.shape[1]))
         own = Layout(
             layout.tokens_N.clone(), layout.positions_N.clone(), layout.slots_N.clone(), layout.contexts_S.clone(),
             layout.table_SP.clone(), layout.last_S, (), (), layout.precision,
@@ -80,3 +82,11 @@ class DecodeGraphs:
         with capturing(graph, stream):
             result = self._call(static, own)
         return _Graph(graph, static, own, result)
+
+
+def _places(counts: tuple[int, ...], tokens: int, device: torch.device) -> slice | torch.Tensor:
+    """Where the tokens of a pass stand among those of a graph, in which every sequence has ``tokens``."""
+    if sum(counts) == len(counts) * tokens:
+        return slice(sum(counts))
+    places = [row * tokens + k for row, count in enumerate(counts) for k in range(count)]
+    return torch.tensor(places).to(device, non_blocking=True)

@@ -161,7 +161,7 @@ class Attention(Group):
         assert self.cache is not None, "reserve() comes before the first call"
         angles = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
         q_and_k, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], dim=1)
-        rotated = decoder.rotate_into_pages(heads, *angles, layout.slots_N, self.cache.codes)
+        rotated = decoder.rotate_into_pages(heads, *angles, layout.slots_N, self.cache.codes, self.cache.scales)
         written = rotated is not None
         if rotated is None:
             rotated = decoder.rotate_positions(q_and_k, *angles)
@@ -170,13 +170,23 @@ class Attention(Group):
             self.cache.write(layout.slots_N, k, v)
         return q, k, v
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel reads the pages where they are, for several new tokens of each sequence too."""
+        assert self.cache is not None, "reserve() comes before"
+        is_read = self.cache.scales is not None or self.cache.codes.dtype is self.dtype
+        return is_read and not explain(self.device, self.dtype, self.config.head_size)
+
     def _decode(self, q: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """One token per sequence. Without a kernel, query heads that share keys stand as rows of one product."""
+        """As many tokens of each sequence; without a kernel one, and heads that share keys are rows of a product."""
         c, sequences = self.config, q.shape[0]
         assert self.cache is not None
-        window, codes = c.windows[self.layer], self.cache.codes
-        if codes.dtype is q.dtype and not explain(q.device, q.dtype, c.head_size):
-            y = paged_attention(q, codes, layout.table_SP, layout.contexts_S, scale=c.query_scale, window=window)
+        window = c.windows[self.layer]
+        if self.has_kernel:
+            y = paged_attention(
+                q, self.cache.codes, layout.table_SP, layout.contexts_S, scale=c.query_scale, window=window,
+                scales=self.cache.scales, high_halves=layout.precision.high_halves,
+            )  # fmt: skip
             return y.view(sequences, -1)
         table, mask = layout.seen(window, self.dtype)
         keys, values = self.cache.read(table, high_halves=layout.precision.high_halves)

@@ -20,6 +20,8 @@ from qsync_opt.runtimes.torch.serving.weights import WeightSource
 from qsync_opt.serving import Plan, Stage
 
 _LOGGER = logging.getLogger(__name__)
+_MOST_JUDGED = 16
+"""New tokens of a sequence, up to which passes that judge drafts are captured."""
 Progress = Callable[[int, int, str], None]
 """Called with the number of loaded groups, their total, and the name of the last one."""
 
@@ -213,7 +215,7 @@ class StageModel:
         if step.wipe:
             for group in self.groups:
                 group.wipe(step.wipe)
-        if step.decodes and self._graphs is not None:
+        if self._graphs is not None and self._is_captured(step):
             result = self._graphs.run(step, x, self.device)
         else:
             layout = Layout.of(step, self.device, reproducible=self._reproducible)
@@ -223,6 +225,13 @@ class StageModel:
         if not self.last:
             return result
         return choose(result, step.choices)
+
+    def _is_captured(self, step: Step) -> bool:
+        """Whether a pass decodes, or judges drafts and a kernel reads the caches for that."""
+        if step.decodes:
+            return True
+        groups = (group for group in self.groups if isinstance(group, Attention))
+        return step.every and max(step.counts) <= _MOST_JUDGED and all(group.has_kernel for group in groups)
 
     @torch.inference_mode()
     def draft(self, step: Step) -> Step:

@@ -123,11 +123,11 @@ class Layout:
         tokens_N: Token numbers, int64.
         positions_N: Position of each token in its sequence, int64.
         slots_N: Where each token's keys and values go: page times positions per page plus position in the page, int64.
-        contexts_S: Positions of each sequence after the pass, int64.
+        contexts_S: Positions of each sequence after the pass, int64, those of tokens that only fill it up included.
         table_SP: Pages of each sequence, filled up with page 0, int64.
         last_S: The last token of each sequence among the N.
-        counts: New tokens of each sequence; empty if each has one.
-        starts: Cached positions of each sequence; empty if each has one new token.
+        counts: New tokens of each sequence; empty if each has as many.
+        starts: Cached positions of each sequence; empty with ``counts``.
         precision: See `Step`.
         pieces: Rows among the N that are computed together where results must not depend on what else is in a pass: a
             whole prompt, or one token. Empty: all are.
@@ -148,39 +148,58 @@ class Layout:
 
     @classmethod
     def of(
-        cls, step: Step, device: torch.device, *, rows: int = 0, width: int = 0, reproducible: bool = False
+        cls,
+        step: Step,
+        device: torch.device,
+        *,
+        rows: int = 0,
+        width: int = 0,
+        tokens: int = 0,
+        reproducible: bool = False,
     ) -> Layout:
-        """The layout of a pass; decoding may be filled up to ``rows`` sequences of ``width`` pages."""
-        n, s = sum(step.counts), len(step.counts)
-        filled_n, filled_s = (max(count, count + rows - s) for count in (n, s))
-        counts, starts = np.ones(filled_s, np.int64), np.zeros(filled_s, np.int64)
-        counts[:s], starts[:s] = step.counts, step.starts
+        """The layout of a pass.
+
+        Args:
+            step: The pass.
+            device: Of the tensors.
+            rows: A pass whose sequences have as many tokens may be filled up to so many sequences.
+            width: Least pages of a sequence in the table.
+            tokens: Fill every sequence up to so many new tokens, whose keys and values go to page 0.
+            reproducible: Divide it into ``pieces``.
+        """
+        filled = max(len(step.counts), rows)
+        own, starts = np.ones(filled, np.int64), np.zeros(filled, np.int64)
+        own[: len(step.counts)], starts[: len(step.counts)] = step.counts, step.starts
+        counts = np.full(filled, tokens) if tokens else own
         contexts, ends = starts + counts, np.cumsum(counts)
         width = max(width, -(-int(contexts.max()) // PAGE))
-        table = np.full((filled_s, width), SCRATCH)
-        for line, own, context in zip(table, step.pages, contexts, strict=False):
+        table = np.full((filled, width), SCRATCH)
+        for line, pages, context in zip(table, step.pages, starts + own, strict=False):
             used = -(-int(context) // PAGE)
-            line[:used] = own[:used]
-        sequences = np.repeat(np.arange(filled_s), counts)
-        positions = np.arange(filled_n) + (contexts - ends)[sequences]
-        slots = table[sequences, positions // PAGE] * PAGE + positions % PAGE
-        tokens = np.zeros(filled_n, np.int64)
-        tokens[:n] = np.fromiter(itertools.chain.from_iterable(step.tokens), np.int64, n)
+            line[:used] = pages[:used]
+        sequences = np.repeat(np.arange(filled), counts)
+        offsets = np.arange(len(sequences)) - (ends - counts)[sequences]
+        positions, present = starts[sequences] + offsets, offsets < own[sequences]
+        slots = np.where(present, table[sequences, positions // PAGE], SCRATCH) * PAGE + positions % PAGE
+        numbers = np.zeros(len(sequences), np.int64)
+        given = present & (sequences < len(step.counts))
+        numbers[given] = np.fromiter(itertools.chain.from_iterable(step.tokens), np.int64, sum(step.counts))
         # One transfer for all numbers.
-        flat = torch.from_numpy(np.concatenate([tokens, positions, slots, contexts, ends - 1, table.ravel()]))
+        lasts = ends - counts + own - 1
+        flat = torch.from_numpy(np.concatenate([numbers, positions, slots, contexts, lasts, table.ravel()]))
         flat = flat.to(device, non_blocking=True)
-        n, s = filled_n, filled_s
-        tokens_N, positions_N, slots_N, contexts_S, last_S, pages = torch.split(flat, [n, n, n, s, s, s * width])
-        decodes = step.decodes and not reproducible
+        n, s = len(sequences), filled
+        tokens_N, positions_N, slots_N, contexts_S, last_S, pages_SP = torch.split(flat, [n, n, n, s, s, s * width])
+        alike = (step.decodes or tokens > 0) and not reproducible
         return cls(
             tokens_N,
             positions_N,
             slots_N,
             contexts_S,
-            pages.view(s, width),
+            pages_SP.view(s, width),
             last_S,
-            () if decodes else step.counts,
-            () if decodes else step.starts,
+            () if alike else step.counts,
+            () if alike else step.starts,
             step.precision,
             tuple(_pieces(step)) if reproducible else (),
         )
