@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import decoder
 from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.paged_attention import in_halves, to_codes
 
 pytestmark = pytest.mark.gpu
 
@@ -94,6 +95,26 @@ def test_rotations_and_pages(size, dtype):
     before[0][:, slots] = rotated[:, queries:].transpose(0, 1)
     before[1][:, slots] = heads[:, queries + kv_heads :].transpose(0, 1)
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_codes_in_pages_are_those_of_the_rounded_numbers(size, dtype):
+    tokens, queries, kv_heads, slots_of_head = 37, 4, 2, 64
+    heads = randn(tokens, queries + 2 * kv_heads, size, dtype=dtype)
+    heads[3] = 0.0
+    cos, sin = randn(tokens, 1, size, dtype=dtype), randn(tokens, 1, size, dtype=dtype)
+    slots = torch.randperm(slots_of_head, device="cuda")[:tokens]
+    pool = torch.zeros(2, kv_heads, slots_of_head, size, device="cuda", dtype=torch.uint8)
+    scales = torch.zeros(2, kv_heads, slots_of_head, 1, device="cuda")
+    rotated = decoder.rotate_into_pages(heads, cos, sin, slots, pool, scales)
+    for which, numbers in enumerate((rotated[:, queries:], heads[:, -kv_heads:])):
+        codes, scale = to_codes(numbers.transpose(0, 1))
+        assert torch.equal(pool[which][:, slots], in_halves(codes))
+        assert torch.equal(scales[which][:, slots], scale)
+    left = torch.ones(slots_of_head, dtype=torch.bool, device="cuda")
+    left[slots] = False
+    assert pool[:, :, left].count_nonzero() == 0 and scales[:, :, left].count_nonzero() == 0
 
 
 def test_kernels_in_a_row_and_in_a_graph_wait_for_each_other():

@@ -116,6 +116,43 @@ def test_captured_decoding_has_the_scores_of_launched_decoding(kind, scheme, kv_
     torch.testing.assert_close(captured, launched, rtol=0.05, atol=0.05 * float(launched.abs().max()))
 
 
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_captured_judging_has_the_scores_of_decoding_and_leaves_its_cache(kind, kv_bits):
+    """Tokens that were decoded one by one are judged at once, as many as each sequence drafted."""
+    stages = [build(kind, "cuda", torch.bfloat16, "W4", kv_bits=kv_bits, capture=True) for _ in range(2)]
+    texts = [[*prompt, *row] for prompt, row in zip(PROMPTS, generate_here(stages[:1], PROMPTS, 12), strict=True)]
+    counts, pages, first = (3, 1, 3, 2, 3), [], 1
+    for prompt in PROMPTS:
+        pages.append(tuple(range(first, first + pages_of(len(prompt) + 12))))
+        first += len(pages[-1])
+    for stage in stages:
+        stage.reserve(first)
+        generate_here([stage], PROMPTS, 12)
+
+    def step(tokens, starts, rows, every):
+        return Step(
+            number=0,
+            tokens=tuple(map(tuple, tokens)),
+            starts=tuple(starts),
+            pages=tuple(pages[row] for row in rows),
+            choices=(Choice(),) * sum(map(len, tokens)),
+            every=every,
+        )
+
+    starts = [len(prompt) + 4 for prompt in PROMPTS]
+    drafts = [text[start : start + count] for text, start, count in zip(texts, starts, counts, strict=True)]
+    judged = stages[0].run(step(drafts, starts, range(5), True)).tolist()
+    assert any(key[1] == 3 for key in stages[0]._graphs._graphs)
+    alone = []
+    for row, (draft, start) in enumerate(zip(drafts, starts, strict=True)):
+        for k, token in enumerate(draft):
+            alone += stages[1].run(step([[token]], [start + k], [row], False)).tolist()
+    assert sum(a == b for a, b in zip(judged, alone, strict=True)) >= len(alone) - 1  # the head's product
+    for ours, theirs in zip(stages[0].groups[0::2], stages[1].groups[0::2], strict=True):
+        assert torch.equal(ours.cache.codes[:, :, 16:], theirs.cache.codes[:, :, 16:])  # all but page 0
+
+
 def test_requests_that_come_and_go_get_the_tokens_of_a_processor():
     stage = build("llama", "cpu", torch.float32, "W32")
     expected = [generate_here([stage], [prompt], 20 + 3 * k)[0] for k, prompt in enumerate(PROMPTS)]

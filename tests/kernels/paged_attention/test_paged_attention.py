@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.paged_attention import explain, paged_attention
+from qsync_opt.kernels.paged_attention import explain, from_halves, in_halves, paged_attention, to_codes
 
 PAGE = 16
 
@@ -58,6 +58,52 @@ def test_the_specification_is_attention_over_what_a_sequence_has(contexts, windo
     torch.testing.assert_close(paged_attention(*tensors, scale=0.3, window=window), expected)
 
 
+def with_codes(pool):
+    """The pages as codes in halves and scales."""
+    codes, scales = to_codes(pool)
+    return in_halves(codes), scales
+
+
+def some_tokens(q, tokens):
+    """So many tokens of each sequence, the last of which is the one there is."""
+    draw = torch.Generator().manual_seed(3)
+    before = torch.randn((len(q), tokens - 1, *q.shape[1:]), generator=draw, dtype=torch.float64).to(q)
+    return torch.cat([before, q[:, None]], 1).flatten(0, 1)
+
+
+def test_halves_hold_every_code():
+    codes = torch.arange(-128, 128).to(torch.int8).view(2, 128)
+    assert torch.equal(from_halves(in_halves(codes)), codes.float())
+    upper = from_halves(in_halves(codes)[:, :64], upper=True)
+    assert torch.equal(upper, (codes & -16).float() + 7.5)
+    x = torch.randn(5, 64) * torch.tensor([[1e-3], [1.0], [1e3], [0.0], [1e-42]])
+    whole, scales = to_codes(x)
+    assert (whole.float() * scales - x).abs().le(scales * 0.501).all() and scales.gt(0).all()
+
+
+@given(
+    contexts=st.lists(st.integers(4, 50), min_size=1, max_size=3),
+    window=st.none() | st.integers(1, 60),
+    tokens=st.integers(1, 4),
+    coded=st.booleans(),
+    upper=st.booleans(),
+)
+def test_several_tokens_are_as_each_by_itself(contexts, window, tokens, coded, upper):
+    (q, pool, table, ends), _ = case(contexts, size=8)
+    q = some_tokens(q, tokens)
+    if coded:
+        halves, scales = with_codes(pool.nan_to_num())
+        numbers = from_halves(halves[..., :4], upper=True) if upper else from_halves(halves)
+        kept = {"scales": scales, "high_halves": upper}
+        together = paged_attention(q, halves, table, ends, scale=0.3, window=window, **kept)
+        pool = numbers.double() * scales
+    else:
+        together = paged_attention(q, pool, table, ends, scale=0.3, window=window)
+    for k in range(tokens):
+        alone = paged_attention(q[k::tokens], pool, table, ends - (tokens - 1 - k), scale=0.3, window=window)
+        torch.testing.assert_close(together[k::tokens], alone)
+
+
 def test_arguments_that_do_not_fit_are_named():
     tensors, _ = case([5])
     q, pool, table, contexts = tensors
@@ -71,6 +117,15 @@ def test_arguments_that_do_not_fit_are_named():
         paged_attention(*tensors, scale=1.0, backend="fast")
     with pytest.raises(UnsupportedError, match="there is no kernel for cpu"):
         paged_attention(*tensors, scale=1.0, backend="compiled")
+    halves, scales = with_codes(pool)
+    for named, arguments, kept in (
+        ("in torch.uint8", tensors, {"scales": scales}),
+        (r"scales have the shape .* but the pages need", (q, halves, table, contexts), {"scales": scales[..., 0]}),
+        ("high_halves is set", tensors, {"high_halves": True}),
+        ("as many of each", (torch.cat([q, q, q])[:2], pool, table.expand(3, -1), contexts), {}),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            paged_attention(*arguments, scale=1.0, **kept)
     assert "kernels are for" in explain(torch.device("cuda"), torch.float32, 64)
     assert "heads have 96 numbers" in explain(torch.device("cuda"), torch.float16, 96)
 
@@ -87,6 +142,32 @@ def test_compiled_attention_is_near_the_specification(dtype, size, kv_heads, gro
     expected = paged_attention(*tensors, scale=size**-0.5, window=window, backend="reference")
     assert result.dtype is dtype
     torch.testing.assert_close(result, expected)  # of 16 bits: one rounding of a result of FP32 sums
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("kept", ["numbers", "codes", "upper"])
+def test_compiled_attention_of_tokens_and_codes(dtype, size, tokens, group, window, kept):
+    contexts = [9, 63, 65, 255, 256, 257, 700]
+    (q, pool, table, ends), _ = case(contexts, group=group, size=size, dtype=dtype, device="cuda")
+    q, more = some_tokens(q, tokens), {}
+    if kept != "numbers":
+        pool, scales = with_codes(pool)
+        more = {"scales": scales, "high_halves": kept == "upper"}
+    arguments = q, pool, table, ends
+    result = paged_attention(*arguments, scale=size**-0.5, window=window, backend="compiled", **more)
+    expected = paged_attention(*arguments, scale=size**-0.5, window=window, backend="reference", **more)
+    torch.testing.assert_close(result, expected)
+    for k in range(tokens):  # the bits of a token decoded by itself
+        alone = paged_attention(
+            q[k::tokens].contiguous(), pool, table, ends - (tokens - 1 - k), scale=size**-0.5, window=window,
+            backend="compiled", **more,
+        )  # fmt: skip
+        torch.testing.assert_close(result[k::tokens], alone, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -134,8 +215,8 @@ def test_what_the_kernel_refuses_is_named():
     run = torch.ops.qsync_opt.paged_attention
     paged_attention(*tensors, scale=0.1, backend="compiled")
     with pytest.raises(RuntimeError, match="its rows contiguous"):
-        run(q.transpose(0, 1).contiguous().transpose(0, 1), pool, table, ends, 0.1, 0)
+        run(q.transpose(0, 1).contiguous().transpose(0, 1), pool, None, table, ends, 0.1, 0, False)
     with pytest.raises(RuntimeError, match="contiguous int64"):
-        run(q, pool, table.int(), ends, 0.1, 0)
+        run(q, pool, None, table.int(), ends, 0.1, 0, False)
     with pytest.raises(RuntimeError, match="of the type of q"):
-        run(q, pool.half(), table, ends, 0.1, 0)
+        run(q, pool.half(), None, table, ends, 0.1, 0, False)
