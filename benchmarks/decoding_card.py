@@ -58,7 +58,7 @@ MOST_COST, COST_ROWS, SHORT_SPEEDUP, LONG_SPEEDUP, LEAST_SPEEDUP, NEAR = 0.85, (
 def accepted(path: Path, kept: str) -> dict[str, DraftMeasurement]:
     """Acceptances of drafts by a record on weights that are not rotated, or, where it has none, on rotated ones."""
     drafts: dict[str, DraftMeasurement] = {}
-    for record in sorted(read_json(path)["records"], key=lambda record: record["served"]):
+    for record in sorted(read_json(path, {"qsync-results/1"})["records"], key=lambda record: record["served"]):
         counts = {"accepted": tuple(record["accepted"]), "judged": tuple(record["judged"])}
         if record["draft"] not in drafts and (record["draft"] == "lookup" or record["draft"] in SELF_DRAFTS):
             drafts[record["draft"]] = DraftMeasurement(memory_kib=0, **counts)
@@ -151,7 +151,7 @@ def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     share = sum(near) / len(near) if near else None
     return [
         asked_row(
-            f"a drafted token of A8 over the pass that judges 4, {COST_ROWS[0]} to {COST_ROWS[-1]} sequences of {SHORT}",
+            f"drafting a token with A8 over judging 4, {COST_ROWS[0]} to {COST_ROWS[-1]} sequences of {SHORT}",
             f"<= {MOST_COST}",
             costs.get(worst),
             worst in costs and costs[worst] <= MOST_COST,
