@@ -24,7 +24,7 @@ from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE, round_rows
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CARD_DTYPES = (torch.bfloat16, torch.float16)
-_FEW_ROWS = {"cuda": 32, "cpu": 64}
+_FEW_ROWS = {"cuda": 80, "cpu": 64}
 """Rows up to which packed weights are multiplied directly; more are multiplied by unpacked ones."""
 _OLDEST_CARD = (8, 0)
 

@@ -19,7 +19,7 @@ namespace {
 constexpr int kPage = 16;     // positions of a page, kernels/paged_attention/operators.py; a warp takes one at a time
 constexpr int kWarps = 4;     // of a block of threads
 constexpr int kRows = 16;     // of queries that share a head of keys and are answered by a block at a time
-constexpr int kLength = 256;  // positions of a split
+constexpr int kLength = 512;  // positions of a split
 constexpr float kLowest = -1e30f;  // no score is lower, and differences of it are numbers
 
 struct Paged {

@@ -170,7 +170,8 @@ void launch(const Arguments& args, cudaStream_t stream) {
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   cudaLaunchConfig_t config = {};
   const int64_t tiles = args.padded / kTile;
-  config.gridDim = dim3(unsigned((tiles + kTiles - 1) / kTiles * args.cluster), unsigned((args.rows + kRows - 1) / kRows));
+  const int64_t row_blocks = (args.rows + kRows - 1) / kRows;
+  config.gridDim = dim3(unsigned((tiles + kTiles - 1) / kTiles * row_blocks * args.cluster));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;

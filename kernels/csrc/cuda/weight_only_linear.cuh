@@ -305,12 +305,13 @@ __device__ __forceinline__ void send(float4* to, uint64_t* barrier, int rank, co
 #endif
 }
 
-// Grid: a cluster of blocks of threads per kTiles tiles of outputs; y: 16 rows each. The warps of a cluster that have the same
-// tile share its inputs in contiguous ranges; warps of a block that have the same range read the same activations, of which all
-// but the first find them in the cache next to them. Traffic: codes and scales once from memory, activations once per block of
-// threads, from the cache. Contract: products of codes and activations are exact, sums are FP32 in an order that depends on the
-// shape of the weight and the card alone: a row's result does not depend on the other rows. Codes and scales are complete before
-// the kernel before this one begins. Reference: kernels/weight_only/operators.py.
+// Grid: a cluster of blocks of threads per kTiles tiles of outputs and 16 rows; those of the same tiles stand next to each other,
+// so that all but the first find the codes in the cache. The warps of a cluster that have the same tile share its inputs in
+// contiguous ranges; warps of a block that have the same range read the same activations, of which all but the first find them in
+// the cache next to them. Traffic: codes and scales once from memory, activations once per block of threads, from the cache.
+// Contract: products of codes and activations are exact, sums are FP32 in an order that depends on the shape of the weight and the
+// card alone: a row's result does not depend on the other rows. Codes and scales are complete before the kernel before this one
+// begins. Reference: kernels/weight_only/operators.py.
 template <class T, class Out, int kBits, int kColumns, bool kInt8, int kTiles>
 __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) {
   constexpr int kShares = kWarps / kTiles, kTileParts = kStrips * kColumns * 32, kParts = kTiles * kTileParts;
@@ -323,8 +324,9 @@ __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) 
   auto* received_all = reinterpret_cast<uint64_t*>(&received + 1);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const bool alone = p.cluster == 1;
-  const int rank = blockIdx.x % p.cluster, first_tile = blockIdx.x / p.cluster * kTiles, tile = first_tile + warp / kShares;
-  const int64_t first_row = int64_t(blockIdx.y) * kRows;
+  const int rank = blockIdx.x % p.cluster, part = blockIdx.x / p.cluster, row_blocks = int((p.rows + kRows - 1) / kRows);
+  const int first_tile = part / row_blocks * kTiles, tile = first_tile + warp / kShares;
+  const int64_t first_row = int64_t(part % row_blocks) * kRows;
   const int share = rank * kShares + warp % kShares, shares = p.cluster * kShares, pairs = int(p.blocks + 1) / 2;
   const int begin = pairs * share / shares * 2, end = min(pairs * (share + 1) / shares * 2, int(p.blocks));
   const int blocks = tile * kTile < p.padded ? end - begin : 0;

@@ -152,7 +152,7 @@ def test_compiled_attention_is_near_the_specification(dtype, size, kv_heads, gro
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("kept", ["numbers", "codes", "upper"])
 def test_compiled_attention_of_tokens_and_codes(dtype, size, tokens, group, window, kept):
-    contexts = [9, 63, 65, 255, 256, 257, 700]
+    contexts = [9, 63, 65, 511, 512, 513, 1200]
     (q, pool, table, ends), _ = case(contexts, group=group, size=size, dtype=dtype, device="cuda")
     q, more = some_tokens(q, tokens), {}
     if kept != "numbers":
