@@ -4,7 +4,7 @@ Per draft, experts of different memories each keep faded counts by draft positio
 have foretold what was accepted is believed: while the text stays of one kind the longest memory leads, and where it
 changes a short one within a few cycles. Drafts that cost nothing to make, such as look-up's, are watched: they are
 compared with the tokens that come out anyway. The other ones that do not run are tried for a cycle now and then, within
-a fixed share of the time; a trial that wins pays for the next one at once.
+a fixed share of the time; a trial that wins pays for the next one at once, and a change of the text lends for a few.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from qsync_opt.io import check_fields
 
 _TRIALS_IN_CREDIT = 2
 """Most trials that a long time without any saves up for."""
+_TRIALS_LENT, _LENT_CYCLES = 2, 64
+"""Trials that a change of the text lends the time of, which is saved again before there are others; and for how long."""
 _PLANNED_TOKENS, _ALIKE_TOKENS, _DOUBTED_TOKENS = 2.0, 4.0, 8.0
 """Tokens that the planned acceptance counts as; the positions together, for each one; at most all, once in doubt."""
 _LEANING = 0.25
@@ -69,7 +71,7 @@ class ControllerOptions:
     dwell_cycles: int = 4
     deviations: float = 0.5
     plain_deviations: float = 1.0
-    trial_share: float = 0.0025
+    trial_share: float = 0.002
 
     def __post_init__(self) -> None:
         check_fields(self, "controller options")
@@ -235,7 +237,8 @@ class Controller:
         self._trials = [min(self._of(draft), key=lambda graph: graph.length) for draft in self._beliefs]
         worst_ns = max((graph.cycle_ns for graph in self._trials), default=0)
         self._most_credit_ns = float(_TRIALS_IN_CREDIT * worst_ns)
-        self._credit_ns = 0.0
+        self._most_lent_ns = float(_TRIALS_LENT * worst_ns)
+        self._credit_ns, self._lent_cycles = 0.0, 0
         self._since_change = self.options.dwell_cycles
         self._trial: Graph | None = None
         self._watched: set[str] = set()
@@ -283,16 +286,17 @@ class Controller:
         self.current, self._since_change = graph, 0
 
     def _affordable_trial(self) -> Graph | None:
-        """The next draft to try, once enough is saved for a cycle of it that accepts nothing.
+        """The next draft to try, once enough is saved or lent for a cycle of it that accepts nothing.
 
         None that runs or is watched, and none that would not gain if all its tokens were accepted.
         """
         bar_ns = (1 - self.options.margin) * self.time_per_token_ns(self.current)
+        available_ns = self._credit_ns + (self._most_lent_ns if self._lent_cycles > 0 else 0.0)
         for graph in self._trials:
             if graph.draft == self.current.draft or graph.draft in self._watched:
                 continue
             most_ns = min(other.cycle_ns / (other.length + 1) for other in self._of(graph.draft))
-            if most_ns < bar_ns and self._loss_ns(graph, 1.0) <= self._credit_ns:
+            if most_ns < bar_ns and self._loss_ns(graph, 1.0) <= available_ns:
                 self._trials.remove(graph)
                 self._trials.append(graph)
                 return graph
@@ -326,6 +330,7 @@ class Controller:
             self._learn(graph.draft, judged)
         self._credit_ns = min(self._credit_ns + self.options.trial_share * graph.cycle_ns, self._most_credit_ns)
         self._since_change += 1
+        self._lent_cycles -= 1
         self._trial = None
 
     def watch(self, draft: str, judged: Sequence[Judged]) -> None:
@@ -346,6 +351,8 @@ class Controller:
             for other, belief in self._beliefs.items():
                 if other != draft:
                     belief.doubt()
+            if self._credit_ns >= 0:  # what was lent before is paid back
+                self._lent_cycles = _LENT_CYCLES
 
     def beliefs(self) -> Mapping[str, tuple[float, ...]]:
         """Draft to the mean acceptance believed of each position."""
