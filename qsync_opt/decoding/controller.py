@@ -22,7 +22,7 @@ from qsync_opt.io import check_fields
 _TRIALS_IN_CREDIT = 2
 """Most trials that a long time without any saves up for."""
 _TRIALS_LENT, _LENT_CYCLES = 2, 64
-"""Trials that a change of the text lends the time of, which is saved again before there are others; and for how long."""
+"""Trials of other drafts that a change of one lends the time of, which is saved again before; and for how long."""
 _PLANNED_TOKENS, _ALIKE_TOKENS, _DOUBTED_TOKENS = 2.0, 4.0, 8.0
 """Tokens that the planned acceptance counts as; the positions together, for each one; at most all, once in doubt."""
 _LEANING = 0.25
@@ -239,6 +239,7 @@ class Controller:
         self._most_credit_ns = float(_TRIALS_IN_CREDIT * worst_ns)
         self._most_lent_ns = float(_TRIALS_LENT * worst_ns)
         self._credit_ns, self._lent_cycles = 0.0, 0
+        self._known: str | None = None
         self._since_change = self.options.dwell_cycles
         self._trial: Graph | None = None
         self._watched: set[str] = set()
@@ -291,11 +292,12 @@ class Controller:
         None that runs or is watched, and none that would not gain if all its tokens were accepted.
         """
         bar_ns = (1 - self.options.margin) * self.time_per_token_ns(self.current)
-        available_ns = self._credit_ns + (self._most_lent_ns if self._lent_cycles > 0 else 0.0)
+        lent_ns = self._most_lent_ns if self._lent_cycles > 0 else 0.0
         for graph in self._trials:
             if graph.draft == self.current.draft or graph.draft in self._watched:
                 continue
             most_ns = min(other.cycle_ns / (other.length + 1) for other in self._of(graph.draft))
+            available_ns = self._credit_ns + (0.0 if graph.draft == self._known else lent_ns)
             if most_ns < bar_ns and self._loss_ns(graph, 1.0) <= available_ns:
                 self._trials.remove(graph)
                 self._trials.append(graph)
@@ -352,7 +354,7 @@ class Controller:
                 if other != draft:
                     belief.doubt()
             if self._credit_ns >= 0:  # what was lent before is paid back
-                self._lent_cycles = _LENT_CYCLES
+                self._lent_cycles, self._known = _LENT_CYCLES, draft
 
     def beliefs(self) -> Mapping[str, tuple[float, ...]]:
         """Draft to the mean acceptance believed of each position."""
