@@ -38,6 +38,11 @@ class Evaluation:
     message_bytes: float
     mean_bits: float
 
+    @property
+    def waiting_ns(self) -> float:
+        """What of the exchanges no computation hides, without packing and unpacking."""
+        return self.exposed_ns - self.codec_ns
+
     def to_json(self) -> dict[str, Any]:
         """The keys that the command line prints with ``--json``."""
         return {

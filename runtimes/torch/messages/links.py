@@ -1,16 +1,18 @@
-"""What messages between workers cost: a fixed time and one per byte, measured."""
+"""What messages between workers cost, measured: links a fixed time and one per byte, packing a time by width."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from qsync_opt.kernels.messages import pack_rows, row_bytes, unpack_rows
 from qsync_opt.runtimes.torch.messages.transfer import transfer
 
 SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20)
@@ -18,6 +20,9 @@ SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20)
 CARD_SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
 """The same between cards, where a megabyte takes no longer than a few bytes."""
 _REPEATS = 5
+
+Codec = Mapping[int, tuple[float, float]]
+"""Width to nanoseconds for each number that is packed, and for each that is unpacked."""
 
 
 def probe_links(group: Any, device: torch.device | str) -> list[list[tuple[int, float]]]:
@@ -72,3 +77,65 @@ def fit_link(sizes: Sequence[int], times_ns: Sequence[float]) -> tuple[int, floa
         value = columns[:, only].sum() / np.square(columns[:, only]).sum()
         fixed, per_byte = (0.0, value) if only else (value, 0.0)
     return round(fixed), float(per_byte)
+
+
+def probe_codec(
+    group: Any, device: torch.device | str, widths: Sequence[int], rows: int, dim: int, backend: str
+) -> list[Codec]:
+    """What packing and unpacking take on each worker, all of them at once, as in training.
+
+    Args:
+        group: Process group.
+        device: Of the rows.
+        widths: Those to measure.
+        rows: As many as this worker packs or unpacks at a time, at least 1.
+        dim: Numbers of a row.
+        backend: See `qsync_opt.kernels.messages.pack_rows`.
+
+    Returns:
+        One table for each rank, the same list on every rank.
+    """
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(rows, dim, generator=generator).to(device)
+    index, out = torch.randperm(rows, generator=generator).to(device), torch.empty_like(data)
+    word = torch.zeros(8, dtype=torch.uint8, device=device)
+
+    def median_ns(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(_REPEATS + 1):  # the first compiles
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            began = time.perf_counter()
+            work()
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            seconds.append(time.perf_counter() - began)
+        return 1e9 * statistics.median(seconds[1:]) / (rows * dim)
+
+    def pack(width: int) -> torch.Tensor:
+        packed = pack_rows(data, index, width, 0, backend=backend)
+        return torch.cat([word, packed.reshape(-1)])[word.numel() :].view(packed.shape)  # onto the wire, as in training
+
+    measured = []
+    dist.barrier(group)
+    for width in widths:
+        wire = pack(width)
+        measured += [
+            median_ns(partial(pack, width)),
+            median_ns(partial(unpack_rows, wire, index, out, width, backend=backend)),
+        ]
+    own = torch.tensor(measured, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    tables = (each.view(-1, 2).tolist() for each in everyone)
+    return [{width: (p, u) for width, (p, u) in zip(widths, table, strict=True)} for table in tables]
+
+
+def codec_per_byte(codec: Codec, dim: int) -> tuple[float, float]:
+    """Nanoseconds by which each byte makes packing, and unpacking, longer; what is fitted as in `fit_link`.
+
+    0 where narrow rows take as long as wide ones, or longer, as on CPUs.
+    """
+    sizes = [row_bytes(dim, width) for width in codec]
+    pack, unpack = (fit_link(sizes, [dim * both[side] for both in codec.values()])[1] for side in (0, 1))
+    return pack, unpack

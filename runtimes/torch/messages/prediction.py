@@ -7,18 +7,10 @@ step without the other two.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
-import torch
-
-from qsync_opt.kernels.messages import pack_rows, row_bytes, unpack_rows
 from qsync_opt.messages import Plan, Problem, evaluate
-
-_ROWS = 256
-_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +51,7 @@ def predict_epoch(problem: Problem, plan: Plan, times: StepTimes) -> PredictedEp
     """
     evaluation = evaluate(problem, plan)
     codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codec_ns).values(), default=0.0)
-    return PredictedEpoch(times.compute_s, codec_s, evaluation.exposed_ns / 1e9, evaluation.time_ns / 1e9)
+    return PredictedEpoch(times.compute_s, codec_s, evaluation.waiting_ns / 1e9, evaluation.time_ns / 1e9)
 
 
 def codec_by_worker(problem: Problem, plan: Plan, codec_ns: Mapping[int, tuple[float, float]]) -> dict[int, float]:
@@ -73,32 +65,3 @@ def codec_by_worker(problem: Problem, plan: Plan, codec_ns: Mapping[int, tuple[f
             spent[pair.source] += pack * numbers
             spent[pair.target] += unpack * numbers
     return spent
-
-
-def time_codec(
-    widths: Sequence[int], dim: int, device: torch.device | str, backend: str
-) -> dict[int, tuple[float, float]]:
-    """Width to nanoseconds per number packed and per number unpacked, for rows of ``dim`` numbers."""
-    rows = torch.randn(_ROWS, dim, generator=torch.Generator().manual_seed(0)).to(device)
-    index, out = torch.arange(_ROWS, device=device), torch.empty_like(rows)
-
-    def least_ns(work: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(_REPEATS + 1):  # the first compiles
-            if out.is_cuda:
-                torch.cuda.synchronize(out.device)
-            began = time.perf_counter()
-            work()
-            if out.is_cuda:
-                torch.cuda.synchronize(out.device)
-            seconds.append(time.perf_counter() - began)
-        return 1e9 * min(seconds[1:]) / (_ROWS * dim)
-
-    result = {}
-    for width in widths:
-        wire = pack_rows(rows, index, width, 0, backend=backend).reshape(_ROWS, row_bytes(dim, width))
-        result[width] = (
-            least_ns(partial(pack_rows, rows, index, width, 0, backend=backend)),
-            least_ns(partial(unpack_rows, wire, index, out, width, backend=backend)),
-        )
-    return result

@@ -73,7 +73,7 @@ def test_packing_takes_as_long_as_the_slowest_worker_and_nothing_hides_it():
     pair = data["exchanges"][0]["rounds"][0][0]
     assert pair["x-pack-ns-per-byte"] == 0.5 and "x-unpack-ns-per-byte" not in pair
     pair["x-pack-ns-per-byte"] = -1.0
-    with pytest.raises(ProblemError, match="x-pack-ns-per-byte.*at least 0"):
+    with pytest.raises(ProblemError, match=r"x-pack-ns-per-byte.*at least 0"):
         Problem.from_json(data)
 
 
