@@ -66,6 +66,13 @@ ALONE = ("FP32", "BF16", "uniform 4", "planned")
 ALONE_REPEATS = 15
 CALIBRATION_EPOCHS = 16
 CALIBRATION_BITS = 4
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+"""Memory that a tensor leaves stays with the process (glibc). By default large tensors get new pages each time: epochs
+take a fifth longer, and runs of the same epoch on an idle machine differ by a quarter."""
 LOCAL_LINK = "0.1"
 """Of the graph whose exchanges computation can hide: in FP32 it cannot there, in fewer bits it can."""
 
@@ -219,6 +226,7 @@ def worker(rank: int, address: str, output: str, link: str, settings: dict[str, 
 
 def measure(link: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Records of one graph over one link."""
+    os.environ.update(ALLOCATOR)
     return records_of_ranks(__file__, link, [json.dumps(settings)], port=29557, gigabits=float(link), timeout_s=7200)
 
 

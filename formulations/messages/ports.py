@@ -41,6 +41,8 @@ _BISECTIONS = 48
 _FIRST_RATE = 3.0
 """First exponent of the multiplicative steps: about the inverse of how bits answer to prices."""
 _NEVER = 1e-300
+_FIRST_PASSES = 4
+"""Repetitions of the first step, which does not know the price of packing."""
 _FILLS = 4
 """Sweeps that give pairs what their ports have left."""
 
@@ -183,7 +185,7 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
     bound, proof, previous = -math.inf, nothing, -math.inf
     is_large = problem.num_messages > _FEW
     search = _Search(extrapolates=is_large)
-    proved = np.zeros(0), np.zeros(0)
+    proved, mu = (np.zeros(0), np.zeros(0)), 0.0
 
     def make_plans(bits_P: Floats, price_P: Floats) -> None:
         nonlocal best
@@ -196,7 +198,8 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
                 break  # the other targets take longer
 
     for step in range(_STEPS):
-        mu, pi = _outer(problem, rows, table, share_R)
+        for _ in range(1 if step else _FIRST_PASSES):
+            mu, pi = _outer(problem, rows, table, share_R, mu)
         u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
         price_P = rows.bit_prices(u_R)
         bits_P = table.bits(price_P)
@@ -268,9 +271,15 @@ class _Search:
         return next_R
 
 
-def _outer(problem: Problem, rows: _Rows, table: _Tables, share_R: Floats) -> tuple[float, Floats]:
-    """The price of exposed time that meets the goal at these shares, and the price of each exchange and its packing."""
+def _outer(
+    problem: Problem, rows: _Rows, table: _Tables, share_R: Floats, packing_price: float
+) -> tuple[float, Floats]:
+    """The price of exposed time that meets the goal at these shares, and the price of each exchange and its packing.
+
+    At which price an exchange is just hidden depends on that of packing, which is taken from the step before.
+    """
     hidden = rows.hidden_E
+    is_packing = np.arange(hidden.size) >= len(problem.exchanges)
 
     def times(pi: Floats) -> Floats:
         u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
@@ -281,7 +290,9 @@ def _outer(problem: Problem, rows: _Rows, table: _Tables, share_R: Floats) -> tu
     scale = float(np.median(rows.bit_ns_L[rows.bit_ns_L > 0])) if (rows.bit_ns_L > 0).any() else 1.0
     low = np.full(hidden.size, table.low - math.log(scale) - 20.0)
     high = low + 40.0 + table.step * _GRID
-    covered = _bisect(lambda at: times(np.exp(at)) <= hidden, low.copy(), high.copy())
+    covered = _bisect(
+        lambda at: times(np.where(is_packing, packing_price, np.exp(at))) <= hidden, low.copy(), high.copy()
+    )
     own = np.where(hidden > 0, np.exp(covered), math.inf)  # at this price an exchange is just hidden
 
     def variance(pi: Floats) -> float:

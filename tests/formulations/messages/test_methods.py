@@ -120,8 +120,10 @@ def test_what_whole_messages_prove_is_below_the_optimum_and_not_below_what_price
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("menu", MENUS[:4])
-def test_many_messages_have_a_proved_gap_below_one_message_a_pair(goal, hidden, menu):
-    problem = make_problem(5, [[[900, 1200], [800, 700]], [[1000, 900], [600, 1300]]], menu, goal, 0.4, hidden)
+@pytest.mark.parametrize("packing", [False, True])
+def test_many_messages_have_a_proved_gap_below_one_message_a_pair(goal, hidden, menu, packing):
+    sizes = [[[900, 1200], [800, 700]], [[1000, 900], [600, 1300]]]
+    problem = make_problem(5, sizes, menu, goal, 0.4, hidden, packing=packing)
     solution = qsync_opt.solve(problem)
     pairs = [pair for exchange in problem.exchanges for pair in exchange.pairs]
     if goal == "variance":
@@ -129,7 +131,7 @@ def test_many_messages_have_a_proved_gap_below_one_message_a_pair(goal, hidden, 
         return
     step = max(problem.menu.values()) * max(float(pair.beta.max()) for pair in pairs) * problem.variance_weight
     assert solution.objective - solution.bound <= len(pairs) * step
-    assert solution.gap < 2e-3
+    assert solution.gap < (5e-3 if packing else 2e-3)
 
 
 def test_the_bound_of_thresholds_is_that_of_the_linear_relaxation():
@@ -229,6 +231,28 @@ def test_ports_of_many_messages_are_planned_close_to_the_bound_and_the_time_of_a
     pairs = list(zip((first, second, third, fourth), bits, strict=True))
     expected = max(port(*pairs[:2]), port(*pairs[2:]), port(pairs[0], pairs[2]), port(pairs[1], pairs[3]))
     assert solution.evaluation.exchange_ns[exchange.name] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("per_byte", [1e-7, 0.03, 0.5, 5.0])
+def test_exchanges_that_are_partly_hidden_are_planned_with_packing_of_any_speed(per_byte):
+    """The price of an exchange that is just hidden depends on that of its packing."""
+    rng, exchanges = np.random.default_rng(0), []
+    for k, (dim, hidden_ns) in enumerate(((128, 900_000), (128, 500_000), (128, 1_200_000), (40, 500_000))):
+        pairs = [
+            Pair(
+                source=i, target=1 - i, fixed_ns=400_000 - 50_000 * i, ns_per_byte=7.4 + 0.3 * i,
+                beta=rng.lognormal(-5 * k, 1, 1500 + 40 * i), pack_ns_per_byte=per_byte, unpack_ns_per_byte=per_byte,
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        exchanges.append(Exchange(name=f"e{k}", dim=dim, rounds=(tuple(pairs),), hidden_ns=hidden_ns))
+    bits = {str(width): variance_factor(width) for width in (1, 2, 4, 8, 16, 32)}
+    free = Problem(
+        name="p", time_limit_ns=None, variance_weight=1.0, time_weight=1.0, bits=bits, exchanges=tuple(exchanges)
+    )
+    four = evaluate(free, uniform_plan(free, 4))
+    solution = qsync_opt.solve(replace(free, time_limit_ns=int(four.exposed_ns) + 1, time_weight=None))
+    assert solution.gap < 5e-3 and solution.objective < four.variance / 4
 
 
 def test_packing_of_a_worker_is_one_sum_that_nothing_hides():
