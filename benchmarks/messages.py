@@ -15,6 +15,7 @@ of `message_accuracy`, a million nodes those of `message_scale`.
 
     python benchmarks/messages.py                        # writes benchmarks/results/messages.json
     python benchmarks/messages.py --links 1 --nodes 500 --epochs 8 --output /tmp/smoke.json
+    python benchmarks/messages.py --join first.json second.json         # of links measured one by one
 """
 
 from __future__ import annotations
@@ -341,17 +342,24 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=12, help="of each subject and link")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each subject whose times are averaged")
+    parser.add_argument("--join", type=Path, nargs="+", help="outputs for single links whose records are joined")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     settings = {key: getattr(arguments, key) for key in ("nodes", "hidden", "epochs", "rounds")}
     records: list[dict[str, Any]] = []
     asked = Asked()
     links = arguments.links.split(",")
-    for link in links:
-        bits_s = float(link) * 1e9
-        records.append({"what": "limiter", "link": link, "bits_s": bits_s, "bytes_s": plain_bytes_s(float(link))})
-        records += measure(link, settings | {"graph": "cut"})
-    records += measure(LOCAL_LINK, settings | {"graph": "local"})
+    if arguments.join:
+        parts = [json.loads(path.read_text()) for path in arguments.join]
+        settings, records = parts[0]["settings"], [record for part in parts for record in part["records"]]
+        links = [record["link"] for record in records if record["what"] == "limiter"]
+    else:
+        for link in links:
+            bits_s = float(link) * 1e9
+            records.append({"what": "limiter", "link": link, "bits_s": bits_s, "bytes_s": plain_bytes_s(float(link))})
+            records += measure(link, settings | {"graph": "cut"})
+        if LOCAL_LINK in links:
+            records += measure(LOCAL_LINK, settings | {"graph": "local"})
     asked.links(records)
     by_link: dict[str, dict[str, dict[str, Any]]] = {}
     times: dict[str, dict[str, float]] = {}
@@ -362,7 +370,8 @@ def main() -> None:
             times.setdefault(f"{record['graph']} {record['link']}", {})[record["subject"]] = record["seconds"]
     for link in links:
         asked.link(by_link[f"cut {link}"], times[f"cut {link}"], f"{link} Gbit/s")
-    asked.hidden(by_link[f"local {LOCAL_LINK}"], f"{LOCAL_LINK} Gbit/s")
+    if LOCAL_LINK in links:
+        asked.hidden(by_link[f"local {LOCAL_LINK}"], f"{LOCAL_LINK} Gbit/s")
     asked.crossover({link: by_link[f"cut {link}"] for link in links})
     asked.row("packing and unpacking on a card", ">= 70 % of copy bandwidth", None, False, "not measured here")
     output = arguments.output or HERE / "results" / "messages.json"

@@ -25,6 +25,8 @@ from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus
 MOST_CELLS = 50_000_000
 """Cells of a pair's table (messages x totals of bits) beyond which the method is refused."""
 _MOST_STATES = 2_000_000
+_MOST_JOINED = 100_000
+"""The same for pairs that share ports or packing: where that many are near, more seldom prove anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +259,11 @@ def _pair_by_pair(
         cost = trade.variance + price * trade.bits
         cost = cost - cost.min()
         near = np.flatnonzero(cost <= slack)
-        if reduced.size * near.size > 10 * _MOST_STATES:
+        if reduced.size * near.size > 10 * _MOST_JOINED:
             return None
         both = reduced[:, None] + cost[None, near]
         left, right = np.nonzero(both <= slack)
-        if left.size > _MOST_STATES:
+        if left.size > _MOST_JOINED:
             return None
         reduced, variance = both[left, right], variance[left] + trade.variance[near[right]]
         chosen = np.concatenate([chosen[left], near[right][:, None]], axis=1)

@@ -30,8 +30,8 @@ from qsync_opt.formulations.messages.whole import aligned, rounds
 from qsync_opt.messages import Evaluation, Plan, Problem, evaluate
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
-SEARCHED = 400
-"""Messages up to which a gap that is left is closed by the exact search."""
+SEARCHED, SEARCHED_SHARED = 400, 60
+"""Messages up to which a gap that is left is closed by the exact search; the latter where pairs share something."""
 SEARCH_S = 2.0
 """Most seconds of that search."""
 _ALL = 512
@@ -71,11 +71,12 @@ class ThresholdFormulation:
             return Answer(
                 termination=TerminationStatus.INFEASIBLE, reason=reason, solve_seconds=time.monotonic() - started
             )
-        planned = (plan_by_ports if shares_rows(problem) else plan_by_thresholds)(problem, tables)
+        is_shared = shares_rows(problem)
+        planned = (plan_by_ports if is_shared else plan_by_thresholds)(problem, tables)
         plan, bound = planned.plan, planned.bound
         objective = evaluate(problem, plan).objective
         gap = relative_gap(objective, bound)
-        is_small = problem.num_messages <= SEARCHED
+        is_small = problem.num_messages <= (SEARCHED_SHARED if is_shared else SEARCHED)
         if gap is not None and gap > max(PROOF_GAP, options.gap) and is_small:
             from qsync_opt.formulations.messages.exact import search
 

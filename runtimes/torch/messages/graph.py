@@ -34,7 +34,7 @@ from qsync_opt.messages import (
 )
 from qsync_opt.runtimes.torch.ddp import companion_group, together
 from qsync_opt.runtimes.torch.messages.exchange import EXACT, REMEMBERED, WORD_BYTES, Direction, HaloExchange
-from qsync_opt.runtimes.torch.messages.links import Codec, codec_per_byte, probe_codec, probe_links
+from qsync_opt.runtimes.torch.messages.links import Codec, probe_codec, probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
 from qsync_opt.runtimes.torch.messages.prediction import StepTimes, codec_by_worker
 from qsync_opt.systems import solve
@@ -346,7 +346,7 @@ class FullGraph:
         """
         self.links = self.links or probe_links(self.group, self.part.x.device)
         self.codec = self.codec or self._probe_codec()
-        packing = [codec_per_byte(each, self._widest()) for each in self.codec]
+        packing = [each.per_byte(self._widest()) for each in self.codec]
         factor = {str(width): variance_factor(width) for width in self.options.menu}
         exchanges = []
         for direction in self.directions():
@@ -417,10 +417,8 @@ class FullGraph:
         present = self.plan or uniform_plan(problem, self.options.initial_bits)
         exposed_s = evaluate(problem, present).waiting_ns / 1e9
         device = self.part.x.device
-        everyone = self.codec = self.codec or self._probe_codec()
-        slowest = np.max([[*each.values()] for each in everyone], axis=0).tolist()
-        table = {width: (pack, unpack) for width, (pack, unpack) in zip(everyone[0], slowest, strict=True)}
-        by_width = codec_by_worker(problem, present, table).get(self.rank, 0.0)
+        self.codec = self.codec or self._probe_codec()
+        by_width = codec_by_worker(problem, present, self.codec).get(self.rank, 0.0)
         # Each step is as long as that of its slowest worker, which is not the same one in all steps.
         steps = torch.tensor([*self._step_s], dtype=torch.float64, device=device)
         dist.all_reduce(steps, dist.ReduceOp.MAX, group=self.group)
@@ -428,7 +426,7 @@ class FullGraph:
         own_s = statistics.median(seconds for _, seconds in self._step_s)
         fixed_s = torch.tensor(max(own_s - by_width / 1e9, 0.0), dtype=torch.float64, device=device)
         dist.all_reduce(fixed_s, dist.ReduceOp.MAX, group=self.group)
-        return StepTimes(max(step_s - codec_s - exposed_s, 0.0), float(fixed_s), table)
+        return StepTimes(max(step_s - codec_s - exposed_s, 0.0), float(fixed_s), tuple(self.codec))
 
     def _gather_betas(self, direction: Direction) -> list[list[np.ndarray[Any, Any]]]:
         """Scores of all messages by sender and receiver."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,27 @@ CARD_SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
 """The same between cards, where a megabyte takes no longer than a few bytes."""
 _REPEATS = 5
 
-Codec = Mapping[int, tuple[float, float]]
-"""Width to nanoseconds for each number that is packed, and for each that is unpacked."""
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """What packing and unpacking take.
+
+    Attributes:
+        call_ns: Nanoseconds of packing the rows that one worker gets in one width, however few, and of unpacking them.
+        number_ns: Width to nanoseconds for each number that is packed, and for each that is unpacked, beside that.
+    """
+
+    call_ns: tuple[float, float]
+    number_ns: Mapping[int, tuple[float, float]]
+
+    def per_byte(self, dim: int) -> tuple[float, float]:
+        """Nanoseconds by which each byte of rows of ``dim`` numbers makes packing, and unpacking, longer (`fit_link`).
+
+        0 where narrow rows take as long as wide ones, or longer, as on CPUs.
+        """
+        sizes = [row_bytes(dim, width) for width in self.number_ns]
+        pack, unpack = (fit_link(sizes, [dim * both[side] for both in self.number_ns.values()])[1] for side in (0, 1))
+        return pack, unpack
 
 
 def probe_links(group: Any, device: torch.device | str) -> list[list[tuple[int, float]]]:
@@ -93,11 +113,11 @@ def probe_codec(
         backend: See `qsync_opt.kernels.messages.pack_rows`.
 
     Returns:
-        One table for each rank, the same list on every rank.
+        One of each rank, the same list on every rank.
     """
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(rows, dim, generator=generator).to(device)
-    index, out = torch.randperm(rows, generator=generator).to(device), torch.empty_like(data)
+    order, out = torch.randperm(rows, generator=generator).to(device), torch.empty_like(data)
     word = torch.zeros(8, dtype=torch.uint8, device=device)
 
     def median_ns(work: Callable[[], object]) -> float:
@@ -110,32 +130,30 @@ def probe_codec(
             if out.is_cuda:
                 torch.cuda.synchronize(out.device)
             seconds.append(time.perf_counter() - began)
-        return 1e9 * statistics.median(seconds[1:]) / (rows * dim)
+        return 1e9 * statistics.median(seconds[1:])
 
-    def pack(width: int) -> torch.Tensor:
+    def pack(width: int, index: torch.Tensor) -> torch.Tensor:
         packed = pack_rows(data, index, width, 0, backend=backend)
         return torch.cat([word, packed.reshape(-1)])[word.numel() :].view(packed.shape)  # onto the wire, as in training
 
     measured = []
     dist.barrier(group)
     for width in widths:
-        wire = pack(width)
-        measured += [
-            median_ns(partial(pack, width)),
-            median_ns(partial(unpack_rows, wire, index, out, width, backend=backend)),
-        ]
+        for index in (order[:1], order):
+            wire = pack(width, index)
+            measured += [
+                median_ns(partial(pack, width, index)),
+                median_ns(partial(unpack_rows, wire, index, out, width, backend=backend)),
+            ]
     own = torch.tensor(measured, dtype=torch.float64, device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
-    tables = (each.view(-1, 2).tolist() for each in everyone)
-    return [{width: (p, u) for width, (p, u) in zip(widths, table, strict=True)} for table in tables]
-
-
-def codec_per_byte(codec: Codec, dim: int) -> tuple[float, float]:
-    """Nanoseconds by which each byte makes packing, and unpacking, longer; what is fitted as in `fit_link`.
-
-    0 where narrow rows take as long as wide ones, or longer, as on CPUs.
-    """
-    sizes = [row_bytes(dim, width) for width in codec]
-    pack, unpack = (fit_link(sizes, [dim * both[side] for both in codec.values()])[1] for side in (0, 1))
-    return pack, unpack
+    codecs = []
+    for each in everyone:
+        one_WS, all_WS = each.view(-1, 2, 2).unbind(1)  # axes: W widths, S packing and unpacking
+        number_WS = ((all_WS - one_WS) / (max(rows - 1, 1) * dim)).clamp(min=1e-6).tolist()
+        call_S = one_WS.median(0).values.tolist()
+        codecs.append(
+            Codec((call_S[0], call_S[1]), {width: (p, u) for width, (p, u) in zip(widths, number_WS, strict=True)})
+        )
+    return codecs

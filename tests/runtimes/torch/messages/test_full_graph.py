@@ -9,7 +9,7 @@ from torch_geometric.data import Data
 
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.runtimes.torch.messages import MessageOptions, load_part, partition_graph
-from qsync_opt.runtimes.torch.messages.links import codec_per_byte, fit_link
+from qsync_opt.runtimes.torch.messages.links import Codec, fit_link
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def test_link_costs_are_those_of_the_times_they_are_fitted_to():
 def test_packing_costs_what_a_byte_more_takes_and_nothing_where_wide_rows_are_not_slower():
     sizes = {1: 20, 2: 36, 4: 68, 8: 132, 16: 256, 32: 512}  # of 128 numbers, with zero and step below 16 bits
     slower = {width: ((200 + 0.5 * size) / 128, 7 / 128) for width, size in sizes.items()}
-    assert codec_per_byte(slower, 128) == (pytest.approx(0.5), pytest.approx(0, abs=1e-12))
+    assert Codec((0, 0), slower).per_byte(128) == (pytest.approx(0.5), pytest.approx(0, abs=1e-12))
     faster = {width: ((900 - size) / 128, (300 + 0.25 * size) / 128) for width, size in sizes.items()}
-    assert codec_per_byte(faster, 128) == (0.0, pytest.approx(0.25))
+    assert Codec((0, 0), faster).per_byte(128) == (0.0, pytest.approx(0.25))
 
 
 def test_options_out_of_range_are_refused():
