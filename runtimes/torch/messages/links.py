@@ -145,15 +145,13 @@ def probe_codec(
                 median_ns(partial(pack, width, index)),
                 median_ns(partial(unpack_rows, wire, index, out, width, backend=backend)),
             ]
-    own = torch.tensor(measured, dtype=torch.float64, device=device)
+    one_WS, all_WS = torch.tensor(measured, dtype=torch.float64).view(-1, 2, 2).unbind(1)  # S: packing and unpacking
+    number_WS = ((all_WS - one_WS) / (max(rows - 1, 1) * dim)).clamp(min=1e-6)
+    own = torch.cat([one_WS.median(0).values[None], number_WS]).to(device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
     codecs = []
     for each in everyone:
-        one_WS, all_WS = each.view(-1, 2, 2).unbind(1)  # axes: W widths, S packing and unpacking
-        number_WS = ((all_WS - one_WS) / (max(rows - 1, 1) * dim)).clamp(min=1e-6).tolist()
-        call_S = one_WS.median(0).values.tolist()
-        codecs.append(
-            Codec((call_S[0], call_S[1]), {width: (p, u) for width, (p, u) in zip(widths, number_WS, strict=True)})
-        )
+        call, *number = (tuple(both) for both in each.tolist())
+        codecs.append(Codec(call, dict(zip(widths, number, strict=True))))
     return codecs
