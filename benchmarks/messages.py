@@ -125,6 +125,7 @@ def subjects(
     def uniform(bits: int, **other: Any) -> TrainingOptions:
         return replace(options, messages=replace(options.messages, initial_bits=bits, replan_steps=0, **other))
 
+    train(part, uniform(32))  # the processes have the memory that they keep from now on
     problem, times = calibrate(part, options)
     runs: dict[str, tuple[TrainingOptions, Plan | None, Plan]] = {}
     for name in wanted:
