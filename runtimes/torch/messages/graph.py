@@ -39,6 +39,8 @@ from qsync_opt.runtimes.torch.messages.partition import Part
 from qsync_opt.runtimes.torch.messages.prediction import StepTimes, codec_by_worker
 from qsync_opt.systems import solve
 
+_LEAST_PROBE = 1 << 10
+"""Bytes of the smallest message that is probed."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -344,7 +346,7 @@ class FullGraph:
 
         All ranks must call it.
         """
-        self.links = self.links or probe_links(self.group, self.part.x.device)
+        self.links = self.links or probe_links(self.group, self.part.x.device, self._probe_sizes())
         self.codec = self.codec or self._probe_codec()
         packing = [each.per_byte(self._widest()) for each in self.codec]
         factor = {str(width): variance_factor(width) for width in self.options.menu}
@@ -393,6 +395,14 @@ class FullGraph:
 
     def _widest(self) -> int:
         return max((each.dim for each in self.directions()), default=1)
+
+    def _probe_sizes(self) -> list[int]:
+        """Bytes from the fewest that a pair may send to the most."""
+        counts = [count for row in self.send_counts for count in row if count]
+        dims = [each.dim for each in self.directions()]
+        sizes = [n * row_bytes(d, b) for n in counts for d in dims for b in self.options.menu] or [0]
+        least = max(min(sizes), _LEAST_PROBE)
+        return np.geomspace(least, max(max(sizes), 16 * least), 4).round().astype(int).tolist()
 
     def _probe_codec(self) -> list[Codec]:
         rows = max((max(sum(d.send_counts), sum(d.receive_counts)) for d in self.directions()), default=0)

@@ -16,10 +16,6 @@ import torch.distributed as dist
 from qsync_opt.kernels.messages import pack_rows, row_bytes, unpack_rows
 from qsync_opt.runtimes.torch.messages.transfer import transfer
 
-SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20)
-"""Bytes of the probes."""
-CARD_SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
-"""The same between cards, where a megabyte takes no longer than a few bytes."""
 _REPEATS = 5
 
 
@@ -45,16 +41,21 @@ class Codec:
         return pack, unpack
 
 
-def probe_links(group: Any, device: torch.device | str) -> list[list[tuple[int, float]]]:
+def probe_links(group: Any, device: torch.device | str, sizes: Sequence[int]) -> list[list[tuple[int, float]]]:
     """Nanoseconds and nanoseconds per byte from each worker to each other, the same table on every rank.
 
     All pairs of a ring round send at once, by `transfer` as in an exchange, and a pair's time is its receiver's: the
     median of some, since training meets usual times and not the best ones.
 
+    Args:
+        group: Process group.
+        device: Of the messages.
+        sizes: Bytes of the probes, at least two, the same on every rank: about those of the job, because the first
+            bytes of a message may be faster than the others, and few bytes between cards take as long as many.
+
     Source: AdaQP (MLSys 2023), section 4.2.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    sizes = CARD_SIZES if torch.device(device).type == "cuda" else SIZES
     measured = torch.zeros(world, len(sizes), dtype=torch.float64)
     for step in range(1, world):
         for column, size in enumerate(sizes):
