@@ -71,6 +71,7 @@ ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
     "MALLOC_TOP_PAD_": "67108864",
+    "MALLOC_ARENA_MAX": "1",
 }
 """Memory that a tensor leaves stays with the process (glibc). By default large tensors get new pages each time: epochs
 take a fifth longer, and runs of the same epoch on an idle machine differ by a quarter."""

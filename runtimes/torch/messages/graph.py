@@ -402,7 +402,7 @@ class FullGraph:
         dims = [each.dim for each in self.directions()]
         sizes = [n * row_bytes(d, b) for n in counts for d in dims for b in self.options.menu] or [0]
         least = max(min(sizes), _LEAST_PROBE)
-        return np.geomspace(least, max(max(sizes), 16 * least), 4).round().astype(int).tolist()
+        return [int(size) for size in np.geomspace(least, max(max(sizes), 16 * least), 4)]
 
     def _probe_codec(self) -> list[Codec]:
         rows = max((max(sum(d.send_counts), sum(d.receive_counts)) for d in self.directions()), default=0)

@@ -84,18 +84,20 @@ def probe_links(group: Any, device: torch.device | str, sizes: Sequence[int]) ->
 
 
 def fit_link(sizes: Sequence[int], times_ns: Sequence[float]) -> tuple[int, float]:
-    """The fixed time and the time per byte, both at least 0, whose relative errors have the least sum of squares.
+    """The fixed time and the time per byte, both at least 0, by least squares; errors weigh as the inverse of the time.
+
+    So large messages, which take most of an epoch, are not bent to small ones, of which a burst may pass at once.
 
     Args:
         sizes: Bytes.
         times_ns: Nanoseconds of each, positive.
     """
     bytes_, times = np.asarray(sizes, np.float64), np.asarray(times_ns, np.float64)
-    columns = np.stack([1 / times, bytes_ / times], axis=1)
-    fixed, per_byte = np.linalg.lstsq(columns, np.ones(times.size))[0]
+    columns = np.stack([np.ones(times.size), bytes_], axis=1) / np.sqrt(times)[:, None]
+    fixed, per_byte = np.linalg.lstsq(columns, np.sqrt(times))[0]
     if fixed < 0 or per_byte < 0:  # the other alone fits best then
         only = 1 if fixed < 0 else 0
-        value = columns[:, only].sum() / np.square(columns[:, only]).sum()
+        value = columns[:, only] @ np.sqrt(times) / np.square(columns[:, only]).sum()
         fixed, per_byte = (0.0, value) if only else (value, 0.0)
     return round(fixed), float(per_byte)
 
