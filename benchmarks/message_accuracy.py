@@ -97,7 +97,10 @@ def by_bytes(problem: Problem, bits: int, method: str = "default", **options: An
     exchanges = tuple(
         replace(
             each, hidden_ns=0, ports=False,
-            rounds=tuple((replace(pair, fixed_ns=0, ns_per_byte=1.0),) for pair in each.pairs),
+            rounds=tuple(
+                (replace(p, fixed_ns=0, ns_per_byte=1.0, pack_ns_per_byte=0.0, unpack_ns_per_byte=0.0),)
+                for p in each.pairs
+            ),
         )
         for each in problem.exchanges
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Four exchanges of eight workers, scores log-normal (spread 1.5) and of unlike size by exchange, pairs of unlike numbers
 of messages and links; the limit is the exposed time of uniform 4 bits. Once each pair has a link of its own, round by
-round (``ring``), once all go at once over shared ports (``ports``). The time is that of a whole `solve`, with the
+round (``ring``), once all go at once over shared ports (``ports``), each also with packing and unpacking of unlike
+speed by worker (``packing``), a tenth as long as sending. The time is that of a whole `solve`, with the
 evaluation of the answer.
 
     python benchmarks/message_planner.py        # writes benchmarks/results/messages-planner.json
@@ -48,12 +49,17 @@ def make_problem(messages: int, links: str, seed: int = 0) -> Problem:
     def pair(source: int, target: int, scale: float) -> Pair:
         count = int(per_pair * rng.uniform(0.5, 1.5))
         beta = np.exp(rng.normal(scale, 1.5, size=count))
-        return Pair(source=source, target=target, fixed_ns=20_000, ns_per_byte=float(rng.uniform(0.5, 2)), beta=beta)
+        return Pair(
+            source=source, target=target, fixed_ns=20_000, ns_per_byte=float(rng.uniform(0.5, 2)), beta=beta,
+            pack_ns_per_byte=float(pack_ns[source]), unpack_ns_per_byte=float(pack_ns[target]),
+        )  # fmt: skip
 
-    rounds = all_to_all_round(WORKERS) if links == "ports" else ring_rounds(WORKERS)
+    pack_ns = np.random.default_rng(seed).uniform(0.03, 0.1, WORKERS) * ("packing" in links)
+    shares_ports = links.startswith("ports")
+    rounds = all_to_all_round(WORKERS) if shares_ports else ring_rounds(WORKERS)
     exchanges = tuple(
         Exchange(
-            name=name, dim=DIM, ports=links == "ports",
+            name=name, dim=DIM, ports=shares_ports,
             rounds=tuple(tuple(pair(i, j, -1.5 * k) for i, j in group) for group in rounds),
         )
         for k, name in enumerate(NAMES)
@@ -74,7 +80,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "messages-planner.json")
     arguments = parser.parse_args()
     records, asked = [], []
-    for links in ("ring", "ports"):
+    for links in ("ring", "ports", "ring, packing", "ports, packing"):
         problem = make_problem(arguments.messages, links)
         for repeat in range(arguments.repeats):
             began = time.perf_counter()

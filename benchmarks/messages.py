@@ -15,6 +15,7 @@ of `message_accuracy`, a million nodes those of `message_scale`.
 
     python benchmarks/messages.py                        # writes benchmarks/results/messages.json
     python benchmarks/messages.py --links 1 --nodes 500 --epochs 8 --output /tmp/smoke.json
+    python benchmarks/messages.py --join first.json second.json         # of links measured one by one
 """
 
 from __future__ import annotations
@@ -66,6 +67,14 @@ ALONE = ("FP32", "BF16", "uniform 4", "planned")
 ALONE_REPEATS = 15
 CALIBRATION_EPOCHS = 16
 CALIBRATION_BITS = 4
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Memory that a tensor leaves stays with the process (glibc). By default large tensors get new pages each time: epochs
+take a fifth longer, and runs of the same epoch on an idle machine differ by a quarter."""
 LOCAL_LINK = "0.1"
 """Of the graph whose exchanges computation can hide: in FP32 it cannot there, in fewer bits it can."""
 
@@ -117,6 +126,7 @@ def subjects(
     def uniform(bits: int, **other: Any) -> TrainingOptions:
         return replace(options, messages=replace(options.messages, initial_bits=bits, replan_steps=0, **other))
 
+    train(part, uniform(32))  # the processes have the memory that they keep from now on
     problem, times = calibrate(part, options)
     runs: dict[str, tuple[TrainingOptions, Plan | None, Plan]] = {}
     for name in wanted:
@@ -219,6 +229,7 @@ def worker(rank: int, address: str, output: str, link: str, settings: dict[str, 
 
 def measure(link: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Records of one graph over one link."""
+    os.environ.update(ALLOCATOR)
     return records_of_ranks(__file__, link, [json.dumps(settings)], port=29557, gigabits=float(link), timeout_s=7200)
 
 
@@ -333,17 +344,24 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=12, help="of each subject and link")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each subject whose times are averaged")
+    parser.add_argument("--join", type=Path, nargs="+", help="outputs for single links whose records are joined")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     settings = {key: getattr(arguments, key) for key in ("nodes", "hidden", "epochs", "rounds")}
     records: list[dict[str, Any]] = []
     asked = Asked()
     links = arguments.links.split(",")
-    for link in links:
-        bits_s = float(link) * 1e9
-        records.append({"what": "limiter", "link": link, "bits_s": bits_s, "bytes_s": plain_bytes_s(float(link))})
-        records += measure(link, settings | {"graph": "cut"})
-    records += measure(LOCAL_LINK, settings | {"graph": "local"})
+    if arguments.join:
+        parts = [json.loads(path.read_text()) for path in arguments.join]
+        settings, records = parts[0]["settings"], [record for part in parts for record in part["records"]]
+        links = [record["link"] for record in records if record["what"] == "limiter"]
+    else:
+        for link in links:
+            bits_s = float(link) * 1e9
+            records.append({"what": "limiter", "link": link, "bits_s": bits_s, "bytes_s": plain_bytes_s(float(link))})
+            records += measure(link, settings | {"graph": "cut"})
+        if LOCAL_LINK in links:
+            records += measure(LOCAL_LINK, settings | {"graph": "local"})
     asked.links(records)
     by_link: dict[str, dict[str, dict[str, Any]]] = {}
     times: dict[str, dict[str, float]] = {}
@@ -354,7 +372,8 @@ def main() -> None:
             times.setdefault(f"{record['graph']} {record['link']}", {})[record["subject"]] = record["seconds"]
     for link in links:
         asked.link(by_link[f"cut {link}"], times[f"cut {link}"], f"{link} Gbit/s")
-    asked.hidden(by_link[f"local {LOCAL_LINK}"], f"{LOCAL_LINK} Gbit/s")
+    if LOCAL_LINK in links:
+        asked.hidden(by_link[f"local {LOCAL_LINK}"], f"{LOCAL_LINK} Gbit/s")
     asked.crossover({link: by_link[f"cut {link}"] for link in links})
     asked.row("packing and unpacking on a card", ">= 70 % of copy bandwidth", None, False, "not measured here")
     output = arguments.output or HERE / "results" / "messages.json"

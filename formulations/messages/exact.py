@@ -1,13 +1,15 @@
 """The method ``exact``: every pair's whole trade-off by dynamic programming, combined round by round.
 
-A choice whose reduced cost at the prices of a bound exceeds the distance from bound to the best plan at hand cannot be
-part of a better plan. That leaves few choices, and of those only ones that no other beats in time and variance.
+Where pairs share ports or packing, the choices of an exchange's pairs are combined one by one instead. A choice whose
+reduced cost at the prices of a bound exceeds the distance from bound to the best plan at hand cannot be part of a
+better plan. That leaves few choices, and of those only ones that no other beats in time and variance.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +17,16 @@ import numpy.typing as npt
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.messages.frontier import Floats, Planned, frontiers
+from qsync_opt.formulations.messages.ports import plan_by_ports, shares_rows
 from qsync_opt.formulations.messages.threshold import infeasible, plan_by_thresholds
-from qsync_opt.messages import Pair, Plan, Problem, evaluate
+from qsync_opt.messages import Exchange, Pair, Plan, Problem, evaluate
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
 MOST_CELLS = 50_000_000
 """Cells of a pair's table (messages x totals of bits) beyond which the method is refused."""
 _MOST_STATES = 2_000_000
+_MOST_JOINED = 100_000
+"""The same for pairs that share ports or packing: where that many are near, more seldom prove anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +47,13 @@ class ExactFormulation:
     def solve(self, problem: Problem, options: SolveOptions) -> Answer:
         """Plan every message."""
         started = time.monotonic()
-        if any(exchange.ports for exchange in problem.exchanges):
-            raise UnsupportedError(
-                "method 'exact' combines pairs that do not share ports; use 'threshold', which has a bound, or 'ilp'"
-            )
         tables = frontiers(problem)
         reason = infeasible(problem, tables)
         if reason is not None:
             return Answer(
                 termination=TerminationStatus.INFEASIBLE, reason=reason, solve_seconds=time.monotonic() - started
             )
-        planned = plan_by_thresholds(problem, tables)
+        planned = (plan_by_ports if shares_rows(problem) else plan_by_thresholds)(problem, tables)
         plan, bound = planned.plan, planned.bound
         objective = evaluate(problem, plan).objective
         if (relative_gap(objective, bound) or 0.0) > options.gap:
@@ -72,6 +73,7 @@ class ExactFormulation:
 class _Trade:
     """One pair's best variance at each total of bits that is worth having, and how to get there."""
 
+    bits: npt.NDArray[np.int64]
     time_ns: Floats
     variance: Floats
     totals: list[int]
@@ -120,10 +122,10 @@ def _trade(pair: Pair, dim: int, menu: dict[int, float]) -> _Trade:
     lower = np.minimum.accumulate(np.concatenate([[math.inf], best[:-1]]))
     totals = np.flatnonzero(best < lower)
     bits = widths[0] * pair.beta.size + unit * totals
+    if pair.ns_per_byte == pair.pack_ns_per_byte == pair.unpack_ns_per_byte == 0:
+        totals, bits = totals[-1:], bits[-1:]
     time_ns = pair.fixed_ns + pair.ns_per_byte * (dim * bits / 8)
-    if pair.ns_per_byte == 0:
-        totals, time_ns = totals[-1:], time_ns[-1:]
-    return _Trade(time_ns, best[totals], totals.tolist(), choices, order, widths, unit)
+    return _Trade(bits, time_ns, best[totals], totals.tolist(), choices, order, widths, unit)
 
 
 @dataclass(slots=True)
@@ -157,44 +159,27 @@ def search(problem: Problem, planned: Planned, deadline: float) -> Searched:
         scale = problem.variance_weight if problem.time_weight is not None else 1.0
         scale = scale if problem.variance_limit is None else (1 / prices.exposed if prices.exposed > 0 else 0.0)
         slack = (objective - bound) / scale * (1 + 1e-9) + 1e-12 * abs(objective / scale) if scale > 0 else math.inf
-    menu = problem.menu
-    stages: list[tuple[_States, list[list[_Trade]], list[Floats], list[_States]]] = []
+    stages = []
+    position = 0
     for e, exchange in enumerate(problem.exchanges):
-        price = prices.exchange[e] if finite else 0.0
-        trades = [[_trade(pair, exchange.dim, menu) for pair in group] for group in exchange.rounds]
-        merged = _nothing()
-        steps, times = [], []
-        for group in trades:
-            if time.monotonic() > deadline:
-                return unfinished
-            least = max((float(trade.time_ns[0]) for trade in group), default=0.0)
-            at = np.unique(np.concatenate([[least], *(trade.time_ns for trade in group)]))
-            at = at[at >= least]
-            variance = np.zeros(at.size)
-            for trade in group:
-                variance += trade.variance[np.searchsorted(trade.time_ns, at, side="right") - 1]
-            kept = np.concatenate([[True], np.diff(variance) < 0])
-            at, variance = at[kept], variance[kept]
-            cost = variance + price * at
-            cost = cost - cost.min()
-            new = _merge(merged, _States(at, variance, cost, *(np.zeros(at.size, np.int64),) * 2), slack)
-            if new is None:
-                return unfinished
-            times.append(at)
-            steps.append(new)
-            merged = new
-        hidden = np.maximum(merged.time_ns - exchange.hidden_ns, 0.0)
-        lost = merged.reduced.copy()
-        if finite:
-            lost += prices.exposed * hidden - price * (merged.time_ns - exchange.hidden_ns)
-        exposed = _States(hidden, merged.variance, np.maximum(lost, 0.0), np.arange(hidden.size), merged.right)
-        stages.append((exposed, trades, times, steps))
+        trades = [[_trade(pair, exchange.dim, problem.menu) for pair in group] for group in exchange.rounds]
+        size = len(exchange.pairs)
+        if exchange.ports or exchange.codec():
+            prices_P = prices.pair[position : position + size] if finite else [0.0] * size
+            stage = _pair_by_pair(exchange, trades, prices_P, prices.exposed if finite else 0.0, slack, deadline)
+        else:
+            price = prices.exchange[e] if finite else 0.0
+            stage = _round_by_round(exchange, trades, price, prices.exposed if finite else 0.0, slack, deadline)
+        if stage is None:
+            return unfinished
+        stages.append(stage)
+        position += size
     total = _nothing()
     history = []
-    for exposed, *_ in stages:
+    for states, _ in stages:
         if time.monotonic() > deadline:
             return unfinished
-        new = _merge(total, exposed, slack)
+        new = _merge(total, states, slack)
         if new is None:
             return unfinished
         history.append(new)
@@ -208,21 +193,105 @@ def search(problem: Problem, planned: Planned, deadline: float) -> Searched:
         return Searched(plan, objective, objective)
     index = int(np.argmin(goals))
     bits = {}
-    for e in range(len(stages) - 1, -1, -1):
-        exposed, trades, times, steps = stages[e]
-        state = int(history[e].right[index])
-        index = int(history[e].left[index])
+    for exchange, new, (_, widths) in zip(problem.exchanges[::-1], history[::-1], stages[::-1], strict=True):
+        bits[exchange.name] = widths(int(new.right[index]))
+        index = int(new.left[index])
+    better = Plan(bits={exchange.name: bits[exchange.name] for exchange in problem.exchanges})
+    value = evaluate(problem, better).objective
+    return Searched(better, value, value)
+
+
+_Stage = tuple[_States, Callable[[int], tuple[tuple[npt.NDArray[np.uint8], ...], ...]]]
+"""The states of an exchange, by exposed time, and the widths of each."""
+
+
+def _round_by_round(
+    exchange: Exchange, trades: list[list[_Trade]], price: float, mu: float, slack: float, deadline: float
+) -> _Stage | None:
+    """States of an exchange whose pairs share nothing; ``price`` is that of its time, ``mu`` of exposed time."""
+    merged = _nothing()
+    steps: list[_States] = []
+    times: list[Floats] = []
+    for group in trades:
+        if time.monotonic() > deadline:
+            return None
+        least = max((float(trade.time_ns[0]) for trade in group), default=0.0)
+        at = np.unique(np.concatenate([[least], *(trade.time_ns for trade in group)]))
+        at = at[at >= least]
+        variance = np.zeros(at.size)
+        for trade in group:
+            variance += trade.variance[np.searchsorted(trade.time_ns, at, side="right") - 1]
+        kept = np.concatenate([[True], np.diff(variance) < 0])
+        at, variance = at[kept], variance[kept]
+        cost = variance + price * at
+        cost = cost - cost.min()
+        new = _merge(merged, _States(at, variance, cost, *(np.zeros(at.size, np.int64),) * 2), slack)
+        if new is None:
+            return None
+        times.append(at)
+        steps.append(new)
+        merged = new
+    hidden = np.maximum(merged.time_ns - exchange.hidden_ns, 0.0)
+    lost = merged.reduced + mu * hidden - price * (merged.time_ns - exchange.hidden_ns)
+    exposed = _States(hidden, merged.variance, np.maximum(lost, 0.0), np.arange(hidden.size), merged.right)
+
+    def widths(state: int) -> tuple[tuple[npt.NDArray[np.uint8], ...], ...]:
         rounds = []
         for group, at, step in zip(trades[::-1], times[::-1], steps[::-1], strict=True):
             limit = at[int(step.right[state])]
             state = int(step.left[state])
-            rounds.append(
-                tuple(each.widths(int(np.searchsorted(each.time_ns, limit, side="right")) - 1) for each in group)
-            )
-        bits[problem.exchanges[e].name] = tuple(rounds[::-1])
-    better = Plan(bits={exchange.name: bits[exchange.name] for exchange in problem.exchanges})
-    value = evaluate(problem, better).objective
-    return Searched(better, value, value)
+            rounds.append(tuple(t.widths(int(np.searchsorted(t.time_ns, limit, side="right")) - 1) for t in group))
+        return tuple(rounds[::-1])
+
+    return exposed, widths
+
+
+def _pair_by_pair(
+    exchange: Exchange, trades: list[list[_Trade]], prices_P: list[float], mu: float, slack: float, deadline: float
+) -> _Stage | None:
+    """States of any exchange; ``prices_P`` are those of the pairs' bits, ``mu`` that of exposed time."""
+    flat = [trade for group in trades for trade in group]
+    chosen = np.zeros((1, 0), np.int64)  # states by pairs: positions in the pairs' trades
+    reduced = variance = np.zeros(1)
+    for trade, price in zip(flat, prices_P, strict=True):
+        if time.monotonic() > deadline:
+            return None
+        cost = trade.variance + price * trade.bits
+        cost = cost - cost.min()
+        near = np.flatnonzero(cost <= slack)
+        if reduced.size * near.size > 10 * _MOST_JOINED:
+            return None
+        both = reduced[:, None] + cost[None, near]
+        left, right = np.nonzero(both <= slack)
+        if left.size > _MOST_JOINED:
+            return None
+        reduced, variance = both[left, right], variance[left] + trade.variance[near[right]]
+        chosen = np.concatenate([chosen[left], near[right][:, None]], axis=1)
+    bits_PS = [trade.bits[chosen[:, k]] for k, trade in enumerate(flat)]
+    time_ns, first = np.zeros(reduced.size), 0
+    for group in exchange.rounds:
+        slowest = np.zeros(reduced.size)
+        for positions in exchange.members(group):
+            fixed = max(group[k].fixed_ns for k in positions)
+            rest = sum(group[k].ns_per_byte * (exchange.dim * bits_PS[first + k] / 8) for k in positions)
+            slowest = np.maximum(slowest, fixed + rest)
+        time_ns += slowest
+        first += len(group)
+    codec_ns = np.zeros(reduced.size)
+    for own in exchange.codec():
+        codec_ns = np.maximum(codec_ns, sum(per_byte * (exchange.dim * bits_PS[k] / 8) for k, per_byte in own))
+    exposed = np.maximum(time_ns - exchange.hidden_ns, 0.0) + codec_ns
+    # The least cost is among these states if some plan is better than the one at hand.
+    lost = variance + mu * exposed
+    states = _States(
+        exposed, variance, lost - lost.min(initial=math.inf), np.arange(exposed.size), np.arange(exposed.size)
+    )
+
+    def widths(state: int) -> tuple[tuple[npt.NDArray[np.uint8], ...], ...]:
+        each = iter(zip(flat, chosen[state].tolist(), strict=True))
+        return tuple(tuple(trade.widths(k) for trade, k in (next(each) for _ in group)) for group in trades)
+
+    return states, widths
 
 
 def _merge(first: _States, second: _States, slack: float) -> _States | None:

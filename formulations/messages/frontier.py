@@ -205,7 +205,10 @@ class Frontier:
 
 @dataclass(slots=True)
 class Prices:
-    """A dual point: ``exposed`` is mu, ``exchange`` pi of each exchange, ``pair`` y of each pair, per nanosecond."""
+    """A dual point: ``exposed`` is mu, ``exchange`` pi of each exchange, ``pair`` y of each pair, per nanosecond.
+
+    From `ports`, ``pair`` is the price of a bit of each pair, and the prices of packing follow those of exchanges.
+    """
 
     exposed: float
     exchange: list[float]

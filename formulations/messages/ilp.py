@@ -1,9 +1,10 @@
 """The methods ``ilp`` and ``grouped``: the integer program over single messages, and over groups of them.
 
 Binary x[m, b] says that item m (a message, or a group of a pair) has width b; Z[r] is the time of round r and X[e]
-the exposed time of exchange e:
+the exposed time of exchange e, of which C[e] is packing:
 
-    sum_b x[m, b] = 1,   Z[r] >= time of each pair or port of r,   X[e] >= sum of Z[r] of e - hidden,   X[e] >= 0
+    sum_b x[m, b] = 1,   Z[r] >= time of each pair or port of r,   C[e] >= packing and unpacking of each worker
+    X[e] >= sum of Z[r] of e - hidden + C[e],   X[e] >= C[e]
     minimise variance subject to sum X <= limit, or the weighted sum, or sum X subject to variance <= limit
 """
 
@@ -134,6 +135,7 @@ def _program(problem: Problem, items: list) -> tuple[LinearModel, list[dict[int,
     variance_unit = max(sum(beta for *_, beta in items) * max(menu.values()), 1e-300) / 1e3
     widest = max(menu)
     slowest = sum(p.time_ns(e.dim, widest * p.beta.size) for e in problem.exchanges for p in e.pairs)
+    slowest += sum(e.codec_ns([widest * p.beta.size for p in e.pairs]) for e in problem.exchanges)
     time_unit = max(slowest, 1e-300) / 1e3
     if problem.time_weight is not None:
         scale = max(problem.variance_weight * variance_unit, problem.time_weight * time_unit, 1e-300)
@@ -157,8 +159,14 @@ def _program(problem: Problem, items: list) -> tuple[LinearModel, list[dict[int,
             bits.setdefault(pair_index, {})[column] = float(width * members.size)
         model.add_row(f"one[{k}]", dict.fromkeys(chosen.values(), 1.0), lower=1.0, upper=1.0)
         columns.append(chosen)
+
+    def costs(pair_index: int, ns_per_byte: float, dim: int) -> dict[int, float]:
+        per_bit = ns_per_byte * dim / 8 / time_unit
+        return {key: -n * per_bit for key, n in bits.get(pair_index, {}).items()}
+
     exposed, pair_index = {}, 0
     for e, exchange in enumerate(problem.exchanges):
+        first = pair_index
         column = model.add_column(f"X[{e}]", upper=math.inf, cost=time_cost)
         exposed[column] = 1.0
         total = {column: 1.0}
@@ -168,11 +176,20 @@ def _program(problem: Problem, items: list) -> tuple[LinearModel, list[dict[int,
             for k, positions in enumerate(exchange.members(group)):
                 terms = {slow: 1.0}
                 for position in positions:
-                    per_bit = group[position].ns_per_byte * exchange.dim / 8 / time_unit
-                    terms |= {key: -n * per_bit for key, n in bits.get(pair_index + position, {}).items()}
+                    terms |= costs(pair_index + position, group[position].ns_per_byte, exchange.dim)
                 fixed = max(group[position].fixed_ns for position in positions)
                 model.add_row(f"slowest[{e},{r},{k}]", terms, lower=fixed / time_unit)
             pair_index += len(group)
+        workers = exchange.codec()
+        if workers:
+            packing = model.add_column(f"C[{e}]", upper=math.inf)
+            total[packing] = -1.0
+            model.add_row(f"packed[{e}]", {column: 1.0, packing: -1.0}, lower=0.0)
+            for k, own in enumerate(workers):
+                terms = {packing: 1.0}
+                for position, per_byte in own:
+                    terms |= costs(first + position, per_byte, exchange.dim)
+                model.add_row(f"packing[{e},{k}]", terms, lower=0.0)
         model.add_row(f"exposed[{e}]", total, lower=-exchange.hidden_ns / time_unit)
     if problem.time_limit_ns is not None:
         model.add_row("time limit", exposed, upper=problem.time_limit_ns / time_unit)

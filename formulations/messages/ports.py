@@ -1,9 +1,11 @@
-"""Exchanges whose pairs share their workers' ports: prices of ports by multiplicative steps, with a bound.
+"""Exchanges whose pairs share ports or packing: prices of both by multiplicative steps, with a bound.
 
-A *row* is what decides a round's time: a port with its pairs, or a pair alone. At prices u of rows a pair's price y is
-the sum of those of its rows, and for any u >= 0 that sum to pi in each round, with pi at most mu,
+A *row* is what decides a round's time: a port with its pairs, or a pair alone. What an exchange packs and unpacks is a
+round too, of an exchange of its own that nothing hides, and its rows are workers. At prices u of rows the price q of a
+bit of a pair is the sum over its rows of u x time per bit, and for any u >= 0 that sum to pi in each round, with pi at
+most mu,
 
-    sum over pairs of min(variance + y x time per bit x bits) + sum of u x fixed - sum of pi x hidden - mu x limit
+    sum over pairs of min(variance + q x bits) + sum of u x fixed - sum of pi x hidden - mu x limit
 
 is a lower bound. A row that takes longer than the mean of its round gets a larger share of pi, and mu is chosen so that
 the rounds' mean times meet the limit: at the optimum all rows that have a price take equally long. The search works on
@@ -39,6 +41,8 @@ _BISECTIONS = 48
 _FIRST_RATE = 3.0
 """First exponent of the multiplicative steps: about the inverse of how bits answer to prices."""
 _NEVER = 1e-300
+_FIRST_PASSES = 4
+"""Repetitions of the first step, which does not know the price of packing."""
 _FILLS = 4
 """Sweeps that give pairs what their ports have left."""
 
@@ -47,50 +51,71 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows and pairs of all rounds. Axes: R rows, P pairs, L links of a row and a pair."""
+    """Rows and pairs of all rounds.
+
+    Axes: R rows, P pairs, L links of a row and a pair, E exchanges and their packing.
+    """
 
     row_L: Indices
     pair_L: Indices
+    bit_ns_L: Floats
     round_R: Indices
     fixed_R: Floats
     exchange_of_round: Indices
-    bit_ns_P: Floats
+    hidden_E: Floats
     least_P: Floats
 
     @classmethod
     def of(cls, problem: Problem, pairs: list[Frontier]) -> _Rows:
-        row: list[int] = []
-        pair: list[int] = []
+        links: list[tuple[int, int, float]] = []
         rounds: list[int] = []
         fixed: list[int] = []
         exchanges: list[int] = []
+        hidden = [float(exchange.hidden_ns) for exchange in problem.exchanges]
         first = 0
         for e, exchange in enumerate(problem.exchanges):
+            start = first
             for group in exchange.rounds:
                 for positions in exchange.members(group):
-                    row += [len(fixed)] * len(positions)
-                    pair += [first + position for position in positions]
+                    links += [(len(fixed), first + k, group[k].ns_per_byte * exchange.dim / 8) for k in positions]
                     rounds.append(len(exchanges))
                     fixed.append(max(group[position].fixed_ns for position in positions))
                 exchanges.append(e)
                 first += len(group)
+            workers = exchange.codec()
+            for own in workers:
+                links += [(len(fixed), start + k, per_byte * exchange.dim / 8) for k, per_byte in own]
+                rounds.append(len(exchanges))
+                fixed.append(0)
+            if workers:
+                exchanges.append(len(hidden))
+                hidden.append(0.0)
         return cls(
-            row_L=np.array(row, np.int64),
-            pair_L=np.array(pair, np.int64),
+            row_L=np.array([row for row, _, _ in links], np.int64),
+            pair_L=np.array([pair for _, pair, _ in links], np.int64),
+            bit_ns_L=np.array([bit_ns for _, _, bit_ns in links]),
             round_R=np.array(rounds, np.int64),
             fixed_R=np.array(fixed, np.float64),
             exchange_of_round=np.array(exchanges, np.int64),
-            bit_ns_P=np.array([frontier.bit_ns for frontier in pairs]),
+            hidden_E=np.array(hidden),
             least_P=np.array([frontier.least_bits for frontier in pairs], np.float64),
         )
 
-    def pair_prices(self, u_R: Floats) -> Floats:
-        """Price of each pair's time."""
-        return _sums(self.pair_L, u_R[self.row_L], self.bit_ns_P.size)
+    def bit_prices(self, u_R: Floats) -> Floats:
+        """Price of each pair's bits."""
+        return _sums(self.pair_L, u_R[self.row_L] * self.bit_ns_L, self.least_P.size)
 
     def times(self, bits_P: Floats) -> Floats:
         """Time of each row."""
-        return self.fixed_R + _sums(self.row_L, (self.bit_ns_P * bits_P)[self.pair_L], self.fixed_R.size)
+        return self.fixed_R + _sums(self.row_L, self.bit_ns_L * bits_P[self.pair_L], self.fixed_R.size)
+
+    def bits_within(self, left_R: Floats) -> Floats:
+        """Bits of each pair alone that fit what its rows have left; infinite where they take no time."""
+        fitting = np.full(self.least_P.size, math.inf)
+        is_paid = self.bit_ns_L > 0
+        paid = self.bit_ns_L[is_paid]
+        np.minimum.at(fitting, self.pair_L[is_paid], left_R[self.row_L[is_paid]] / paid)
+        return fitting
 
     def sum_by_round(self, values_R: Floats) -> Floats:
         """Sum over the rows of each round."""
@@ -141,6 +166,11 @@ class _Tables:
         return interpolated
 
 
+def shares_rows(problem: Problem) -> bool:
+    """Whether pairs share ports, or packing counts."""
+    return any(exchange.ports or exchange.codec() for exchange in problem.exchanges)
+
+
 def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Planned:
     """A plan with its bound, for a feasible problem."""
     pairs = [frontier for groups in tables for group in groups for frontier in group]
@@ -150,17 +180,16 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
         objective = evaluate(problem, plan).objective
         return Planned(plan, objective, nothing, objective)
     rows, table = _Rows.of(problem, pairs), _Tables(pairs)
-    hidden = np.array([exchange.hidden_ns for exchange in problem.exchanges], np.float64)
     share_R = 1.0 / np.bincount(rows.round_R, minlength=rows.exchange_of_round.size)[rows.round_R]
     best: tuple[float, Plan] | None = None
     bound, proof, previous = -math.inf, nothing, -math.inf
     is_large = problem.num_messages > _FEW
     search = _Search(extrapolates=is_large)
-    proved = np.zeros(0), np.zeros(0)
+    proved, mu = (np.zeros(0), np.zeros(0)), 0.0
 
     def make_plans(bits_P: Floats, price_P: Floats) -> None:
         nonlocal best
-        for target in _targets(problem, rows, bits_P, hidden):
+        for target in _targets(problem, rows, bits_P):
             plan = _plan(problem, tables, _filled(rows, pairs, bits_P, price_P, target))
             evaluation = evaluate(problem, plan)
             if evaluation.feasible and (best is None or evaluation.objective < best[0]):
@@ -169,9 +198,10 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
                 break  # the other targets take longer
 
     for step in range(_STEPS):
-        mu, pi = _outer(problem, rows, table, share_R, hidden)
+        for _ in range(1 if step else _FIRST_PASSES):
+            mu, pi = _outer(problem, rows, table, share_R, mu)
         u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
-        price_P = rows.pair_prices(u_R) * rows.bit_ns_P
+        price_P = rows.bit_prices(u_R)
         bits_P = table.bits(price_P)
         times_R = rows.times(bits_P)
         mean = rows.sum_by_round(share_R * times_R)[rows.round_R]
@@ -180,7 +210,7 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
         if step % _EVERY == _EVERY - 1 or step == 0 or is_still:
             value = _bound(problem, pairs, rows, u_R, mu, pi)
             if value > bound:
-                bound, proof = value, Prices(exposed=mu, exchange=pi.tolist(), pair=rows.pair_prices(u_R).tolist())
+                bound, proof = value, Prices(exposed=mu, exchange=pi.tolist(), pair=price_P.tolist())
                 proved = bits_P, price_P
             elif step:
                 search.slow_down()
@@ -196,8 +226,9 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
         make_plans(*proved)
     if best is None:  # the most exact or the narrowest plan keeps any limit that can be kept
         is_variance = problem.variance_limit is not None
-        extreme = [frontier.most_bits if is_variance else frontier.least_bits for frontier in pairs]
-        plan = _plan(problem, tables, np.array(extreme, np.float64))
+        most_P = np.array([frontier.most_bits for frontier in pairs], np.float64)
+        is_free = np.isinf(rows.bits_within(np.zeros(rows.fixed_R.size)))
+        plan = _plan(problem, tables, most_P if is_variance else np.where(is_free, most_P, rows.least_P))
         best = evaluate(problem, plan).objective, plan
     return Planned(best[1], max(bound, 0.0), proof, bound)
 
@@ -240,24 +271,33 @@ class _Search:
         return next_R
 
 
-def _outer(problem: Problem, rows: _Rows, table: _Tables, share_R: Floats, hidden: Floats) -> tuple[float, Floats]:
-    """The price of exposed time that meets the goal at these shares, and the price of each exchange."""
+def _outer(
+    problem: Problem, rows: _Rows, table: _Tables, share_R: Floats, packing_price: float
+) -> tuple[float, Floats]:
+    """The price of exposed time that meets the goal at these shares, and the price of each exchange and its packing.
+
+    At which price an exchange is just hidden depends on that of packing, which is taken from the step before.
+    """
+    hidden = rows.hidden_E
+    is_packing = np.arange(hidden.size) >= len(problem.exchanges)
 
     def times(pi: Floats) -> Floats:
         u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
-        bits_P = table.bits(rows.pair_prices(u_R) * rows.bit_ns_P)
+        bits_P = table.bits(rows.bit_prices(u_R))
         mean = rows.sum_by_round(share_R * rows.times(bits_P))
         return _sums(rows.exchange_of_round, mean, hidden.size)
 
-    scale = float(np.median(rows.bit_ns_P[rows.bit_ns_P > 0])) if (rows.bit_ns_P > 0).any() else 1.0
+    scale = float(np.median(rows.bit_ns_L[rows.bit_ns_L > 0])) if (rows.bit_ns_L > 0).any() else 1.0
     low = np.full(hidden.size, table.low - math.log(scale) - 20.0)
     high = low + 40.0 + table.step * _GRID
-    covered = _bisect(lambda at: times(np.exp(at)) <= hidden, low.copy(), high.copy())
+    covered = _bisect(
+        lambda at: times(np.where(is_packing, packing_price, np.exp(at))) <= hidden, low.copy(), high.copy()
+    )
     own = np.where(hidden > 0, np.exp(covered), math.inf)  # at this price an exchange is just hidden
 
     def variance(pi: Floats) -> float:
         u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
-        return table.variance(rows.pair_prices(u_R) * rows.bit_ns_P)
+        return table.variance(rows.bit_prices(u_R))
 
     def exposed(at: Floats) -> float:
         pi = np.minimum(np.exp(at), own)
@@ -293,10 +333,10 @@ def _bisect(is_above: Callable[[Floats], npt.NDArray[np.bool_]], low: Floats, hi
 def _bound(problem: Problem, pairs: list[Frontier], rows: _Rows, u_R: Floats, mu: float, pi: Floats) -> float:
     """The lower bound of the objective that prices prove, evaluated on every message."""
     terms = [float(u_R @ rows.fixed_R)]
-    for frontier, price in zip(pairs, (rows.pair_prices(u_R) * rows.bit_ns_P).tolist(), strict=True):
+    for frontier, price in zip(pairs, rows.bit_prices(u_R).tolist(), strict=True):
         first = frontier.first(np.array([price]))[0] if price > 0 else np.zeros(frontier.hull.gain.size, np.int64)
         terms += [float(frontier.variance(first)), price * float(frontier.bits(first))]
-    terms += [-price * exchange.hidden_ns for price, exchange in zip(pi.tolist(), problem.exchanges, strict=True)]
+    terms += (-pi * rows.hidden_E).tolist()
     value = math.fsum(terms) - 1e-13 * sum(map(abs, terms))
     if problem.time_limit_ns is not None:
         return value - mu * problem.time_limit_ns
@@ -305,8 +345,9 @@ def _bound(problem: Problem, pairs: list[Frontier], rows: _Rows, u_R: Floats, mu
     return (value - (problem.variance_limit or 0.0)) / mu
 
 
-def _targets(problem: Problem, rows: _Rows, bits_P: Floats, hidden: Floats) -> list[Floats]:
+def _targets(problem: Problem, rows: _Rows, bits_P: Floats) -> list[Floats]:
     """Times of rounds that meet the goal, in proportion to those of the search above the least possible ones."""
+    hidden = rows.hidden_E
     least = rows.slowest(rows.times(rows.least_P))
     extra = rows.slowest(rows.times(bits_P)) - least
     of, count = rows.exchange_of_round, hidden.size
@@ -344,29 +385,27 @@ def _filled(rows: _Rows, pairs: list[Frontier], bits_P: Floats, price_P: Floats,
     scale_P = np.ones(bits_P.size)
     np.minimum.at(scale_P, rows.pair_L, scale_R[rows.row_L])
     budget_P: Floats = rows.least_P + scale_P * (bits_P - rows.least_P)
+    most_P = np.array([frontier.most_bits for frontier in pairs], np.float64)
     count_R = np.bincount(rows.row_L, minlength=rows.fixed_R.size)
     for _ in range(_FILLS):
         left_R = np.maximum(limit_R - rows.times(budget_P), 0.0) / np.maximum(count_R, 1)
-        left_P = np.full(bits_P.size, math.inf)
-        np.minimum.at(left_P, rows.pair_L, left_R[rows.row_L])
-        budget_P = budget_P + left_P / np.maximum(rows.bit_ns_P, _NEVER)
-    most_P = np.array([frontier.most_bits for frontier in pairs], np.float64)
+        budget_P = np.minimum(budget_P + rows.bits_within(left_R), most_P)
     unit = int(np.gcd.reduce(np.diff(pairs[0].hull.width))) or 1
-    budget_P = rows.least_P + np.floor((np.minimum(budget_P, most_P) - rows.least_P) / unit + 1e-9) * unit
+    budget_P = rows.least_P + np.floor((budget_P - rows.least_P) / unit + 1e-9) * unit
     # Whole messages leave pairs bits that they cannot use, and ports time: the pairs of the highest price get it.
     used_P = np.array([float(f.bits(f.fill(most))) for f, most in zip(pairs, budget_P.tolist(), strict=True)])
     left_R = limit_R - rows.times(used_P)
-    rows_of: list[list[int]] = [[] for _ in pairs]
-    for row, pair in zip(rows.row_L.tolist(), rows.pair_L.tolist(), strict=True):
-        rows_of[pair].append(row)
+    links: list[list[int]] = [[] for _ in pairs]
+    for link in np.flatnonzero(rows.bit_ns_L > 0).tolist():
+        links[int(rows.pair_L[link])].append(link)
     for pair in np.argsort(-price_P, kind="stable").tolist():
-        own, cost = rows_of[pair], float(rows.bit_ns_P[pair])
-        room = min(left_R[row] for row in own)
-        if cost > 0 and room >= cost and used_P[pair] < most_P[pair]:
+        own, costs = rows.row_L[links[pair]], rows.bit_ns_L[links[pair]]
+        fitting = float((left_R[own] / costs).min()) if own.size else 0.0
+        if fitting >= 1 and used_P[pair] < most_P[pair]:
             frontier = pairs[pair]
-            more = float(frontier.bits(frontier.fill(used_P[pair] + math.floor(room / cost)))) - used_P[pair]
+            more = float(frontier.bits(frontier.fill(used_P[pair] + math.floor(fitting)))) - used_P[pair]
             used_P[pair] += more
-            left_R[own] -= more * cost
+            left_R[own] -= more * costs
     return used_P
 
 
@@ -376,7 +415,6 @@ def _plan(problem: Problem, tables: list[list[list[Frontier]]], budget_P: Floats
     bits = {}
     for exchange, groups in zip(problem.exchanges, tables, strict=True):
         bits[exchange.name] = tuple(
-            tuple(f.widths(f.fill(next(budgets) if f.bit_ns > 0 else max(next(budgets), 2.0**62))) for f in group)
-            for group in groups
+            tuple(frontier.widths(frontier.fill(next(budgets))) for frontier in group) for group in groups
         )
     return Plan(bits=bits)

@@ -12,8 +12,8 @@
 4. The tables are refined around these prices until the bound settles. Then times of rounds are shifted a little to
    where whole messages leave least unused, which raises the bound too (`whole`), and each pair fills its round's time.
 
-What is left is less than one message's step per pair; small problems are then searched exactly (`exact`). Pairs that
-share ports are planned by `ports`.
+What is left is less than one message's step per pair; small problems are then searched exactly (`exact`). Where pairs
+share ports, or packing counts, `ports` plans.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.formulations.messages.frontier import Floats, Frontier, Integers, Planned, Prices, frontiers
-from qsync_opt.formulations.messages.ports import plan_by_ports
+from qsync_opt.formulations.messages.ports import plan_by_ports, shares_rows
 from qsync_opt.formulations.messages.whole import aligned, rounds
 from qsync_opt.messages import Evaluation, Plan, Problem, evaluate
 from qsync_opt.solving import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
 
-SEARCHED = 400
-"""Messages up to which a gap that is left is closed by the exact search."""
+SEARCHED, SEARCHED_SHARED = 400, 60
+"""Messages up to which a gap that is left is closed by the exact search; the latter where pairs share something."""
 SEARCH_S = 2.0
 """Most seconds of that search."""
 _ALL = 512
@@ -71,12 +71,12 @@ class ThresholdFormulation:
             return Answer(
                 termination=TerminationStatus.INFEASIBLE, reason=reason, solve_seconds=time.monotonic() - started
             )
-        shares_ports = any(exchange.ports for exchange in problem.exchanges)
-        planned = (plan_by_ports if shares_ports else plan_by_thresholds)(problem, tables)
+        is_shared = shares_rows(problem)
+        planned = (plan_by_ports if is_shared else plan_by_thresholds)(problem, tables)
         plan, bound = planned.plan, planned.bound
         objective = evaluate(problem, plan).objective
         gap = relative_gap(objective, bound)
-        is_small = problem.num_messages <= SEARCHED and not shares_ports
+        is_small = problem.num_messages <= (SEARCHED_SHARED if is_shared else SEARCHED)
         if gap is not None and gap > max(PROOF_GAP, options.gap) and is_small:
             from qsync_opt.formulations.messages.exact import search
 
@@ -101,8 +101,9 @@ def infeasible(problem: Problem, tables: list[list[list[Frontier]]]) -> str | No
         for exchange, groups in zip(problem.exchanges, tables, strict=True):
             narrowest = ([frontier.least_bits for frontier in group] for group in groups)
             least = sum(map(exchange.round_ns, exchange.rounds, narrowest))
-            exposed += max(0.0, least - exchange.hidden_ns)
-            total += least
+            codec_ns = exchange.codec_ns([frontier.least_bits for group in groups for frontier in group])
+            exposed += max(0.0, least - exchange.hidden_ns) + codec_ns
+            total += least + codec_ns
         if exposed > problem.time_limit_ns + 1e-9 * total:
             return (
                 f"no plan keeps the time limit of {problem.time_limit_ns} ns: with every message at its narrowest "

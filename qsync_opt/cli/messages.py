@@ -45,7 +45,7 @@ Weigh = Annotated[
     bool, typer.Option("--weigh-layers", help="measure what each exchange's variance does to the gradient")
 ]
 Links = Annotated[str, option("NAME", "ring (pair by pair) or all-to-all (pairs share ports)", **choice(*_LINKS))]
-Budget = Annotated[int, option("BITS", "allow the exposed time of this uniform width; 0 where it is hidden")]
+Budget = Annotated[int, option("BITS", "allow the exposed time of this uniform width, with its packing")]
 
 
 @app.command()
@@ -319,10 +319,11 @@ def _print_plan(problem: Any, solution: Any) -> None:
         ["exchange", "messages", *(f"{width} bits" for width in problem.menu), "predicted", "hidden up to"], rows
     )
     evaluation = solution.evaluation
+    packing = f" with {_ms(evaluation.codec_ns / 1e9)} of packing" if evaluation.codec_ns else ""
     print(
         f"{solution.termination}: variance {evaluation.variance:.4g}, gap {gap_text(solution.gap)}, exposed "
-        f"{_ms(evaluation.exposed_ns / 1e9)}, {evaluation.message_bytes / 1e6:.3f} MB, {evaluation.mean_bits:.2f} bits "
-        "in the mean"
+        f"{_ms(evaluation.exposed_ns / 1e9)}{packing}, {evaluation.message_bytes / 1e6:.3f} MB, "
+        f"{evaluation.mean_bits:.2f} bits in the mean"
     )
 
 

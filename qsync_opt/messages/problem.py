@@ -26,7 +26,7 @@ from qsync_opt.io import (
 )
 
 FORMAT = "qsync-messages/1"
-_OWN_KEYS = ("x-variance-limit", "x-hidden-ns", "x-ports")
+_OWN_KEYS = ("x-variance-limit", "x-hidden-ns", "x-ports", "x-pack-ns-per-byte", "x-unpack-ns-per-byte")
 """Extension keys of the format that have a meaning here."""
 WIDEST = 64
 """Largest width in bits that a menu may offer."""
@@ -63,7 +63,8 @@ def _read_beta(data: Any, place: str) -> Betas:
 class Pair:
     """The messages from worker ``source`` to ``target`` in one round, and what their link costs.
 
-    ``beta`` has one score per message (variance per unit of the factor of its width), shape (messages,).
+    ``beta`` has one score per message (variance per unit of the factor of its width), shape (messages,). The sender
+    takes ``pack_ns_per_byte`` to pack each byte, the receiver ``unpack_ns_per_byte`` to unpack it.
     """
 
     source: Annotated[int, Json(key="from")]
@@ -71,6 +72,8 @@ class Pair:
     fixed_ns: int
     ns_per_byte: float
     beta: Annotated[Betas, Json(read=_read_beta, write=lambda beta: beta.tolist())]
+    pack_ns_per_byte: Annotated[float, Json(key="x-pack-ns-per-byte", omitted=True)] = 0.0
+    unpack_ns_per_byte: Annotated[float, Json(key="x-unpack-ns-per-byte", omitted=True)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, f"pair {self.source!r} to {self.target!r}")
@@ -89,7 +92,7 @@ class Pair:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Pair):
             return NotImplemented
-        costs = ("source", "target", "fixed_ns", "ns_per_byte")
+        costs = ("source", "target", "fixed_ns", "ns_per_byte", "pack_ns_per_byte", "unpack_ns_per_byte")
         return all(getattr(self, key) == getattr(other, key) for key in costs) and np.array_equal(self.beta, other.beta)
 
     __hash__ = None  # type: ignore[assignment]
@@ -109,7 +112,8 @@ class Exchange:
     """One exchange of rows of ``dim`` numbers, such as the forward pass of one layer.
 
     Rounds follow each other; a round takes as long as its slowest pair. What exceeds ``hidden_ns``, the computation
-    that does not wait for the exchange, is exposed.
+    that does not wait for the exchange, is exposed. So is packing and unpacking, before and after that computation, as
+    long as the slowest worker takes for all that it sends and receives (`codec_ns`).
 
     With ``ports`` the pairs of a round go at once, as in NCCL's all-to-all, and those of one sender or one receiver
     share its port: a port takes the longest fixed time of its pairs plus the sum of their times per byte, and the round
@@ -141,6 +145,24 @@ class Exchange:
             ports.setdefault(("in", pair.target), []).append(position)
         return tuple(map(tuple, ports.values()))
 
+    def codec(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Of each worker that packs or unpacks: positions among `pairs`, and nanoseconds per byte of each."""
+        workers: dict[int, dict[int, float]] = {}
+        for position, pair in enumerate(self.pairs):
+            for worker, per_byte in ((pair.source, pair.pack_ns_per_byte), (pair.target, pair.unpack_ns_per_byte)):
+                if per_byte:
+                    own = workers.setdefault(worker, {})
+                    own[position] = own.get(position, 0.0) + per_byte
+        return tuple(tuple(own.items()) for own in workers.values())
+
+    def codec_ns(self, bits: Sequence[int]) -> float:
+        """Nanoseconds of packing and unpacking of the slowest worker.
+
+        ``bits`` are those per number in all of each of `pairs`.
+        """
+        workers = (math.fsum(per_byte * (self.dim * bits[k] / 8) for k, per_byte in own) for own in self.codec())
+        return max(workers, default=0.0)
+
     def round_ns(self, group: tuple[Pair, ...], bits: Sequence[int]) -> float:
         """Nanoseconds of a round whose pairs' messages have so many bits per number in all."""
         slowest = 0.0
@@ -163,8 +185,9 @@ class Problem(Document):
     Raises:
         ProblemError: A rule of the format is broken; the text names the place.
 
-    Source: the file format "qsync-messages/1" of this package, with ``x-variance-limit`` and, of exchanges,
-        ``x-hidden-ns``; the problem is AdaQP's (MLSys 2023) with the overlap in the objective.
+    Source: the file format "qsync-messages/1" of this package, with ``x-variance-limit``, ``x-hidden-ns`` of exchanges
+        and ``x-pack-ns-per-byte`` of pairs; the problem is AdaQP's (MLSys 2023) with overlap and packing in the
+        objective.
     """
 
     FORMAT: ClassVar = FORMAT
@@ -206,6 +229,7 @@ class Problem(Document):
             raise ProblemError(f"problem {self.name!r} has no exchanges; there is nothing to plan")
         worst = max(self.bits.values()) * sum(float(p.beta.sum()) for e in self.exchanges for p in e.pairs)
         slowest = sum(p.time_ns(e.dim, WIDEST * p.beta.size) for e in self.exchanges for p in e.pairs)
+        slowest += sum(e.codec_ns([WIDEST * p.beta.size for p in e.pairs]) for e in self.exchanges)
         if not math.isfinite(worst) or not math.isfinite(slowest):
             raise ProblemError("scores or times add up to infinity; scale all scores by one factor or check units")
 

@@ -35,12 +35,14 @@ REMEMBERED = 9
 class _Layout:
     """Where rows go on the wire: per peer and width, the rows (positions in a list of rows) and their bytes.
 
-    ``words`` is where the first word of each peer is, in words.
+    ``words`` is where the first word of each peer is, in words; ``sources`` the sender's row of each of ``groups``,
+    once it is known.
     """
 
     groups: list[list[tuple[int, Tensor]]]
     sizes: list[int]
     words: Tensor
+    sources: list[Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -201,14 +203,17 @@ class HaloExchange:
                 traced = past * direction.spread + (1 - past) * spread
                 direction.spread = torch.where(bad, direction.spread, traced)
         word = bad.to(torch.int64).view(1).view(torch.uint8)
+        if sent.sources is None:
+            sent.sources = [index[positions] for groups in sent.groups for _, positions in groups]
+        sources = iter(sent.sources)
         pieces, key = [], (self.seed, dist.get_rank(self.group), self.step)
         name = int.from_bytes(direction.name.encode()[-8:], "little")
         for peer, (groups, size) in enumerate(zip(sent.groups, sent.sizes, strict=True)):
             used = WORD_BYTES
             pieces.append(word)
-            for width, positions in groups:
+            for width, _ in groups:
                 packed = pack_rows(
-                    rows.detach(), index[positions], width, row_key(*key, name, peer, width), backend=self.backend
+                    rows.detach(), next(sources), width, row_key(*key, name, peer, width), backend=self.backend
                 ).reshape(-1)
                 pieces.append(packed)
                 used += packed.numel()

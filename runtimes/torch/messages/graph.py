@@ -34,11 +34,13 @@ from qsync_opt.messages import (
 )
 from qsync_opt.runtimes.torch.ddp import companion_group, together
 from qsync_opt.runtimes.torch.messages.exchange import EXACT, REMEMBERED, WORD_BYTES, Direction, HaloExchange
-from qsync_opt.runtimes.torch.messages.links import probe_links
+from qsync_opt.runtimes.torch.messages.links import Codec, probe_codec, probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
-from qsync_opt.runtimes.torch.messages.prediction import StepTimes, codec_by_worker, time_codec
+from qsync_opt.runtimes.torch.messages.prediction import StepTimes, codec_by_worker
 from qsync_opt.systems import solve
 
+_LEAST_PROBE = 1 << 10
+"""Bytes of the smallest message that is probed."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -49,7 +51,7 @@ class MessageOptions:
     Attributes:
         menu: Widths to choose from.
         initial_bits: Width before the first plan.
-        budget_bits: Exposed time that a plan may take: that of this uniform width (0 where computation hides it).
+        budget_bits: Exposed time that a plan may take: that of this uniform width, with its packing.
         replan_steps: Training steps between plans; 0 keeps the initial width or the given plan.
         seed: Of the rounding; ranks draw different streams from it.
         backend: Of the kernels; see `qsync_opt.kernels.messages.pack_rows`.
@@ -152,6 +154,7 @@ class FullGraph:
         self.ddp = DistributedDataParallel(model) if any(p.requires_grad for p in model.parameters()) else model
         self.send_counts = self._counts()
         self.links: list[list[tuple[int, float]]] | None = None
+        self.codec: list[Codec] | None = None
         self._step_s: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self._began: float | None = None
         self._inner, self._outer = self._subgraphs()
@@ -339,8 +342,13 @@ class FullGraph:
         return [each.forward for each in used] + [each.backward for each in used]
 
     def build_problem(self) -> Problem:
-        """The problem of the traced ranges and measured links, the same on every rank; all ranks must call it."""
-        self.links = self.links or probe_links(self.group, self.part.x.device)
+        """The problem of the traced ranges, measured links and measured packing, the same on every rank.
+
+        All ranks must call it.
+        """
+        self.links = self.links or probe_links(self.group, self.part.x.device, self._probe_sizes())
+        self.codec = self.codec or self._probe_codec()
+        packing = [each.per_byte(self._widest()) for each in self.codec]
         factor = {str(width): variance_factor(width) for width in self.options.menu}
         exchanges = []
         for direction in self.directions():
@@ -359,7 +367,12 @@ class FullGraph:
                     fixed, per_byte = self.links[i][j]
                     # Zero and step of a row are sent whatever its width is; exact rows have none, which is neglected.
                     fixed += round(per_byte * (WORD_BYTES + row_bytes(0, 1) * betas[i][j].size))
-                    group.append(Pair(source=i, target=j, fixed_ns=fixed, ns_per_byte=per_byte, beta=betas[i][j]))
+                    group.append(
+                        Pair(
+                            source=i, target=j, fixed_ns=fixed, ns_per_byte=per_byte, beta=betas[i][j],
+                            pack_ns_per_byte=packing[i][0], unpack_ns_per_byte=packing[j][1],
+                        )
+                    )  # fmt: skip
                 rounds.append(tuple(group))
             exchanges.append(
                 Exchange(
@@ -380,6 +393,22 @@ class FullGraph:
             exchanges=tuple(exchanges),
         )  # fmt: skip
 
+    def _widest(self) -> int:
+        return max((each.dim for each in self.directions()), default=1)
+
+    def _probe_sizes(self) -> list[int]:
+        """Bytes from the fewest that a pair may send to the most."""
+        counts = [count for row in self.send_counts for count in row if count]
+        dims = [each.dim for each in self.directions()]
+        sizes = [n * row_bytes(d, b) for n in counts for d in dims for b in self.options.menu] or [0]
+        least = max(min(sizes), _LEAST_PROBE)
+        return [int(size) for size in np.geomspace(least, max(max(sizes), 16 * least), 4)]
+
+    def _probe_codec(self) -> list[Codec]:
+        rows = max((max(sum(d.send_counts), sum(d.receive_counts)) for d in self.directions()), default=0)
+        widths = sorted({*self.options.menu})
+        return probe_codec(self.group, self.part.x.device, widths, max(rows, 1), self._widest(), self.options.backend)
+
     def step_times(self, problem: Problem) -> StepTimes:
         """What the latest training steps took beside their exchanges, the same on every rank; all ranks must call it.
 
@@ -396,24 +425,18 @@ class FullGraph:
         if not self._step_s:
             raise NotReadyError("no step has been timed yet; train two steps in these widths before")
         present = self.plan or uniform_plan(problem, self.options.initial_bits)
-        exposed_s = evaluate(problem, present).exposed_ns / 1e9
-        used = {
-            int(width) for rounds in present.bits.values() for r in rounds for pair in r for width in np.unique(pair)
-        }
-        dim, device = max((each.dim for each in problem.exchanges), default=1), self.part.x.device
-        table = time_codec(sorted({*self.options.menu, EXACT, *used}), dim, device, self.options.backend)
-        by_width = codec_by_worker(problem, present, table).get(self.rank, 0.0)
+        exposed_s = evaluate(problem, present).waiting_ns / 1e9
+        device = self.part.x.device
+        self.codec = self.codec or self._probe_codec()
+        by_width = codec_by_worker(problem, present, self.codec).get(self.rank, 0.0)
         # Each step is as long as that of its slowest worker, which is not the same one in all steps.
         steps = torch.tensor([*self._step_s], dtype=torch.float64, device=device)
         dist.all_reduce(steps, dist.ReduceOp.MAX, group=self.group)
         step_s, codec_s = steps.quantile(0.5, dim=0).tolist()
         own_s = statistics.median(seconds for _, seconds in self._step_s)
-        values = [max(own_s - by_width / 1e9, 0.0), *(ns for both in table.values() for ns in both)]
-        shared = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
-        fixed_s, *rest = shared.tolist()
-        compute_s = max(step_s - codec_s - exposed_s, 0.0)
-        return StepTimes(compute_s, fixed_s, dict(zip(table, zip(rest[::2], rest[1::2], strict=True), strict=True)))
+        fixed_s = torch.tensor(max(own_s - by_width / 1e9, 0.0), dtype=torch.float64, device=device)
+        dist.all_reduce(fixed_s, dist.ReduceOp.MAX, group=self.group)
+        return StepTimes(max(step_s - codec_s - exposed_s, 0.0), float(fixed_s), tuple(self.codec))
 
     def _gather_betas(self, direction: Direction) -> list[list[np.ndarray[Any, Any]]]:
         """Scores of all messages by sender and receiver."""

@@ -1,35 +1,61 @@
-"""What messages between workers cost: a fixed time and one per byte, measured."""
+"""What messages between workers cost, measured: links a fixed time and one per byte, packing a time by width."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from qsync_opt.kernels.messages import pack_rows, row_bytes, unpack_rows
 from qsync_opt.runtimes.torch.messages.transfer import transfer
 
-SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20)
-"""Bytes of the probes."""
-CARD_SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
-"""The same between cards, where a megabyte takes no longer than a few bytes."""
 _REPEATS = 5
 
 
-def probe_links(group: Any, device: torch.device | str) -> list[list[tuple[int, float]]]:
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """What packing and unpacking take.
+
+    Attributes:
+        call_ns: Nanoseconds of packing the rows that one worker gets in one width, however few, and of unpacking them.
+        number_ns: Width to nanoseconds for each number that is packed, and for each that is unpacked, beside that.
+    """
+
+    call_ns: tuple[float, float]
+    number_ns: Mapping[int, tuple[float, float]]
+
+    def per_byte(self, dim: int) -> tuple[float, float]:
+        """Nanoseconds by which each byte of rows of ``dim`` numbers makes packing, and unpacking, longer (`fit_link`).
+
+        0 where narrow rows take as long as wide ones, or longer, as on CPUs.
+        """
+        sizes = [row_bytes(dim, width) for width in self.number_ns]
+        pack, unpack = (fit_link(sizes, [dim * both[side] for both in self.number_ns.values()])[1] for side in (0, 1))
+        return pack, unpack
+
+
+def probe_links(group: Any, device: torch.device | str, sizes: Sequence[int]) -> list[list[tuple[int, float]]]:
     """Nanoseconds and nanoseconds per byte from each worker to each other, the same table on every rank.
 
     All pairs of a ring round send at once, by `transfer` as in an exchange, and a pair's time is its receiver's: the
     median of some, since training meets usual times and not the best ones.
 
+    Args:
+        group: Process group.
+        device: Of the messages.
+        sizes: Bytes of the probes, at least two, the same on every rank: about those of the job, because the first
+            bytes of a message may be faster than the others, and few bytes between cards take as long as many.
+
     Source: AdaQP (MLSys 2023), section 4.2.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    sizes = CARD_SIZES if torch.device(device).type == "cuda" else SIZES
     measured = torch.zeros(world, len(sizes), dtype=torch.float64)
     for step in range(1, world):
         for column, size in enumerate(sizes):
@@ -58,17 +84,77 @@ def probe_links(group: Any, device: torch.device | str) -> list[list[tuple[int, 
 
 
 def fit_link(sizes: Sequence[int], times_ns: Sequence[float]) -> tuple[int, float]:
-    """The fixed time and the time per byte, both at least 0, whose relative errors have the least sum of squares.
+    """The fixed time and the time per byte, both at least 0, by least squares; errors weigh as the inverse of the time.
+
+    So large messages, which take most of an epoch, are not bent to small ones, of which a burst may pass at once.
 
     Args:
         sizes: Bytes.
         times_ns: Nanoseconds of each, positive.
     """
     bytes_, times = np.asarray(sizes, np.float64), np.asarray(times_ns, np.float64)
-    columns = np.stack([1 / times, bytes_ / times], axis=1)
-    fixed, per_byte = np.linalg.lstsq(columns, np.ones(times.size))[0]
+    columns = np.stack([np.ones(times.size), bytes_], axis=1) / np.sqrt(times)[:, None]
+    fixed, per_byte = np.linalg.lstsq(columns, np.sqrt(times))[0]
     if fixed < 0 or per_byte < 0:  # the other alone fits best then
         only = 1 if fixed < 0 else 0
-        value = columns[:, only].sum() / np.square(columns[:, only]).sum()
+        value = columns[:, only] @ np.sqrt(times) / np.square(columns[:, only]).sum()
         fixed, per_byte = (0.0, value) if only else (value, 0.0)
     return round(fixed), float(per_byte)
+
+
+def probe_codec(
+    group: Any, device: torch.device | str, widths: Sequence[int], rows: int, dim: int, backend: str
+) -> list[Codec]:
+    """What packing and unpacking take on each worker, all of them at once, as in training.
+
+    Args:
+        group: Process group.
+        device: Of the rows.
+        widths: Those to measure.
+        rows: As many as this worker packs or unpacks at a time, at least 1.
+        dim: Numbers of a row.
+        backend: See `qsync_opt.kernels.messages.pack_rows`.
+
+    Returns:
+        One of each rank, the same list on every rank.
+    """
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(rows, dim, generator=generator).to(device)
+    order, out = torch.randperm(rows, generator=generator).to(device), torch.empty_like(data)
+    word = torch.zeros(8, dtype=torch.uint8, device=device)
+
+    def median_ns(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(_REPEATS + 1):  # the first compiles
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            began = time.perf_counter()
+            work()
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            seconds.append(time.perf_counter() - began)
+        return 1e9 * statistics.median(seconds[1:])
+
+    def pack(width: int, index: torch.Tensor) -> torch.Tensor:
+        packed = pack_rows(data, index, width, 0, backend=backend)
+        return torch.cat([word, packed.reshape(-1)])[word.numel() :].view(packed.shape)  # onto the wire, as in training
+
+    measured = []
+    dist.barrier(group)
+    for width in widths:
+        for index in (order[:1], order):
+            wire = pack(width, index)
+            measured += [
+                median_ns(partial(pack, width, index)),
+                median_ns(partial(unpack_rows, wire, index, out, width, backend=backend)),
+            ]
+    one_WS, all_WS = torch.tensor(measured, dtype=torch.float64).view(-1, 2, 2).unbind(1)  # S: packing and unpacking
+    number_WS = ((all_WS - one_WS) / (max(rows - 1, 1) * dim)).clamp(min=1e-6)
+    own = torch.cat([one_WS.median(0).values[None], number_WS]).to(device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    codecs = []
+    for each in everyone:
+        call, *number = (tuple(both) for both in each.tolist())
+        codecs.append(Codec(call, dict(zip(widths, number, strict=True))))
+    return codecs

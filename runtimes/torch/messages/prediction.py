@@ -7,18 +7,13 @@ step without the other two.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
+import numpy as np
 
-from qsync_opt.kernels.messages import pack_rows, row_bytes, unpack_rows
 from qsync_opt.messages import Plan, Problem, evaluate
-
-_ROWS = 256
-_REPEATS = 5
+from qsync_opt.runtimes.torch.messages.links import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +23,12 @@ class StepTimes:
     Attributes:
         compute_s: Seconds without packing, unpacking and messages.
         codec_s: Seconds of packing and unpacking that do not depend on widths.
-        codec_ns: Width to nanoseconds for each number that is packed, and for each that is unpacked.
+        codecs: What the rest of packing and unpacking takes on each worker.
     """
 
     compute_s: float
     codec_s: float
-    codec_ns: Mapping[int, tuple[float, float]]
+    codecs: tuple[Codec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,47 +53,18 @@ def predict_epoch(problem: Problem, plan: Plan, times: StepTimes) -> PredictedEp
         ProblemError: The plan is not of this problem.
     """
     evaluation = evaluate(problem, plan)
-    codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codec_ns).values(), default=0.0)
-    return PredictedEpoch(times.compute_s, codec_s, evaluation.exposed_ns / 1e9, evaluation.time_ns / 1e9)
+    codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codecs).values(), default=0.0)
+    return PredictedEpoch(times.compute_s, codec_s, evaluation.waiting_ns / 1e9, evaluation.time_ns / 1e9)
 
 
-def codec_by_worker(problem: Problem, plan: Plan, codec_ns: Mapping[int, tuple[float, float]]) -> dict[int, float]:
+def codec_by_worker(problem: Problem, plan: Plan, codecs: Sequence[Codec]) -> dict[int, float]:
     """Worker to nanoseconds of packing what it sends and unpacking what it receives, as far as widths decide."""
     pairs = [(each, pair) for each in problem.exchanges for pair in each.pairs]
     widths = [chosen for each in problem.exchanges for group in plan.bits[each.name] for chosen in group]
     spent = {worker: 0.0 for _, pair in pairs for worker in (pair.source, pair.target)}
     for (exchange, pair), chosen in zip(pairs, widths, strict=True):
-        for width, (pack, unpack) in codec_ns.items():
-            numbers = exchange.dim * int((chosen == width).sum())
-            spent[pair.source] += pack * numbers
-            spent[pair.target] += unpack * numbers
+        for worker, side in ((pair.source, 0), (pair.target, 1)):
+            codec = codecs[worker]
+            for width, count in zip(*np.unique(chosen, return_counts=True), strict=True):
+                spent[worker] += codec.call_ns[side] + codec.number_ns[int(width)][side] * exchange.dim * int(count)
     return spent
-
-
-def time_codec(
-    widths: Sequence[int], dim: int, device: torch.device | str, backend: str
-) -> dict[int, tuple[float, float]]:
-    """Width to nanoseconds per number packed and per number unpacked, for rows of ``dim`` numbers."""
-    rows = torch.randn(_ROWS, dim, generator=torch.Generator().manual_seed(0)).to(device)
-    index, out = torch.arange(_ROWS, device=device), torch.empty_like(rows)
-
-    def least_ns(work: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(_REPEATS + 1):  # the first compiles
-            if out.is_cuda:
-                torch.cuda.synchronize(out.device)
-            began = time.perf_counter()
-            work()
-            if out.is_cuda:
-                torch.cuda.synchronize(out.device)
-            seconds.append(time.perf_counter() - began)
-        return 1e9 * min(seconds[1:]) / (_ROWS * dim)
-
-    result = {}
-    for width in widths:
-        wire = pack_rows(rows, index, width, 0, backend=backend).reshape(_ROWS, row_bytes(dim, width))
-        result[width] = (
-            least_ns(partial(pack_rows, rows, index, width, 0, backend=backend)),
-            least_ns(partial(unpack_rows, wire, index, out, width, backend=backend)),
-        )
-    return result

@@ -168,7 +168,7 @@ def train(
         for width, count in each["widths"].items():
             counts[int(width)] = counts.get(int(width), 0) + count
     problem = full.build_problem() if with_problem else full.problem
-    predicted = None if problem is None or full.plan is None else evaluate(problem, full.plan).exposed_ns / 1e9
+    predicted = None if problem is None or full.plan is None else evaluate(problem, full.plan).waiting_ns / 1e9
     trained = Trained(
         losses=tuple(total.tolist()),
         test_accuracy=full.accuracy(part.test_mask),

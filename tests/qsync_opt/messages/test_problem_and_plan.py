@@ -55,6 +55,28 @@ def test_rounds_take_their_slowest_pair_and_hidden_time_is_free():
     assert Problem.from_json(problem.to_json()) == problem
 
 
+def test_packing_takes_as_long_as_the_slowest_worker_and_nothing_hides_it():
+    """Worker 0 packs 2 messages and unpacks 3, worker 1 the other way round; 8 numbers of 2 bits are 2 bytes."""
+    first = Pair(source=0, target=1, fixed_ns=5, ns_per_byte=1.0, beta=np.ones(2), pack_ns_per_byte=0.5)
+    second = Pair(
+        source=1, target=0, fixed_ns=5, ns_per_byte=1.0, beta=np.ones(3), pack_ns_per_byte=3.0, unpack_ns_per_byte=2.0
+    )
+    exchanges = (Exchange(name="e", dim=8, rounds=((first,), (second,)), hidden_ns=100),)
+    problem = Problem(
+        name="p", time_limit_ns=17, variance_weight=1.0, time_weight=None, bits={"2": 0.25}, exchanges=exchanges
+    )
+    evaluation = evaluate(problem, uniform_plan(problem, 2))
+    assert evaluation.codec_ns == evaluation.exposed_ns == max(4 * 0.5 + 6 * 2.0, 6 * 3.0) == 18
+    assert evaluation.time_ns == (5 + 4) + (5 + 6) and not evaluation.feasible
+    data = problem.to_json()
+    assert Problem.from_json(data) == problem and Problem.from_json(data).extras == {}
+    pair = data["exchanges"][0]["rounds"][0][0]
+    assert pair["x-pack-ns-per-byte"] == 0.5 and "x-unpack-ns-per-byte" not in pair
+    pair["x-pack-ns-per-byte"] = -1.0
+    with pytest.raises(ProblemError, match=r"x-pack-ns-per-byte.*at least 0"):
+        Problem.from_json(data)
+
+
 def test_files_round_trip(tmp_path):
     data = tiny(**{"x-note": 1})
     data["exchanges"][0]["x-layer"] = "conv1"

@@ -9,7 +9,7 @@ from torch_geometric.data import Data
 
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.runtimes.torch.messages import MessageOptions, load_part, partition_graph
-from qsync_opt.runtimes.torch.messages.links import fit_link
+from qsync_opt.runtimes.torch.messages.links import Codec, fit_link
 
 
 @pytest.fixture
@@ -35,6 +35,10 @@ def test_plans_are_made_while_training_and_are_the_same_everywhere(run):
     assert first["widths"] == second["widths"] and first["same"] and second["same"]
     assert first["exchanges"] == ["forward second", "forward third", "backward second", "backward third"]
     assert first["accuracy"] == second["accuracy"] > 0.6
+    assert first["packing"] == second["packing"] and len(first["packing"]) == 2
+    for (packed, unpacked), (pack_ns, unpack_ns) in zip(first["packing"], first["costs"], strict=True):
+        assert min(packed + unpacked) > 0  # measured, in every width of the menu
+        assert pack_ns >= 0 and unpack_ns >= 0
 
 
 def test_a_pass_in_inference_mode_leaves_training_as_it_is_and_masks_are_checked(run):
@@ -101,6 +105,14 @@ def test_link_costs_are_those_of_the_times_they_are_fitted_to():
     assert fit_link(sizes, [3.0 * size - 900 for size in sizes])[0] == 0  # a link has no negative costs
     fixed, per_byte = fit_link(sizes, [10_000.0, 9_900.0, 9_800.0])
     assert per_byte == 0 and 9_800 <= fixed <= 10_000
+
+
+def test_packing_costs_what_a_byte_more_takes_and_nothing_where_wide_rows_are_not_slower():
+    sizes = {1: 20, 2: 36, 4: 68, 8: 132, 16: 256, 32: 512}  # of 128 numbers, with zero and step below 16 bits
+    slower = {width: ((200 + 0.5 * size) / 128, 7 / 128) for width, size in sizes.items()}
+    assert Codec((0, 0), slower).per_byte(128) == (pytest.approx(0.5), pytest.approx(0, abs=1e-12))
+    faster = {width: ((900 - size) / 128, (300 + 0.25 * size) / 128) for width, size in sizes.items()}
+    assert Codec((0, 0), faster).per_byte(128) == (0.0, pytest.approx(0.25))
 
 
 def test_options_out_of_range_are_refused():

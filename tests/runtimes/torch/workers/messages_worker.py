@@ -114,6 +114,8 @@ def planned(rank, world):
     return {
         "losses": losses, "widths": widths, "exchanges": [e.name for e in problem.exchanges], "same": same,
         "accuracy": other.accuracy(other.part.train_mask),
+        "packing": [list(zip(*each.number_ns.values(), strict=True)) for each in full.codec],
+        "costs": [[pair.pack_ns_per_byte, pair.unpack_ns_per_byte] for pair in problem.exchanges[0].pairs],
     }  # fmt: skip
 
 
