@@ -37,7 +37,6 @@ import digits
 from noisy import MagnifiedPlan, added_variance, exact_gradient
 from plans import magnified
 from results_head import results_head
-from runs import rate_at
 from subjects import Subject, gpt, train_briefly
 from torch import nn
 from work import significant
@@ -99,23 +98,25 @@ class Case:
 
 def _digits_cnn() -> Subject:
     words = "8 convolutions with batch normalization, rectifiers, shortcuts and max-pooling, 2 linear layers"
-    return digits.digits("cnn", lambda: digits.Cnn(8, (4, 4, 0)), rows=32, adam=False, rate=0.02, words=words)
+    return digits.digits("cnn", lambda: digits.Cnn(8, (4, 4, 0)), rows=32, adam=False, rate=0.01, words=words)
 
 
 def _digits_vit() -> Subject:
     words = "vision transformer, 2 layers of width 32"
-    return digits.digits("vit", lambda: digits.Vit(32, 2), rows=32, adam=True, rate=3e-3, words=words)
+    return digits.digits("vit", lambda: digits.Vit(32, 2), rows=32, adam=True, rate=1e-2, words=words)
 
 
 def _source_gpt() -> Subject:
     return gpt(torch.device("cpu"), GptConfig(width=48, heads=4, layers=2, context=32), 16, rate=6e-3)
 
 
+# Steps and learning rates were chosen on full precision alone, by seeds from 100 on, which are not used afterwards: of
+# those tried, the ones that end lowest with a held-out loss that the last fifth of the steps changes by at most 2 %.
 CASES: Mapping[str, Case] = {
-    "cnn": Case(make=_digits_cnn, steps=300, ours="probed"),
-    "vit": Case(make=_digits_vit, steps=400, ours="progress"),
-    "gpt": Case(make=_source_gpt, steps=600, ours="progress"),
-    "cnn-x4": Case(make=_digits_cnn, steps=300, ours="probed", lowest=("INT8",), factor=4.0, random_plans=2),
+    "cnn": Case(make=_digits_cnn, steps=800, ours="probed"),
+    "vit": Case(make=_digits_vit, steps=800, ours="progress"),
+    "gpt": Case(make=_source_gpt, steps=800, ours="progress"),
+    "cnn-x4": Case(make=_digits_cnn, steps=800, ours="probed", lowest=("INT8",), factor=4.0, random_plans=2),
 }
 
 
@@ -210,6 +211,14 @@ def planned(case: Case, subject: Subject, seeds: int, path: Path) -> dict[str, A
             record["plans"].setdefault(policy, []).append(entry)
     write_json(path, record)
     return record
+
+
+def rate_at(step: int, steps: int) -> float:
+    """Share of the learning rate: a short warm-up, then a cosine down to 0, so that runs end where they converge."""
+    warm = max(1, steps // 20)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / (steps - warm))
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
