@@ -34,13 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "quality_bench"))
 
 import budgets
 import digits
-from noisy import MagnifiedPlan, added_variance, exact_gradient
+from noisy import MagnifiedPlan, added_parts, added_variance, exact_gradient
 from plans import magnified
 from results_head import results_head
 from subjects import Subject, gpt, train_briefly
 from torch import nn
 from work import significant
 
+import qsync_opt
 from qsync_opt.io import read_json, write_json
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.model import OpGraph, Role, load_graph, save_graph
@@ -91,7 +92,7 @@ class Case:
         """What is trained, in this order."""
         more = tuple(f"random {i}" for i in range(2, self.random_plans + 1))
         if self.factor != 1.0:
-            return (FULL, LOWEST, "probed", "random", "fisher", *more)
+            return (FULL, LOWEST, self.ours, "random", "fisher", "loss", *more)
         others = tuple(kind for kind in INDICATORS if kind not in (self.ours, "random"))
         return (FULL, LOWEST, self.ours, "random", *others, *more, HALF)
 
@@ -129,7 +130,7 @@ class Planner:
     def __init__(self, case: Case, subject: Subject) -> None:
         self.case = case
         self.model = subject.model(10**6, torch.device("cpu"))
-        train_briefly(subject, self.model, case.steps // 6, first=10**7)
+        optimizer = train_briefly(subject, self.model, case.steps // 6, first=10**7)
         self.batches = [subject.batch(10**6 + i) for i in range(3)]
         self.graph = capture(self.model, self.batches[0], name=subject.name)
         self.statistics: ModelStatistics = collect_statistics(
@@ -140,6 +141,13 @@ class Planner:
             adaptive_probes=PROBES,
             curvature_probes=CURVATURE_PROBES,
             whole_batches=True,
+        )
+        rates = [rate_at(step, case.steps) ** 2 for step in range(case.steps)]
+        self.horizon = qsync_opt.noise_horizon(
+            optimizer,
+            steps=case.steps,
+            statistics=self.statistics,
+            learning_rate=optimizer.param_groups[0]["lr"] * statistics.fmean(rates) ** 0.5,
         )
         adjustable = [o for o in self.graph.by_role(Role.ADJUSTABLE)]
         self._menu = {
@@ -165,11 +173,15 @@ class Planner:
             options=NoiseOptions(weight_granularity="tensor"),  # type: ignore[arg-type]
             kind=kind,  # type: ignore[arg-type]
             seed=1000 * int(number or 1) + seed,
+            horizon=self.horizon if kind == "loss" else 0.0,
         )
         return {**half, **budgets.plan(budgets.problem(self.sizes, table, self._menu))}
 
     def noise(self, plan: Mapping[str, str]) -> dict[str, float]:
-        """Gradient variance that a plan adds on one batch, measured, and over that between batches."""
+        """Gradient variance that a plan adds on one batch, measured, and over that between batches.
+
+        ``shift`` is the part of it that is no variance, since the mean gradient moves; only with rectifiers.
+        """
         batch = self.batches[0]
         exact = exact_gradient(self.model, batch)
         draws = 1 if set(plan.values()) <= {"BF16", "FP32"} else DRAWS
@@ -178,7 +190,14 @@ class Planner:
         own = self.statistics.gradient_noise
         if own is None:
             raise RuntimeError("no gradient noise was collected, although there are several batches")
-        return {"variance": mean, "over_batch_noise": mean / own.variance}
+        parts: dict[str, float] = {}
+        if draws > 1:
+            parts = added_parts(self.model, batch, exact, plan, self.graph, options(0), draws, factor=self.case.factor)
+        return {
+            "variance": mean,
+            "over_batch_noise": mean / own.variance,
+            **{f"{name}_over_batch_noise": part / own.variance for name, part in parts.items()},
+        }
 
 
 def graph_path(plans: Path) -> Path:
@@ -311,6 +330,7 @@ def missing(
 
 def train(names: Sequence[str], folder: Path, seeds: int, *, only_plans: bool = False) -> None:
     """Make the runs that are missing, seed by seed over all subjects."""
+    commit = results_head("")["commit"]  # before anything runs: the folder may move on to another one meanwhile
     cases = {name: (CASES[name], CASES[name].make()) for name in names}
     plans = {n: planned(case, subject, seeds, folder / f"{n}-plans.json") for n, (case, subject) in cases.items()}
     # What is asked first over all seeds, then the other indicators.
@@ -323,7 +343,7 @@ def train(names: Sequence[str], folder: Path, seeds: int, *, only_plans: bool = 
                 if first and policy not in (FULL, LOWEST, case.ours, "random"):
                     continue
                 if same is None:
-                    record = run(case, subject, graph, plan, policy, seed)
+                    record = {**run(case, subject, graph, plan, policy, seed), "commit": commit}
                 else:
                     twin = next(r for r in runs_of(path) if (r["policy"], r["seed"]) == (same, seed))
                     record = {**twin, "policy": policy, "same_plan_as": same}
@@ -386,6 +406,32 @@ def summary(case: Case, found: Sequence[Mapping[str, Any]], plans: Mapping[str, 
     return significant(rows)
 
 
+def harm_of_noise(found: Sequence[Mapping[str, Any]], plans: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether plans that add more variance to the gradient train worse, over all plans at once.
+
+    Within every seed the measure is fitted by a line in the variance that plans add, over that between batches; the
+    slopes of the seeds make the interval. Equal plans of a seed count once.
+
+    Returns:
+        Measure to the mean slope, in its unit per variance between batches, and half of its 95 % interval.
+    """
+    lines: dict[str, list[float]] = {}
+    for seed in sorted({r["seed"] for r in found}):
+        own = [r for r in found if r["seed"] == seed and "same_plan_as" not in r]
+        x = [plans[r["policy"]][seed % len(plans[r["policy"]])]["over_batch_noise"] for r in own]
+        if len(set(x)) < 3:
+            continue
+        for measure in MEASURES:
+            y = [r[measure] for r in own]
+            if None not in y:
+                lines.setdefault(measure, []).append(statistics.linear_regression(x, y).slope)
+    rows = {}
+    for measure, slopes in lines.items():
+        mean, half = interval(slopes)
+        rows[measure] = {"seeds": len(slopes), "slope": mean, "half_width": half if math.isfinite(half) else None}
+    return significant(rows)
+
+
 def converged(found: Sequence[Mapping[str, Any]], steps: int) -> float | None:
     """By what the held-out loss of full precision changed over the last fifth, as a share of what it ended at."""
     shares = [r["held_out_loss"] / r["on_the_way"][str(round(0.8 * steps))] - 1 for r in found if r["policy"] == FULL]
@@ -431,9 +477,10 @@ def asked(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def merge(folder: Path, output: Path) -> None:
     """One results file of all runs."""
-    records = []
+    records, commits = [], set[str]()
     for name, case in CASES.items():
         found = runs_of(folder / f"{name}-runs.jsonl")
+        commits |= {str(r.pop("commit")) for r in found}
         if not (folder / f"{name}-plans.json").is_file():
             continue
         plans = read_json(folder / f"{name}-plans.json", (PLANS,))["plans"]
@@ -449,11 +496,13 @@ def merge(folder: Path, output: Path) -> None:
                 "scales": "one per tensor",
                 "change_of_held_out_loss_in_last_fifth": converged(found, case.steps),
                 "summary": summary(case, found, plans),
+                "harm_of_noise": harm_of_noise(found, plans),
                 "plans": plans,
                 "runs": found,
             }
         )
     head = results_head(_processor(), {"torch": torch.__version__})
+    head["commit"] = ", ".join(sorted(commits))  # that ran, not this one
     head["command"] = "python benchmarks/training_quality.py --folder runs --subject NAME; --merge runs"
     write_json(output, {**head, "asked": asked(records), "records": records})
 
