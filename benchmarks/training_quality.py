@@ -8,8 +8,9 @@ Small networks are trained to convergence on real data that comes with installed
 kernels, with the coarsest scales there are (one per tensor); time and memory of the plans are simulated
 (``quality_bench/budgets.py``). All runs of a seed share weights, batches and their order.
 
-Subjects: cnn, vit, gpt, with 8-bit operators whose backward pass is in 8 bits as the lowest precision; cnn-x4, the same
-CNN with four times the error of 8-bit operators with a 16-bit backward pass, to ask what accuracy measures there.
+Subjects: cnn, vit, gpt, with 8-bit operators whose backward pass is in 8 bits as the lowest precision; cnn-x16 and
+cnn-x32, the same CNN with 16 and 32 times the error of 8-bit operators with a 16-bit backward pass, where rounding costs
+something: 4 and 8 times cost nothing in full runs of uniform lowest, which chose the factors.
 Every run is appended to a file of FOLDER when it ends, and is not made again. Writes
 ``benchmarks/results/training-quality.json``.
 """
@@ -37,7 +38,7 @@ import digits
 from noisy import MagnifiedPlan, added_parts, added_variance, exact_gradient
 from plans import magnified
 from results_head import results_head
-from subjects import Subject, gpt, train_briefly
+from subjects import Batch, Subject, gpt, train_briefly
 from torch import nn
 from work import significant
 
@@ -59,10 +60,19 @@ INDICATORS = ("probed", "progress", "published", "fisher", "hessian", "random")
 FULL, HALF, LOWEST = "full precision", "uniform BF16", "uniform lowest"
 LAST = 50
 """Steps at the end whose training loss is averaged."""
-MEASURES = ("held_out_loss", "held_out_loss_recalibrated", "accuracy", "accuracy_recalibrated", "last_training_loss")
+MEASURES = (
+    "held_out_loss",
+    "held_out_loss_recalibrated",
+    "accuracy",
+    "accuracy_recalibrated",
+    "fit",
+    "last_training_loss",
+)
+"""``fit`` is the loss of the final weights over training batches, evaluated as what is held out is."""
 SEEDS, CONVERGED = 5, 0.02
 """Asked for: runs of each policy, and the most that the held-out loss may still change, as a share."""
 PROBES, CURVATURE_PROBES = 3, 16
+FIT_BATCHES = 32
 DRAWS = 12
 """Of the rounding, for the gradient variance of a plan."""
 
@@ -91,10 +101,8 @@ class Case:
     def policies(self) -> tuple[str, ...]:
         """What is trained, in this order."""
         more = tuple(f"random {i}" for i in range(2, self.random_plans + 1))
-        if self.factor != 1.0:
-            return (FULL, LOWEST, self.ours, "random", "fisher", "loss", *more)
         others = tuple(kind for kind in INDICATORS if kind not in (self.ours, "random"))
-        return (FULL, LOWEST, self.ours, "random", *others, *more, HALF)
+        return (FULL, LOWEST, self.ours, "random", *others, *more, HALF if self.factor == 1.0 else "loss")
 
 
 def _digits_cnn() -> Subject:
@@ -117,7 +125,8 @@ CASES: Mapping[str, Case] = {
     "cnn": Case(make=_digits_cnn, steps=800, ours="probed"),
     "vit": Case(make=_digits_vit, steps=800, ours="progress"),
     "gpt": Case(make=_source_gpt, steps=800, ours="progress"),
-    "cnn-x4": Case(make=_digits_cnn, steps=800, ours="probed", lowest=("INT8",), factor=4.0, random_plans=2),
+    "cnn-x16": Case(make=_digits_cnn, steps=800, ours="probed", lowest=("INT8",), factor=16.0, random_plans=2),
+    "cnn-x32": Case(make=_digits_cnn, steps=800, ours="probed", lowest=("INT8",), factor=32.0, random_plans=2),
 }
 
 
@@ -243,15 +252,14 @@ def rate_at(step: int, steps: int) -> float:
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def _score(subject: Subject, model: nn.Module) -> tuple[float, float | None]:
-    """Loss and share of right answers over what is held out, in full precision."""
+def _score(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, float | None]:
+    """Loss and share of right answers over batches, in full precision."""
     model.eval()
     with torch.no_grad():
-        held_out = subject.held_out(16)
-        loss = statistics.fmean(float(model(*batch)) for batch in held_out)
+        loss = statistics.fmean(float(model(*batch)) for batch in batches)
         right = None
         if isinstance(model, digits.Classifier):
-            right = statistics.fmean(float((model.logits(x).argmax(1) == y).double().mean()) for x, y in held_out)
+            right = statistics.fmean(float((model.logits(x).argmax(1) == y).double().mean()) for x, y in batches)
     model.train()
     return loss, right
 
@@ -276,6 +284,7 @@ def run(
     optimizer = subject.optimizer(model)
     rate = optimizer.param_groups[0]["lr"]
     applied = MagnifiedPlan(model, plan, graph, options(seed), factor=case.factor)
+    held_out = subject.held_out(16)
     losses: list[float] = []
     curve: dict[str, float] = {}
     for step in range(case.steps):
@@ -287,19 +296,21 @@ def run(
         optimizer.step()
         losses.append(float(loss.detach()))
         if step + 1 in (round(0.8 * case.steps), round(0.9 * case.steps)):
-            curve[str(step + 1)] = _score(subject, model)[0]
-    held_out, right = _score(subject, model)
+            curve[str(step + 1)] = _score(model, held_out)[0]
+    loss_at_end, right = _score(model, held_out)
+    fit = _score(model, [subject.batch(10**9 + i) for i in range(FIT_BATCHES)])[0]
     applied.interception.remove()
     _recalibrate(subject, model)
-    again = _score(subject, model)
+    again = _score(model, held_out)
     return significant(
         {
             "policy": policy,
             "seed": seed,
-            "held_out_loss": held_out,
+            "held_out_loss": loss_at_end,
             "held_out_loss_recalibrated": again[0],
             "accuracy": right,
             "accuracy_recalibrated": again[1],
+            "fit": fit,
             "last_training_loss": statistics.fmean(losses[-LAST:]),
             "mean_training_loss": statistics.fmean(losses),
             "on_the_way": curve,

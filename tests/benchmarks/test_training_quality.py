@@ -137,14 +137,15 @@ def test_recalibrated_statistics_are_those_of_the_network_without_a_plan(quality
 
     subject = digits.digits("cnn", lambda: digits.Cnn(4), rows=8, adam=False, rate=0.05, words="small")
     model = subject.model(0, torch.device("cpu"))
+    held_out = subject.held_out(1)
     quality._recalibrate(subject, model)
-    expected = quality._score(subject, model)
+    expected = quality._score(model, held_out)
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_var.mul_(3)
-    assert quality._score(subject, model) != expected
+    assert quality._score(model, held_out) != expected
     quality._recalibrate(subject, model)
-    assert quality._score(subject, model) == expected
+    assert quality._score(model, held_out) == expected
 
 
 def test_predictions_count_only_as_they_stand_in_a_commit(quality_modules, tmp_path, monkeypatch):
