@@ -423,8 +423,10 @@ def summary(case: Case, found: Sequence[Mapping[str, Any]], plans: Mapping[str, 
     return significant(rows)
 
 
-def harm_of_noise(found: Sequence[Mapping[str, Any]], plans: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether plans that add more variance to the gradient train worse, over all plans at once.
+def harm_of_noise(
+    found: Sequence[Mapping[str, Any]], plans: Mapping[str, Any], *, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Whether plans that add more variance to the gradient train worse, over all plans but some at once.
 
     Within every seed the measure is fitted by a line in the variance that plans add, over that between batches; the
     slopes of the seeds make the interval. Equal plans of a seed count once.
@@ -434,7 +436,11 @@ def harm_of_noise(found: Sequence[Mapping[str, Any]], plans: Mapping[str, Any]) 
     """
     lines: dict[str, list[float]] = {}
     for seed in sorted({r["seed"] for r in found}):
-        own = [r for r in found if r["seed"] == seed and "same_plan_as" not in r]
+        own = [
+            r
+            for r in found
+            if r["seed"] == seed and r["policy"] not in without and r.get("same_plan_as") in (None, *without)
+        ]
         x = [plans[r["policy"]][seed % len(plans[r["policy"]])]["over_batch_noise"] for r in own]
         if len(set(x)) < 3:
             continue
@@ -514,6 +520,7 @@ def merge(folder: Path, output: Path) -> None:
                 "change_of_held_out_loss_in_last_fifth": converged(found, case.steps),
                 "summary": summary(case, found, plans),
                 "harm_of_noise": harm_of_noise(found, plans),
+                "harm_of_noise_at_one_cost": harm_of_noise(found, plans, without=(FULL, LOWEST, HALF)),
                 "plans": plans,
                 "runs": found,
             }
