@@ -54,7 +54,7 @@ from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.sensitivity import ModelStatistics, NoiseOptions, sensitivities
 
 RESULTS = Path(__file__).resolve().parent / "results" / "training-quality.json"
-PLANS = "qsync-bench-training-quality-plans/1"
+PLANS, CHEAPEST = "qsync-bench-training-quality-plans/1", "qsync-bench-training-quality-cheapest/1"
 INDICATORS = ("probed", "progress", "published", "fisher", "hessian", "random")
 """``published`` is QSync's own as it was released."""
 FULL, HALF, LOWEST = "full precision", "uniform BF16", "uniform lowest"
@@ -223,6 +223,42 @@ class Planner:
         }
 
 
+def cheapest_first(case: Case, subject: Subject, path: Path) -> dict[str, Any]:
+    """Noise of uniform lowest as its operators go to BF16 one after the other, the cheapest first; kept in a file.
+
+    This needs no indicator: what it saves, any choice of plans by cost saves.
+
+    Returns:
+        Per operator that goes, ``over_batch_noise`` from there on, and ``time`` and ``memory`` so far as shares of the
+        way from uniform lowest to BF16.
+    """
+    if path.is_file():
+        return read_json(path, (CHEAPEST,))
+    planner = Planner(case, subject)
+    lowest = planner.plan(LOWEST, 0)
+    costs = {
+        name: [budgets.operator_cost(size, precision, 0.0) for precision in (lowest[name], "BF16")]
+        for name, size in planner.sizes.items()
+    }
+    way = {
+        name: (
+            high.forward_ns + high.backward_ns - low.forward_ns - low.backward_ns,
+            high.memory_kib - low.memory_kib,
+        )
+        for name, (low, high) in costs.items()
+    }
+    whole = [sum(steps) for steps in zip(*way.values(), strict=True)]
+    rows, plan, time, memory = [], lowest, 0, 0
+    for name in sorted(way, key=way.__getitem__):
+        plan = {**plan, name: "BF16"}
+        time, memory = time + way[name][0], memory + way[name][1]
+        noise = planner.noise(plan)["over_batch_noise"]
+        rows.append({"operator": name, "over_batch_noise": noise, "time": time / whole[0], "memory": memory / whole[1]})
+    record = {"format": CHEAPEST, "operators": [significant(row) for row in rows]}
+    write_json(path, record)
+    return record
+
+
 def graph_path(plans: Path) -> Path:
     """Where the graph of a case is kept, beside its plans."""
     return plans.with_name(plans.name.replace("-plans", "-graph"))
@@ -350,6 +386,8 @@ def train(names: Sequence[str], folder: Path, seeds: int, *, only_plans: bool = 
     commit = results_head("")["commit"]  # before anything runs: the folder may move on to another one meanwhile
     cases = {name: (CASES[name], CASES[name].make()) for name in names}
     plans = {n: planned(case, subject, seeds, folder / f"{n}-plans.json") for n, (case, subject) in cases.items()}
+    for name, (case, subject) in cases.items():
+        cheapest_first(case, subject, folder / f"{name}-cheapest.json")
     # What is asked first over all seeds, then the other indicators.
     turns = [(count, first) for first in (True, False) for count in range(1, 1 if only_plans else seeds + 1)]
     for count, first in turns:
@@ -507,6 +545,7 @@ def merge(folder: Path, output: Path) -> None:
         if not (folder / f"{name}-plans.json").is_file():
             continue
         plans = read_json(folder / f"{name}-plans.json", (PLANS,))["plans"]
+        cheapest = read_json(folder / f"{name}-cheapest.json", (CHEAPEST,))["operators"]
         records.append(
             {
                 "subject": name,
@@ -521,6 +560,7 @@ def merge(folder: Path, output: Path) -> None:
                 "summary": summary(case, found, plans),
                 "harm_of_noise": harm_of_noise(found, plans),
                 "harm_of_noise_at_one_cost": harm_of_noise(found, plans, without=(FULL, LOWEST, HALF)),
+                "cheapest_first": cheapest,
                 "plans": plans,
                 "runs": found,
             }
