@@ -22,8 +22,19 @@ def trained_figures(data: Record) -> dict[str, str]:
         "trained.table.harm": _harm_table(records),
         "trained.asked": str(len(data["asked"])),
         "trained.met": str(sum(row["met"] for row in data["asked"])),
-        "trained.subjects": "; ".join(f"*{name}*: {r['what']}, {r['steps']} steps" for name, r in records.items()),
+        "trained.subjects": "; ".join(
+            f"*{name}*: {r['what']}, {r['steps']} steps" for name, r in records.items() if r["factor"] == 1.0
+        ),
     }
+    known = [d for d in _held_out_differences(records) if d["half_width"] is not None]
+    found["trained.differences"] = str(len(known))
+    found["trained.differences-outside"] = str(sum(abs(d["mean"]) > d["half_width"] for d in known))
+    for row in data["asked"]:
+        subject, _, what = row["what"].partition(": ")
+        if " minus that of " in what:
+            other = what.partition(" minus that of ")[2].replace(" ", "-")
+            spread = row["note"].partition(" over")[0].replace("+-", "±")
+            found[f"trained.{subject}.ours-minus-{other}"] = f"{row['measured']:+.3f} {spread}"
     for name, record in records.items():
         change = record["change_of_held_out_loss_in_last_fifth"]
         found[f"trained.{name}.change"] = f"{100 * change:+.1f} %"
@@ -41,11 +52,34 @@ def trained_figures(data: Record) -> dict[str, str]:
                 text = _harm(record, key, measure)
                 if text is not None:
                     found[f"trained.{name}.harm{end}.{measure.replace('_', '-')}"] = text
+        found |= {f"trained.{name}.cheapest.{key}": text for key, text in _cheapest(record).items()}
     return found
 
 
+def _held_out_differences(records: Mapping[str, Record]) -> list[Record]:
+    """All differences of the held-out loss with errors as they are."""
+    return [
+        row[key]["held_out_loss"]
+        for record in records.values()
+        if record["factor"] == 1.0
+        for row in record["summary"].values()
+        for key in _KEYS
+        if key in row
+    ]
+
+
+def _cheapest(record: Record) -> dict[str, str]:
+    """The operators that together take the first tenth of the way in time, and how much of the noise goes with them."""
+    rows = [row for row in record["cheapest_first"] if row["time"] <= 0.1]
+    return {
+        "count": f"{len(rows)} of {len(record['cheapest_first'])}",
+        "time": f"{100 * rows[-1]['time']:.2g} %",
+        "removed": f"{100 * (1 - rows[-1]['over_batch_noise'] / _lowest_noise(record)):.0f} %",
+    }
+
+
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{share:.2g} times"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
 
 
 def _noise_table(records: Mapping[str, Record]) -> str:
