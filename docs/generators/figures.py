@@ -687,8 +687,9 @@ _ROWS = (
     ),
     (
         "Small CNN, ViT and GPT trained to convergence on a CPU, {{ trained.cnn.probed.seeds }} seeds or more, "
-        "95 % intervals, nats of held-out loss: 8 bits in both passes everywhere minus full precision; our plan minus random plans "
-        "of the same simulated time and memory; the latter with errors times 16 in the GPT, times 32 in the CNN",
+        "95 % intervals, nats of held-out loss: 8 bits in both passes everywhere minus full precision; our plan minus "
+        "random plans of the same simulated time and memory; the latter with errors times 16 in the GPT, times 32 in "
+        "the CNN",
         "{{ trained.cnn.uniform-lowest.held-out-loss }}, {{ trained.vit.uniform-lowest.held-out-loss }}, "
         "{{ trained.gpt.uniform-lowest.held-out-loss }}; {{ trained.cnn.probed.held-out-loss.minus-random }}, "
         "{{ trained.vit.progress.held-out-loss.minus-random }}, {{ trained.gpt.progress.held-out-loss.minus-random }}; "

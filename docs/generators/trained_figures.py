@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
 from results_pages import Record, table
@@ -38,6 +39,11 @@ def trained_figures(data: Record) -> dict[str, str]:
     for name, record in records.items():
         change = record["change_of_held_out_loss_in_last_fifth"]
         found[f"trained.{name}.change"] = f"{100 * change:+.1f} %"
+        for policy, entries in record["plans"].items():
+            frozen = [entry["frozen_over_batch_noise"] for entry in entries if "frozen_over_batch_noise" in entry]
+            if frozen:
+                mean = _percent(statistics.fmean(frozen))
+                found[f"trained.{name}.{policy.replace(' ', '-')}.frozen"] = mean
         for policy, row in record["summary"].items():
             plan = f"trained.{name}.{policy.replace(' ', '-')}"
             found[f"{plan}.noise"] = _percent(row["gradient_variance_over_batch_noise"])
