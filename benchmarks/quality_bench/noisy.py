@@ -21,7 +21,7 @@ from qsync_opt.runtimes.torch.execution import AppliedPlan, ApplyOptions
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity import full_precision
 
-EIGHT_BITS = ("INT8", "FP8")
+EIGHT_BITS = ("INT8", "INT8-BWD8", "FP8")
 
 
 class MagnifiedPlan(AppliedPlan):
@@ -106,6 +106,7 @@ def added_parts(
     graph: OpGraph,
     options: ApplyOptions,
     draws: int,
+    factor: float = 1.0,
 ) -> dict[str, float]:
     """Of what a plan adds: the squared shift of the mean gradient, and the mean of all with rectifiers frozen.
 
@@ -117,7 +118,7 @@ def added_parts(
     if not masks:
         return {}
     frozen, sums, squares = 0.0, [torch.zeros_like(g) for g in exact], 0.0
-    with full_precision(), planned(model, plan, graph, options):
+    with full_precision(), planned(model, plan, graph, options, factor=factor):
         for _ in range(draws):
             frozen += squared_distance(masks.run(lambda: gradient(model, batch)), exact) / draws
             noisy = gradient(model, batch)

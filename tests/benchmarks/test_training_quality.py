@@ -92,6 +92,39 @@ def test_random_plans_of_a_seed_count_as_one(quality):
     assert quality.differences(found, "probed", "random", "score") == [-2.0, -0.5]
 
 
+def test_the_harm_of_noise_is_the_slope_within_seeds(quality):
+    noise = {"full precision": [0.0], "probed": [0.1], "random": [0.2, 0.6], "uniform lowest": [1.0]}
+    plans = {policy: [{"over_batch_noise": value} for value in values] for policy, values in noise.items()}
+    found = [
+        {
+            "policy": policy,
+            "seed": seed,
+            **dict.fromkeys(quality.MEASURES),
+            "held_out_loss": 10.0 * seed + (3 + seed) * values[seed % len(values)],
+        }
+        for policy, values in noise.items()
+        for seed in (0, 1)
+    ]
+    twin = {**found[-1], "policy": "probed", "same_plan_as": "uniform lowest"}
+    harm = quality.harm_of_noise([*found, twin], plans)
+    assert list(harm) == ["held_out_loss"]
+    assert harm["held_out_loss"]["seeds"] == 2
+    assert harm["held_out_loss"]["slope"] == pytest.approx(3.5)
+    assert harm["held_out_loss"]["half_width"] == pytest.approx(12.706 * 0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("decay", [1.0, 2.0])
+def test_the_learning_rate_warms_up_and_ends_at_nothing(quality, decay):
+    case = quality.Case(make=None, steps=200, ours="probed", decay=decay)
+    rates = [case.rate_at(step) for step in range(200)]
+    top = rates.index(max(rates))
+    assert max(rates) == 1.0
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top + 1 :] == sorted(rates[top + 1 :], reverse=True)
+    assert 0 < rates[-1] < 1e-3
+    assert rates[105] == pytest.approx(0.5**decay, abs=0.01)
+
+
 @settings(max_examples=20)
 @given(values=st.lists(st.floats(-10, 10), min_size=2, max_size=12))
 def test_an_interval_is_that_of_students_distribution(quality_modules, values):
@@ -137,14 +170,15 @@ def test_recalibrated_statistics_are_those_of_the_network_without_a_plan(quality
 
     subject = digits.digits("cnn", lambda: digits.Cnn(4), rows=8, adam=False, rate=0.05, words="small")
     model = subject.model(0, torch.device("cpu"))
+    held_out = subject.held_out(1)
     quality._recalibrate(subject, model)
-    expected = quality._score(subject, model)
+    expected = quality._score(model, held_out)
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_var.mul_(3)
-    assert quality._score(subject, model) != expected
+    assert quality._score(model, held_out) != expected
     quality._recalibrate(subject, model)
-    assert quality._score(subject, model) == expected
+    assert quality._score(model, held_out) == expected
 
 
 def test_predictions_count_only_as_they_stand_in_a_commit(quality_modules, tmp_path, monkeypatch):
