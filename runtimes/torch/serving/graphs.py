@@ -14,6 +14,8 @@ from qsync_opt.runtimes.torch.serving.steps import Layout, Precision, Step, page
 from qsync_opt.runtimes.torch.support import capture_stream, capturing, without_cudnn_attention
 
 _LEAST_PAGES = 8
+MOST_GRAPHS = 64
+"""Graphs that are kept, each with memory of its own; the least recently replayed one goes first."""
 Call = Callable[[torch.Tensor, Layout], torch.Tensor]
 
 
@@ -53,10 +55,13 @@ class DecodeGraphs:
         width = rounded_up(max(pages_of(start + tokens) for start in step.starts), _LEAST_PAGES)
         layout = Layout.of(step, device, rows=rows, width=width, tokens=tokens)
         key = rows, tokens, width, step.precision
-        if key not in self._graphs:
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            while len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
             with without_cudnn_attention():  # it plans anew for every size
-                self._graphs[key] = self._capture(layout, x)
-        graph = self._graphs[key]
+                graph = self._capture(layout, x)
+        self._graphs[key] = graph  # the last one
         graph.layout.copy_(layout)
         own = _places(step.counts, tokens, device)
         if x is not None:

@@ -162,12 +162,10 @@ class Attention(Group):
         angles = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
         q_and_k, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], dim=1)
         rotated = decoder.rotate_into_pages(heads, *angles, layout.slots_N, self.cache.codes, self.cache.scales)
-        written = rotated is not None
         if rotated is None:
             rotated = decoder.rotate_positions(q_and_k, *angles)
+            self.cache.write(layout.slots_N, rotated[:, c.heads :], v)
         q, k = torch.split(rotated, [c.heads, c.kv_heads], dim=1)
-        if not written:
-            self.cache.write(layout.slots_N, k, v)
         return q, k, v
 
     @property
