@@ -61,11 +61,19 @@ class ExactFormulation:
             plan, objective, bound = result.plan, result.objective, max(bound, result.bound)
         bound = min(max(bound, 0.0), objective)
         gap = relative_gap(objective, bound) or 0.0
-        ended = TerminationStatus.OPTIMAL if gap <= PROOF_GAP else TerminationStatus.TIME_LIMIT
-        if gap > PROOF_GAP and gap <= options.gap:
+        spent = time.monotonic() - started
+        if gap <= PROOF_GAP:
+            ended = TerminationStatus.OPTIMAL
+        elif options.time_limit_s is not None and spent >= options.time_limit_s:
+            ended = TerminationStatus.TIME_LIMIT
+        else:
             ended = TerminationStatus.FEASIBLE
+            if gap > options.gap:
+                reason = (
+                    "too many plans are as good as the bound; this is the default method's, and 'ilp' may prove more"
+                )
         return Answer(
-            termination=ended, plan=plan, objective=objective, bound=bound, solve_seconds=time.monotonic() - started
+            termination=ended, plan=plan, objective=objective, bound=bound, solve_seconds=spent, reason=reason
         )
 
 

@@ -287,9 +287,10 @@ def _outer(
         mean = rows.sum_by_round(share_R * rows.times(bits_P))
         return _sums(rows.exchange_of_round, mean, hidden.size)
 
-    scale = float(np.median(rows.bit_ns_L[rows.bit_ns_L > 0])) if (rows.bit_ns_L > 0).any() else 1.0
-    low = np.full(hidden.size, table.low - math.log(scale) - 20.0)
-    high = low + 40.0 + table.step * _GRID
+    # Links and packing may differ by orders of magnitude, and each has a price.
+    costs = np.log(rows.bit_ns_L[rows.bit_ns_L > 0]) if (rows.bit_ns_L > 0).any() else np.zeros(1)
+    low = np.full(hidden.size, table.low - float(costs.max()) - 20.0)
+    high = np.full(hidden.size, table.low - float(costs.min()) + 20.0 + table.step * _GRID)
     covered = _bisect(
         lambda at: times(np.where(is_packing, packing_price, np.exp(at))) <= hidden, low.copy(), high.copy()
     )

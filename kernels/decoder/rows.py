@@ -25,11 +25,11 @@ from qsync_opt.kernels.paged_attention import in_halves, to_codes
 UNIT = "decoder"
 _DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 _ROTATED = (64, 128, 256)
-"""Numbers of a head that cards rotate."""
+"""Numbers of a head that cards rotate; the cases of `run_rotation` of the kernel."""
 _VECTOR = 8
-"""Numbers that a thread of a card reads at a time."""
+"""Numbers that a thread of a card reads at a time; `kVector` of the kernel."""
 _LONGEST = 16384
-"""Numbers of a vector that cards norm."""
+"""Numbers of a vector that cards norm; `kMostHeld * kMostThreads * kVector` of the kernel."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -97,7 +97,8 @@ def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"{cos.dtype} and {sin.dtype}, but they must be (N, G, D) with an even D, and (N, 1, D) twice, of one type"
         )
     if x.shape[-1] in _ROTATED and _on_card(x, cos, sin):
-        rotated: Tensor = library.operator(UNIT, "decoder_rotate", x.device, "auto")(x, cos, sin)
+        turn = library.operator(UNIT, "decoder_rotate", x.device, "auto")
+        rotated: Tensor = turn(x, cos.contiguous(), sin.contiguous())
         return rotated
     if (loops := _loops_for(x, cos, sin)) is None:
         return _rotate(x, cos, sin)
@@ -124,12 +125,15 @@ def rotate_into_pages(
 
     Returns:
         The rotated queries and keys; None where no kernel does this for these types and sizes: then nothing is written.
+
+    Raises:
+        RuntimeError: On a card, shapes, types or places of tensors that do not belong together.
     """
     kept = heads.dtype if scales is None else torch.uint8
     if heads.shape[-1] not in _ROTATED or pool.dtype is not kept or not _on_card(heads, cos, sin):
         return None
     into_pages = library.operator(UNIT, "decoder_rotate_into_pages", heads.device, "auto")
-    rotated: Tensor = into_pages(heads, cos, sin, slots_N, pool, scales)
+    rotated: Tensor = into_pages(heads, cos.contiguous(), sin.contiguous(), slots_N, pool, scales)
     return rotated
 
 
@@ -242,13 +246,14 @@ library.define(
 )
 
 
-def _on_card(x: Tensor, *others: Tensor) -> bool:
-    """Whether a card's kernel takes a tensor of vectors, beside others; nobody asks for a gradient."""
-    if x.device.type != "cuda" or x.dtype not in _DTYPES["cuda"] or x.shape[-1] % _VECTOR or x.stride(-1) != 1:
-        return False
-    if any(step % _VECTOR for step in x.stride()[:-1]) or x.data_ptr() % 16:
-        return False
-    return not (torch.is_grad_enabled() and any(each.requires_grad for each in (x, *others)))
+def _on_card(*tensors: Tensor) -> bool:
+    """Whether a card's kernel takes tensors of vectors as they lie, and nobody asks for a gradient."""
+    for each in tensors:
+        if each.device.type != "cuda" or each.dtype not in _DTYPES["cuda"] or each.shape[-1] % _VECTOR:
+            return False
+        if each.stride(-1) != 1 or any(step % _VECTOR for step in each.stride()[:-1]) or each.data_ptr() % 16:
+            return False
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
 
 
 @functools.cache

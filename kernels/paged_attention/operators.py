@@ -2,7 +2,7 @@
 
 The plain implementation computes in FP64 and rounds once. Compiled code sums exact products in FP32, in an order that
 depends on the positions that a token sees alone: its result has the same bits in any batch, and beside other tokens of
-its sequence. Of weights it keeps twice the bits of the type.
+its sequence. Weights are the sum of two numbers of the type.
 
 Axis letters: N tokens, S sequences, H heads, D numbers of a head, P pages of a sequence.
 """

@@ -21,8 +21,10 @@ from qsync_opt.io import check_fields
 
 _TRIALS_IN_CREDIT = 2
 """Most trials that a long time without any saves up for."""
-_TRIALS_LENT, _LENT_CYCLES = 2, 64
-"""Trials of other drafts that a change of one lends the time of, which is saved again before; and for how long."""
+_TRIALS_LENT = 2
+"""Trials for whose time a change of one draft lends to the others; until it is saved again, nothing more is lent."""
+_LENT_CYCLES = 64
+"""Cycles after the change in which they may be made."""
 _PLANNED_TOKENS, _ALIKE_TOKENS, _DOUBTED_TOKENS = 2.0, 4.0, 8.0
 """Tokens that the planned acceptance counts as; the positions together, for each one; at most all, once in doubt."""
 _LEANING = 0.25
@@ -239,7 +241,7 @@ class Controller:
         self._most_credit_ns = float(_TRIALS_IN_CREDIT * worst_ns)
         self._most_lent_ns = float(_TRIALS_LENT * worst_ns)
         self._credit_ns, self._lent_cycles = 0.0, 0
-        self._known: str | None = None
+        self._changed_draft: str | None = None
         self._since_change = self.options.dwell_cycles
         self._trial: Graph | None = None
         self._watched: set[str] = set()
@@ -297,11 +299,15 @@ class Controller:
             if graph.draft == self.current.draft or graph.draft in self._watched:
                 continue
             most_ns = min(other.cycle_ns / (other.length + 1) for other in self._of(graph.draft))
-            available_ns = self._credit_ns + (0.0 if graph.draft == self._known else lent_ns)
-            if most_ns < bar_ns and self._loss_ns(graph, 1.0) <= available_ns:
+            if most_ns >= bar_ns:
+                continue
+            available_ns = self._credit_ns + (0.0 if graph.draft == self._changed_draft else lent_ns)
+            if self._loss_ns(graph, 1.0) <= available_ns:
                 self._trials.remove(graph)
                 self._trials.append(graph)
                 return graph
+            if not lent_ns:
+                return None  # it is its turn: cheaper ones would spend what is saved for it
         return None
 
     def _loss_ns(self, graph: Graph, tokens: float) -> float:
@@ -354,7 +360,7 @@ class Controller:
                 if other != draft:
                     belief.doubt()
             if self._credit_ns >= 0:  # what was lent before is paid back
-                self._lent_cycles, self._known = _LENT_CYCLES, draft
+                self._lent_cycles, self._changed_draft = _LENT_CYCLES, draft
 
     def beliefs(self) -> Mapping[str, tuple[float, ...]]:
         """Draft to the mean acceptance believed of each position."""

@@ -9,6 +9,7 @@
 #include <cfloat>
 
 #include "cuda/early_start.cuh"
+#include "cuda/rounding.cuh"
 #include "stable.cuh"
 
 namespace qsync {
@@ -160,16 +161,13 @@ struct Rotation {
 // apart: bytes of the upper bits of both halves, then of the lower bits. Returns the scale.
 template <int kPairs>
 __device__ __forceinline__ float store_codes(uint8_t* to, const float (&v)[2][kPairs]) {
-  float largest = 0.0f;
+  uint32_t bits = 0;  // of the largest magnitude: they order magnitudes, NaN above infinity
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    largest = fmaxf(largest, fmaxf(fabsf(v[0][i]), fabsf(v[1][i])));
+    bits = max(bits, max(__float_as_uint(fabsf(v[0][i])), __float_as_uint(fabsf(v[1][i]))));
   }
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-  }
-  const float scale = fmaxf(__fdiv_rn(largest, 127.0f), FLT_MIN);
+  const float quotient = __fdiv_rn(__uint_as_float(group_max<32>(bits)), 127.0f);
+  const float scale = quotient < FLT_MIN ? FLT_MIN : quotient;  // NaN stays, so that it is seen
   Numbers<uint8_t, kPairs> upper, lower;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {

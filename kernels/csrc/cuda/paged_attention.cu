@@ -30,7 +30,7 @@ struct Paged {
   const int64_t *table, *contexts;
   int64_t q_stride, columns, slots;
   int tokens, group, parts, splits, window;
-  float scale;  // of scores, times log2(e), and of numbers from codes
+  float scale;  // of scores, times log2(e)
 };
 
 // What a pass sees of a sequence: positions from `low` on, which its first token sees, up to `context`, where its last one ends.
@@ -235,9 +235,11 @@ template <class T, int kSize, Kept kKept>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(const Paged p) {
   constexpr bool kNumbers = kKept == Kept::kNumbers;
   constexpr int kStride = kSize + 2;
-  // Weights are times 64 where numbers from codes are so much too small, and in FP16 so that small ones keep their bits.
-  constexpr float kKeyUnit = kNumbers ? 1.0f : kUnit<T>, kValueUnit = kNumbers ? 1.0f : 64.0f;
-  constexpr float kLast = kNumbers ? 1.0f : kUnit<T> / kValueUnit;
+  // Weights are times 64 where numbers from codes are so much too small, and larger in FP16 so that small ones keep their bits:
+  // they are 1 at most, with codes times a scale.
+  constexpr bool kHalf = std::is_same_v<T, __half>;
+  constexpr float kKeyUnit = kNumbers ? 1.0f : kUnit<T>, kValueUnit = !kNumbers ? 64.0f : kHalf ? 32768.0f : 1.0f;
+  constexpr float kLast = (kNumbers ? 1.0f : kUnit<T>) / kValueUnit;
   extern __shared__ float merged[];  // (warp, row, kStride)
   __shared__ uint4 queries[kSize / 16 * 32];
   launch_next();
@@ -327,7 +329,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(const Paged p) {
       for (int e = 0; e < 4; ++e) {
         const float weight = exp2f(scores[n][e] - largest[e / 2]);
         total[e / 2] += weight;
-        weights[n][e] = kNumbers ? weight : weight * (kValueUnit * page.value_scales[n * 2 + e % 2]);
+        weights[n][e] = weight * (kNumbers ? kValueUnit : kValueUnit * page.value_scales[n * 2 + e % 2]);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -430,8 +432,9 @@ void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences) {
   Tensor partial = empty_on(q, {p.splits > 1 ? q.size(0) * heads * p.splits : 0, kSize + 2}, ScalarType::Float);
   p.partial = static_cast<float*>(partial.data_ptr());
   const auto attend = attend_kernel<T, kSize, kKept>, join = join_kernel<T, kSize>;
-  const int shared = kWarps * std::min(rows, kRows) * (kSize + 2) * int(sizeof(float));
-  STD_CUDA_CHECK(cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  constexpr int kRowBytes = kWarps * (kSize + 2) * int(sizeof(float));
+  const int shared = std::min(rows, kRows) * kRowBytes;
+  STD_CUDA_CHECK(cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, kRows * kRowBytes));
   const dim3 grid(unsigned(p.splits), unsigned(kv_heads * p.parts), unsigned(sequences));
   STD_CUDA_CHECK(launch_early(early, attend, grid, dim3(32 * kWarps), shared, stream, p));
   if (p.splits > 1) {
@@ -467,9 +470,10 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::opti
                   "paged_attention: q must be (tokens, heads, size), its rows contiguous from multiples of 16 bytes on");
   STD_TORCH_CHECK(pool.dim() == 4 && pool.is_contiguous() && pool.size(0) == 2 && pool.size(3) == q.size(2) &&
                       pool.size(2) % kPage == 0 && pool.get_device_index() == device &&
+                      reinterpret_cast<uintptr_t>(pool.data_ptr()) % 16 == 0 &&
                       pool.scalar_type() == (scales ? ScalarType::Byte : q.scalar_type()),
-                  "paged_attention: pages must be (2, heads, slots, size), contiguous, on the card of q, uint8 with scales or of "
-                  "the type of q without");
+                  "paged_attention: pages must be (2, heads, slots, size), contiguous from a multiple of 16 bytes on, on the card of q, "
+                  "uint8 with scales or of the type of q without");
   const int64_t kv_heads = pool.size(1), slots = pool.size(2);
   STD_TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == ScalarType::Float &&
                               scales->numel() == 2 * kv_heads * slots && scales->get_device_index() == device),
@@ -483,6 +487,8 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::opti
                       contexts.size(0) == sequences && contexts.get_device_index() == device,
                   "paged_attention: pages and contexts of each sequence must be contiguous int64 tensors on the card of q, which "
                   "has as many tokens of each");
+  STD_TORCH_CHECK(q.size(0) * q.size(1) <= 65535 * int64_t(kRows), "paged_attention: ", q.size(0), " tokens of ", q.size(1),
+                  " heads; split them");
   STD_TORCH_CHECK(q.size(0) <= 65535, "paged_attention: ", q.size(0), " tokens; split them");
   Tensor y = empty_on(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   if (q.size(0) == 0) {

@@ -310,8 +310,8 @@ __device__ __forceinline__ void send(float4* to, uint64_t* barrier, int rank, co
 // contiguous ranges; warps of a block that have the same range read the same activations, of which all but the first find them in
 // the cache next to them. Traffic: codes and scales once from memory, activations once per block of threads, from the cache.
 // Contract: products of codes and activations are exact, sums are FP32 in an order that depends on the shape of the weight and the
-// card alone: a row's result does not depend on the other rows. Codes and scales are complete before the kernel before this one
-// begins. Reference: kernels/weight_only/operators.py.
+// card alone: a row's result does not depend on the other rows. Codes and scales are complete before the first of a row of kernels
+// that start early begins. Reference: kernels/weight_only/operators.py.
 template <class T, class Out, int kBits, int kColumns, bool kInt8, int kTiles>
 __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) {
   constexpr int kShares = kWarps / kTiles, kTileParts = kStrips * kColumns * 32, kParts = kTiles * kTileParts;

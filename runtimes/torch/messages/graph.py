@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import statistics
 import threading
@@ -39,8 +40,8 @@ from qsync_opt.runtimes.torch.messages.partition import Part
 from qsync_opt.runtimes.torch.messages.prediction import StepTimes, codec_by_worker
 from qsync_opt.systems import solve
 
-_LEAST_PROBE = 1 << 10
-"""Bytes of the smallest message that is probed."""
+_LEAST_PROBE, _LEAST_ROWS = 1 << 10, 256
+"""Bytes of the smallest message that is probed, and rows of the smallest packing."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -406,8 +407,12 @@ class FullGraph:
 
     def _probe_codec(self) -> list[Codec]:
         rows = max((max(sum(d.send_counts), sum(d.receive_counts)) for d in self.directions()), default=0)
-        widths = sorted({*self.options.menu})
-        return probe_codec(self.group, self.part.x.device, widths, max(rows, 1), self._widest(), self.options.backend)
+        given = [] if self.plan is None else itertools.chain.from_iterable(self.plan.bits.values())
+        present = {int(width) for group in given for chosen in group for width in np.unique(chosen)}
+        widths = sorted({*self.options.menu, self.options.initial_bits, EXACT, *present})
+        return probe_codec(
+            self.group, self.part.x.device, widths, max(rows, _LEAST_ROWS), self._widest(), self.options.backend
+        )
 
     def step_times(self, problem: Problem) -> StepTimes:
         """What the latest training steps took beside their exchanges, the same on every rank; all ranks must call it.

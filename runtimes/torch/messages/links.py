@@ -16,6 +16,8 @@ import torch.distributed as dist
 from qsync_opt.kernels.messages import pack_rows, row_bytes, unpack_rows
 from qsync_opt.runtimes.torch.messages.transfer import transfer
 
+_LEAST_SHARE = 1e-9
+"""Share of packing's time below which bytes are said to make no difference."""
 _REPEATS = 5
 
 
@@ -37,8 +39,13 @@ class Codec:
         0 where narrow rows take as long as wide ones, or longer, as on CPUs.
         """
         sizes = [row_bytes(dim, width) for width in self.number_ns]
-        pack, unpack = (fit_link(sizes, [dim * both[side] for both in self.number_ns.values()])[1] for side in (0, 1))
-        return pack, unpack
+
+        def slope(side: int) -> float:
+            times = [dim * both[side] for both in self.number_ns.values()]
+            per_byte = fit_link(sizes, times)[1]
+            return per_byte if per_byte * max(sizes) > _LEAST_SHARE * max(times) else 0.0
+
+        return slope(0), slope(1)
 
 
 def probe_links(group: Any, device: torch.device | str, sizes: Sequence[int]) -> list[list[tuple[int, float]]]:

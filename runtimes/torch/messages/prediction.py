@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qsync_opt.errors import ProblemError
 from qsync_opt.messages import Plan, Problem, evaluate
 from qsync_opt.runtimes.torch.messages.links import Codec
 
@@ -50,7 +51,7 @@ def predict_epoch(problem: Problem, plan: Plan, times: StepTimes) -> PredictedEp
     """The time of an epoch under a plan.
 
     Raises:
-        ProblemError: The plan is not of this problem.
+        ProblemError: The plan is not of this problem, or has a width in which packing was not measured.
     """
     evaluation = evaluate(problem, plan)
     codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codecs).values(), default=0.0)
@@ -66,5 +67,11 @@ def codec_by_worker(problem: Problem, plan: Plan, codecs: Sequence[Codec]) -> di
         for worker, side in ((pair.source, 0), (pair.target, 1)):
             codec = codecs[worker]
             for width, count in zip(*np.unique(chosen, return_counts=True), strict=True):
+                if int(width) not in codec.number_ns:
+                    measured = ", ".join(map(str, codec.number_ns))
+                    raise ProblemError(
+                        f"the plan has messages of {width} bits, but packing was measured in {measured}; plan with a "
+                        "menu that has it"
+                    )
                 spent[worker] += codec.call_ns[side] + codec.number_ns[int(width)][side] * exchange.dim * int(count)
     return spent

@@ -14,7 +14,7 @@ from qsync_opt.runtimes.torch.serving.steps import Layout, Precision, Step, page
 from qsync_opt.runtimes.torch.support import capture_stream, capturing, without_cudnn_attention
 
 _LEAST_PAGES = 8
-MOST_GRAPHS = 64
+MOST_GRAPHS = 32
 """Graphs that are kept, each with memory of its own; the least recently replayed one goes first."""
 Call = Callable[[torch.Tensor, Layout], torch.Tensor]
 
@@ -52,7 +52,8 @@ class DecodeGraphs:
     def run(self, step: Step, x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """The result of the call for the tokens of a pass, and for no others; valid until the next one."""
         rows, tokens = rounded_up(len(step.tokens)), max(step.counts)
-        width = rounded_up(max(pages_of(start + tokens) for start in step.starts), _LEAST_PAGES)
+        longest = max(start + count for start, count in zip(step.starts, step.counts, strict=True))
+        width = rounded_up(pages_of(longest), _LEAST_PAGES)
         layout = Layout.of(step, device, rows=rows, width=width, tokens=tokens)
         key = rows, tokens, width, step.precision
         graph = self._graphs.pop(key, None)
@@ -90,8 +91,8 @@ class DecodeGraphs:
 
 
 def _places(counts: tuple[int, ...], tokens: int, device: torch.device) -> slice | torch.Tensor:
-    """Where the tokens of a pass stand among those of a graph, in which every sequence has ``tokens``."""
+    """Where the tokens of a pass stand among those of a graph: as the last of ``tokens`` of each sequence."""
     if sum(counts) == len(counts) * tokens:
         return slice(sum(counts))
-    places = [row * tokens + k for row, count in enumerate(counts) for k in range(count)]
+    places = [(row + 1) * tokens - count + k for row, count in enumerate(counts) for k in range(count)]
     return torch.tensor(places).to(device, non_blocking=True)

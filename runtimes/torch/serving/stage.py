@@ -12,7 +12,7 @@ from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.kernels import weight_only
 from qsync_opt.runtimes.torch.serving.choosing import choose
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig
-from qsync_opt.runtimes.torch.serving.graphs import DecodeGraphs
+from qsync_opt.runtimes.torch.serving.graphs import DecodeGraphs, rounded_up
 from qsync_opt.runtimes.torch.serving.groups import Attention, Embedding, Head, Mlp, Residual
 from qsync_opt.runtimes.torch.serving.packing import SCHEMES, PackedWeight
 from qsync_opt.runtimes.torch.serving.steps import SELF_DRAFTS, Layout, Step, drafted
@@ -22,6 +22,8 @@ from qsync_opt.serving import Plan, Stage
 _LOGGER = logging.getLogger(__name__)
 _MOST_JUDGED = 16
 """New tokens of a sequence, up to which passes that judge drafts are captured."""
+_MOST_FILLED = 64
+"""Tokens of a captured pass, whatever share of them only fills it up; else no more than half do."""
 Progress = Callable[[int, int, str], None]
 """Called with the number of loaded groups, their total, and the name of the last one."""
 
@@ -76,7 +78,7 @@ class StageModel:
         device: Where it runs.
         kv_bits: 8 for caches of 8 bits; None: as ``dtype``.
         head: Weight scheme of the head; None: as ``dtype``, and one copy with a tied embedding.
-        capture: Replay decoding from CUDA graphs; on a card only.
+        capture: Replay decoding, and the judging of drafts, from CUDA graphs; on a card only.
         reproducible: A token's scores have the same bits whatever else is in a pass, and however many tokens it judges;
             nothing is captured.
         progress: Told of every loaded group.
@@ -227,11 +229,13 @@ class StageModel:
         return choose(result, step.choices)
 
     def _is_captured(self, step: Step) -> bool:
-        """Whether a pass decodes, or judges drafts and a kernel reads the caches for that."""
+        """Whether a pass decodes, or judges drafts, a kernel reads the caches for that, and few tokens fill it up."""
         if step.decodes:
             return True
         groups = (group for group in self.groups if isinstance(group, Attention))
-        return step.every and max(step.counts) <= _MOST_JUDGED and all(group.has_kernel for group in groups)
+        rows, tokens = rounded_up(len(step.tokens)) * max(step.counts), sum(step.counts)
+        is_small = max(step.counts) <= _MOST_JUDGED and rows <= max(_MOST_FILLED, 2 * tokens)
+        return step.every and is_small and all(group.has_kernel for group in groups)
 
     @torch.inference_mode()
     def draft(self, step: Step) -> Step:

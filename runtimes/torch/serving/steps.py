@@ -123,7 +123,7 @@ class Layout:
         tokens_N: Token numbers, int64.
         positions_N: Position of each token in its sequence, int64.
         slots_N: Where each token's keys and values go: page times positions per page plus position in the page, int64.
-        contexts_S: Positions of each sequence after the pass, int64, those of tokens that only fill it up included.
+        contexts_S: Positions of each sequence after the pass, int64.
         table_SP: Pages of each sequence, filled up with page 0, int64.
         last_S: The last token of each sequence among the N.
         counts: New tokens of each sequence; empty if each has as many.
@@ -164,31 +164,33 @@ class Layout:
             device: Of the tensors.
             rows: A pass whose sequences have as many tokens may be filled up to so many sequences.
             width: Least pages of a sequence in the table.
-            tokens: Fill every sequence up to so many new tokens, whose keys and values go to page 0.
+            tokens: Fill every sequence up to so many new tokens by ones before its own, which see nothing of it and
+                whose keys and values go to page 0, of which no token of a sequence sees anything.
             reproducible: Divide it into ``pieces``.
         """
-        filled = max(len(step.counts), rows)
-        own, starts = np.ones(filled, np.int64), np.zeros(filled, np.int64)
-        own[: len(step.counts)], starts[: len(step.counts)] = step.counts, step.starts
-        counts = np.full(filled, tokens) if tokens else own
-        contexts, ends = starts + counts, np.cumsum(counts)
+        lines, sequences = max(len(step.counts), rows), len(step.counts)
+        own, starts = np.ones(lines, np.int64), np.zeros(lines, np.int64)
+        own[:sequences], starts[:sequences] = step.counts, step.starts
+        counts = np.full(lines, tokens) if tokens else own
+        contexts, ends = starts + own, np.cumsum(counts)
         width = max(width, -(-int(contexts.max()) // PAGE))
-        table = np.full((filled, width), SCRATCH)
-        for line, pages, context in zip(table, step.pages, starts + own, strict=False):
+        table = np.full((lines, width), SCRATCH)
+        for line, pages, context in zip(table, step.pages, contexts, strict=False):
             used = -(-int(context) // PAGE)
             line[:used] = pages[:used]
-        sequences = np.repeat(np.arange(filled), counts)
-        offsets = np.arange(len(sequences)) - (ends - counts)[sequences]
-        positions, present = starts[sequences] + offsets, offsets < own[sequences]
-        slots = np.where(present, table[sequences, positions // PAGE], SCRATCH) * PAGE + positions % PAGE
-        numbers = np.zeros(len(sequences), np.int64)
-        given = present & (sequences < len(step.counts))
-        numbers[given] = np.fromiter(itertools.chain.from_iterable(step.tokens), np.int64, sum(step.counts))
+        at = np.repeat(np.arange(lines), counts)
+        places = np.arange(len(at)) - (ends - own)[at]  # among the tokens of the sequence itself
+        is_own = places >= 0
+        positions = np.where(is_own, starts[at] + places, 0)
+        slots = np.where(is_own, table[at, positions // PAGE], SCRATCH) * PAGE + positions % PAGE
+        numbers = np.zeros(len(at), np.int64)
+        numbers[is_own & (at < sequences)] = np.fromiter(
+            itertools.chain.from_iterable(step.tokens), np.int64, sum(step.counts)
+        )
         # One transfer for all numbers.
-        lasts = ends - counts + own - 1
-        flat = torch.from_numpy(np.concatenate([numbers, positions, slots, contexts, lasts, table.ravel()]))
+        flat = torch.from_numpy(np.concatenate([numbers, positions, slots, contexts, ends - 1, table.ravel()]))
         flat = flat.to(device, non_blocking=True)
-        n, s = len(sequences), filled
+        n, s = len(at), lines
         tokens_N, positions_N, slots_N, contexts_S, last_S, pages_SP = torch.split(flat, [n, n, n, s, s, s * width])
         alike = (step.decodes or tokens > 0) and not reproducible
         return cls(

@@ -147,7 +147,7 @@ class StageOptions:
         head: Weight scheme of the head; None: as ``dtype``.
         threads: Threads of each stage, in the plan's order; one each by default.
         devices: torch's device of each stage, such as ``cuda:0``; all on the CPU by default.
-        capture: Replay decoding from CUDA graphs on cards.
+        capture: Replay decoding, and the judging of drafts, from CUDA graphs on cards.
         reproducible: See `StageModel`.
         timeout_s: Longest wait for a result; loading has ten times that.
     """

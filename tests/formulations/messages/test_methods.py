@@ -233,7 +233,7 @@ def test_ports_of_many_messages_are_planned_close_to_the_bound_and_the_time_of_a
     assert solution.evaluation.exchange_ns[exchange.name] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("per_byte", [1e-7, 0.03, 0.5, 5.0])
+@pytest.mark.parametrize("per_byte", [5e-23, 1e-17, 1e-7, 0.03, 0.5, 5.0])
 def test_exchanges_that_are_partly_hidden_are_planned_with_packing_of_any_speed(per_byte):
     """The price of an exchange that is just hidden depends on that of its packing."""
     rng, exchanges = np.random.default_rng(0), []
@@ -253,6 +253,15 @@ def test_exchanges_that_are_partly_hidden_are_planned_with_packing_of_any_speed(
     four = evaluate(free, uniform_plan(free, 4))
     solution = qsync_opt.solve(replace(free, time_limit_ns=int(four.exposed_ns) + 1, time_weight=None))
     assert solution.gap < 5e-3 and solution.objective < four.variance / 4
+
+
+def test_exact_ends_by_itself_where_too_many_plans_are_near(monkeypatch):
+    problem = make_problem(3, [[[40, 50, 30, 60]]], (2, 4, 8), "limit", 0.4, False, ports=True)
+    monkeypatch.setattr("qsync_opt.formulations.messages.exact._MOST_JOINED", 3)
+    solution = qsync_opt.solve(problem, "exact")
+    assert solution.termination is TerminationStatus.FEASIBLE and solution.gap > 0
+    assert "'ilp' may prove more" in solution.reason
+    assert close(solution.objective, qsync_opt.solve(problem).objective)
 
 
 def test_packing_of_a_worker_is_one_sum_that_nothing_hides():

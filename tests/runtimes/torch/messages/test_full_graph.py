@@ -4,12 +4,15 @@ import pytest
 
 pytest.importorskip("torch_geometric")
 pytest.importorskip("pymetis")
+import numpy as np
 import torch
 from torch_geometric.data import Data
 
 from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.messages import Exchange, Pair, Problem, uniform_plan
 from qsync_opt.runtimes.torch.messages import MessageOptions, load_part, partition_graph
 from qsync_opt.runtimes.torch.messages.links import Codec, fit_link
+from qsync_opt.runtimes.torch.messages.prediction import codec_by_worker
 
 
 @pytest.fixture
@@ -113,6 +116,24 @@ def test_packing_costs_what_a_byte_more_takes_and_nothing_where_wide_rows_are_no
     assert Codec((0, 0), slower).per_byte(128) == (pytest.approx(0.5), pytest.approx(0, abs=1e-12))
     faster = {width: ((900 - size) / 128, (300 + 0.25 * size) / 128) for width, size in sizes.items()}
     assert Codec((0, 0), faster).per_byte(128) == (0.0, pytest.approx(0.25))
+    alike = {width: (1e-6, 7 / 128) for width in sizes}
+    assert Codec((0, 0), alike).per_byte(128) == (0.0, 0.0)
+
+
+def test_a_width_whose_packing_was_not_measured_is_named():
+    pairs = tuple(
+        Pair(source=i, target=1 - i, fixed_ns=10, ns_per_byte=1.0, beta=np.ones(5), pack_ns_per_byte=0.1)
+        for i in range(2)
+    )
+    problem = Problem(
+        name="p", time_limit_ns=1000, variance_weight=1.0, time_weight=None, bits={"2": 1.0, "32": 0.0},
+        exchanges=(Exchange(name="e", dim=4, rounds=(pairs,), hidden_ns=0),),
+    )  # fmt: skip
+    codecs = [Codec((5.0, 7.0), {2: (1.0, 2.0), 4: (1.0, 2.0)})] * 2
+    spent = codec_by_worker(problem, uniform_plan(problem, 2), codecs)
+    assert spent == {0: 5 + 20 + 7 + 40, 1: 5 + 20 + 7 + 40}
+    with pytest.raises(ProblemError, match="messages of 32 bits, but packing was measured in 2, 4"):
+        codec_by_worker(problem, uniform_plan(problem, 32), codecs)
 
 
 def test_options_out_of_range_are_refused():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qsync_opt.kernels.paged_attention import paged_attention
 from qsync_opt.runtimes.torch.serving import Choice, Layout, Step
 from qsync_opt.runtimes.torch.serving.graphs import MOST_GRAPHS, DecodeGraphs, _Graph
 
@@ -41,12 +42,12 @@ def test_tokens_that_fill_a_pass_up_go_to_page_0_and_give_no_result(graphs):
     step = step_of((3, 1, 2), (14, 30, 5), ((4, 5), (6, 7), (8,)))
     assert subject.run(step, None, torch.device("cpu")).tolist() == [0, 1, 2, 100, 200, 201]
     (layout,) = captured
-    assert layout.tokens_N.view(4, 3).tolist() == [[0, 1, 2], [100, 0, 0], [200, 201, 0], [0, 0, 0]]
-    assert layout.positions_N.view(4, 3).tolist() == [[14, 15, 16], [30, 31, 32], [5, 6, 7], [0, 1, 2]]
+    assert layout.tokens_N.view(4, 3).tolist() == [[0, 1, 2], [0, 0, 100], [0, 200, 201], [0, 0, 0]]
+    assert layout.positions_N.view(4, 3).tolist() == [[14, 15, 16], [0, 0, 30], [0, 5, 6], [0, 0, 0]]
     page, place = layout.slots_N.view(4, 3) // 16, layout.slots_N.view(4, 3) % 16
-    assert page.tolist() == [[4, 4, 5], [7, 0, 0], [8, 8, 0], [0, 0, 0]]
+    assert page.tolist() == [[4, 4, 5], [0, 0, 7], [0, 8, 8], [0, 0, 0]]
     assert torch.equal(place, layout.positions_N.view(4, 3) % 16)
-    assert layout.contexts_S.tolist() == [17, 33, 8, 3]
+    assert layout.contexts_S.tolist() == [17, 31, 7, 1] and layout.last_S.tolist() == [2, 5, 8, 11]
     assert layout.table_SP[:3, :3].tolist() == [[4, 5, 0], [6, 7, 0], [8, 0, 0]]
     subject.clear()  # another stage takes hidden states
     hidden = torch.arange(12.0).view(6, 2)
@@ -73,3 +74,19 @@ def test_passes_of_a_size_share_a_graph_and_few_are_kept(graphs):
     assert len(captured) == MOST_GRAPHS + 1
     decode(1, 2)  # it went
     assert len(captured) == MOST_GRAPHS + 2
+
+
+def test_what_fills_a_pass_up_is_seen_by_no_token_of_a_sequence():
+    """Whatever stands in page 0 and in the rows that fill up: a broken request may have left NaN there."""
+    size, tokens = 8, 3
+    draw = torch.Generator().manual_seed(1)
+    pool = torch.randn((2, 1, 9 * 16, size), generator=draw)
+    q = torch.randn((4 * tokens, 2, size), generator=draw)
+    step = step_of((1, 2, 3), (15, 10, 31), ((4,), (5,), (6, 7, 8)))
+    layout = Layout.of(step, torch.device("cpu"), rows=4, width=8, tokens=tokens)
+    results = []
+    for filling in (0.0, torch.nan):
+        pool[:, :, :16] = filling
+        y = paged_attention(q, pool, layout.table_SP, layout.contexts_S, scale=0.3, window=7)
+        results.append(y[[2, 4, 5, 6, 7, 8]])
+    assert torch.equal(*results) and results[0].isfinite().all()
