@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host, library
-from qsync_opt.kernels.paged_attention import in_halves, to_codes
+from qsync_opt.kernels.paged_attention import put_into_pages
 
 UNIT = "decoder"
 _DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
@@ -190,14 +190,8 @@ def _rotate_into_pages(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: Tensor, scales: Tensor | None
 ) -> Tensor:
     kv_heads = pool.shape[1]
-    rotated, values = _rotate(heads[:, :-kv_heads], cos, sin), heads[:, -kv_heads:]
-    for which, new in enumerate((rotated[:, -kv_heads:], values)):
-        new = new.transpose(0, 1)
-        if scales is not None:
-            codes, scale = to_codes(new)
-            scales[which].index_copy_(1, slots, scale)
-            new = in_halves(codes)
-        pool[which].index_copy_(1, slots, new)
+    rotated = _rotate(heads[:, :-kv_heads], cos, sin)
+    put_into_pages(pool, scales, slots, rotated[:, -kv_heads:], heads[:, -kv_heads:])
     return rotated
 
 

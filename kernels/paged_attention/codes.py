@@ -37,3 +37,14 @@ def from_halves(halves: Tensor, *, upper: bool = False) -> Tensor:
         return torch.cat([halves & 0xF0, halves << 4], -1).view(torch.int8).float() + MIDDLE
     high, low = halves.chunk(2, -1)
     return torch.cat([(high & 0xF0) | (low >> 4), (high << 4) | (low & 0x0F)], -1).view(torch.int8).float()
+
+
+def put_into_pages(pool: Tensor, scales: Tensor | None, slots_N: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Put keys and values (N, heads, D) at slots of pages (2, heads, slots, D): in their type, or codes with scales."""
+    for which, new in enumerate((keys, values)):
+        new = new.transpose(0, 1)
+        if scales is not None:
+            codes, scale = to_codes(new)
+            scales[which].index_copy_(1, slots_N, scale)
+            new = in_halves(codes)
+        pool[which].index_copy_(1, slots_N, new.to(pool.dtype))

@@ -102,7 +102,8 @@ def paged_attention(
         pool: Keys and values (2, heads of keys, pages times 16, D), of the type of the queries, or codes in halves,
             uint8. Consecutive queries share a head of keys.
         table_SP: Pages of each sequence in order, int64; those behind its context are not read.
-        contexts_S: Positions of each sequence, the newest included, int64; at least as many as tokens.
+        contexts_S: Positions of each sequence, the newest included, int64; at least 1. Of more tokens than these, the
+            first see nothing, and what is given for them is NaN.
         scale: Of scores.
         window: Most positions that a token sees, the newest ones; None: all.
         scales: Of codes (2, heads of keys, pages times 16, 1), FP32.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.paged_attention import from_halves, in_halves, to_codes
+from qsync_opt.kernels.paged_attention import from_halves, put_into_pages
 from qsync_opt.runtimes.torch.serving.steps import PAGE
 
 KV_BITS = (8, 16, 32)
@@ -50,13 +50,7 @@ class PagedCache:
 
     def write(self, slots_N: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put keys and values (N, heads, size) at slots."""
-        for which, new in enumerate((keys, values)):
-            new = new.transpose(0, 1)
-            if self.scales is not None:
-                codes, scale = to_codes(new)
-                self.scales[which].index_copy_(1, slots_N, scale)
-                new = in_halves(codes)
-            self.codes[which].index_copy_(1, slots_N, new.to(self.codes.dtype))
+        put_into_pages(self.codes, self.scales, slots_N, keys, values)
 
     def wipe(self, pages: Sequence[int]) -> None:
         """Set pages to zero: what is masked still is multiplied by zero, which leaves NaN as it is."""

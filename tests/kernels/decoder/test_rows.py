@@ -7,7 +7,15 @@ import torch
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host
-from qsync_opt.kernels.decoder import gelu_gate, rms_norm, rotate_positions, silu_gate
+from qsync_opt.kernels.decoder import (
+    add_rms_norm,
+    gelu_gate,
+    rms_norm,
+    rotate_into_pages,
+    rotate_positions,
+    silu_gate,
+)
+from qsync_opt.kernels.paged_attention import from_halves
 
 TYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((1, 1), (3, 7), (5, 33), (2, 640), (70, 300), (0, 8))
@@ -208,3 +216,35 @@ def test_other_devices_take_no_loops():
             assert y.device.type == "cpu"
     finally:
         torch.set_default_device(None)
+
+
+def test_a_sum_and_its_norm(code):
+    x, added, weight = randn(5, 64), randn(5, 64), randn(64)
+    normed, total = add_rms_norm(x, added, weight, 1e-6)
+    assert torch.equal(total, x + added) and torch.equal(normed, rms_norm(total, weight, 1e-6))
+    with pytest.raises(UnsupportedError, match="must be \\(N, D\\) of one type"):
+        add_rms_norm(x, added.bfloat16(), weight, 1e-6)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_what_cards_do_is_specified(coded):
+    """The operators' plain implementations, which cards run where kernels are missing."""
+    ops = torch.ops.qsync_opt
+    x, added, weight = randn(5, 64), randn(5, 64), randn(64)
+    assert torch.allclose(ops.decoder_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
+    assert all(map(torch.allclose, ops.decoder_add_norm(x, added, weight, 1e-6), add_rms_norm(x, added, weight, 1e-6)))
+    for by_gelu, gate in ((True, gelu_gate), (False, silu_gate)):
+        assert torch.allclose(ops.decoder_gate(x, by_gelu), gate(x), atol=1e-6)
+    heads, cos, sin = randn(7, 6, 64), randn(7, 1, 64), randn(7, 1, 64)
+    slots, pool = torch.randperm(32)[:7], torch.zeros(2, 1, 32, 64, dtype=torch.uint8 if coded else torch.float32)
+    scales = torch.zeros(2, 1, 32, 1) if coded else None
+    assert rotate_into_pages(heads, cos, sin, slots, pool, scales) is None and not pool.any()  # CPUs have no kernel
+    rotated = ops.decoder_rotate_into_pages(heads, cos, sin, slots, pool, scales)
+    assert torch.allclose(rotated, rotate_positions(heads[:, :5], cos, sin), atol=1e-6)
+    kept = from_halves(pool) * scales if coded else pool
+    expected = torch.stack([rotated[:, 4], heads[:, 5]])
+    step = expected.abs().amax(-1, keepdim=True) / 254 if coded else torch.zeros(1)
+    assert ((kept[:, 0, slots] - expected).abs() <= step * 1.001).all()
+    others = torch.ones(32, dtype=torch.bool)
+    others[slots] = False
+    assert not kept[:, :, others].any()
