@@ -55,14 +55,14 @@ SHORT, FEW, LONG = 256, 8, (32, 8192)
 MOST_COST, COST_ROWS, SHORT_SPEEDUP, LONG_SPEEDUP, LEAST_SPEEDUP, NEAR = 0.85, (4, 8, 16), 1.05, 1.4, 0.99, 0.03
 
 
-def accepted(path: Path, kept: str) -> dict[str, DraftMeasurement]:
+def accepted(path: Path, kv_bits: int | None) -> dict[str, DraftMeasurement]:
     """Acceptances of drafts by a record on weights that are not rotated, or, where it has none, on rotated ones."""
     drafts: dict[str, DraftMeasurement] = {}
     for record in sorted(read_json(path, {"qsync-results/1"})["records"], key=lambda record: record["served"]):
         counts = {"accepted": tuple(record["accepted"]), "judged": tuple(record["judged"])}
         if record["draft"] not in drafts and (record["draft"] == "lookup" or record["draft"] in SELF_DRAFTS):
             drafts[record["draft"]] = DraftMeasurement(memory_kib=0, **counts)
-    return {name: draft for name, draft in drafts.items() if kept == "8-bit" or "K4" not in name}
+    return {name: draft for name, draft in drafts.items() if kv_bits == 8 or "K4" not in name}
 
 
 def name_of(batch: int, context: int) -> str:
@@ -198,7 +198,7 @@ def main() -> int:
     until = time.monotonic() + options.seconds
     records: list[dict[str, Any]] = []
     for served, (_, kv_bits) in SERVED.items():
-        drafts = accepted(options.acceptance, f"{kv_bits}-bit") if served != "BF16" else {}
+        drafts = accepted(options.acceptance, kv_bits) if served != "BF16" else {}
         times = measure(served, options.layers, list(drafts), until)
         torch.cuda.empty_cache()
         if drafts:

@@ -420,12 +420,12 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(differences), float(t.ppf(0.975, count - 1)) * error
 
 
-def differences(found: Sequence[Mapping[str, Any]], policy: str, other: str, measure: str) -> list[float]:
+def differences(runs: Sequence[Mapping[str, Any]], policy: str, other: str, measure: str) -> list[float]:
     """Seed by seed, one policy's measure minus another's; plans by random tables are averaged within a seed."""
 
     def values(which: str) -> dict[int, float]:
         rows: dict[int, list[float]] = {}
-        for r in found:
+        for r in runs:
             if (r["policy"].split(" ")[0] == "random") if which == "random" else r["policy"] == which:
                 rows.setdefault(r["seed"], []).append(r[measure])
         return {seed: statistics.fmean(row) for seed, row in rows.items()}
@@ -434,10 +434,10 @@ def differences(found: Sequence[Mapping[str, Any]], policy: str, other: str, mea
     return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
 
-def summary(case: Case, found: Sequence[Mapping[str, Any]], plans: Mapping[str, Any]) -> dict[str, Any]:
+def summary(case: Case, runs: Sequence[Mapping[str, Any]], plans: Mapping[str, Any]) -> dict[str, Any]:
     """Per policy: noise of its plans, and every measure against full precision and against random plans."""
     policies = [p for p in case.policies if not p.startswith("random ")]
-    measures = [m for m in MEASURES if found and all(r[m] is not None for r in found)]
+    measures = [m for m in MEASURES if runs and all(r[m] is not None for r in runs)]
     rows: dict[str, Any] = {}
     for policy in policies:
         noise = [
@@ -449,7 +449,7 @@ def summary(case: Case, found: Sequence[Mapping[str, Any]], plans: Mapping[str, 
         rows[policy] = {"gradient_variance_over_batch_noise": statistics.fmean(noise)}
         for other, key in ((FULL, "minus_full_precision"), ("random", "minus_random")):
             for measure in measures:
-                values = differences(found, policy, other, measure)
+                values = differences(runs, policy, other, measure)
                 if policy != other and values:
                     mean, half = interval(values)
                     rows[policy].setdefault(key, {})[measure] = {
@@ -461,7 +461,7 @@ def summary(case: Case, found: Sequence[Mapping[str, Any]], plans: Mapping[str, 
 
 
 def harm_of_noise(
-    found: Sequence[Mapping[str, Any]], plans: Mapping[str, Any], *, without: Sequence[str] = ()
+    runs: Sequence[Mapping[str, Any]], plans: Mapping[str, Any], *, without: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Whether plans that add more variance to the gradient train worse, over all plans but some at once.
 
@@ -472,10 +472,10 @@ def harm_of_noise(
         Measure to the mean slope, in its unit per variance between batches, and half of its 95 % interval.
     """
     lines: dict[str, list[float]] = {}
-    for seed in sorted({r["seed"] for r in found}):
+    for seed in sorted({r["seed"] for r in runs}):
         own = [
             r
-            for r in found
+            for r in runs
             if r["seed"] == seed and r["policy"] not in without and r.get("same_plan_as") in (None, *without)
         ]
         x = [plans[r["policy"]][seed % len(plans[r["policy"]])]["over_batch_noise"] for r in own]
@@ -492,9 +492,9 @@ def harm_of_noise(
     return significant(rows)
 
 
-def converged(found: Sequence[Mapping[str, Any]], steps: int) -> float | None:
+def converged(runs: Sequence[Mapping[str, Any]], steps: int) -> float | None:
     """By what the held-out loss of full precision changed over the last fifth, as a share of what it ended at."""
-    shares = [r["held_out_loss"] / r["on_the_way"][str(round(0.8 * steps))] - 1 for r in found if r["policy"] == FULL]
+    shares = [r["held_out_loss"] / r["on_the_way"][str(round(0.8 * steps))] - 1 for r in runs if r["policy"] == FULL]
     return significant(statistics.fmean(shares)) if shares else None
 
 
@@ -504,8 +504,8 @@ def asked(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         if record["factor"] != 1.0:
             continue
-        found, ours = record["runs"], record["ours"]
-        seeds = min(sum(r["policy"] == policy for r in found) for policy in (FULL, LOWEST, ours, "random"))
+        runs, ours = record["runs"], record["ours"]
+        seeds = min(sum(r["policy"] == policy for r in runs) for policy in (FULL, LOWEST, ours, "random"))
         change = record["change_of_held_out_loss_in_last_fifth"]
         for what, target, measured, met in (
             (f"seeds of full precision, uniform lowest, {ours} and random", f">= {SEEDS}", seeds, seeds >= SEEDS),
@@ -517,9 +517,9 @@ def asked(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ),
         ):
             row = {"what": f"{record['subject']}: {what}", "asked": target, "measured": measured, "met": met}
-            rows.append({**row, "note": "" if found else "no run yet"})
+            rows.append({**row, "note": "" if runs else "no run yet"})
         for other in ("random", "fisher", "hessian", "published", LOWEST):
-            values = differences(found, ours, other, "held_out_loss")
+            values = differences(runs, ours, other, "held_out_loss")
             if not values:
                 continue
             mean, half = interval(values)
@@ -539,8 +539,8 @@ def merge(folder: Path, output: Path) -> None:
     """One results file of all runs."""
     records, commits = [], set[str]()
     for name, case in CASES.items():
-        found = runs_of(folder / f"{name}-runs.jsonl")
-        commits |= {str(r.pop("commit")) for r in found}
+        runs = runs_of(folder / f"{name}-runs.jsonl")
+        commits |= {str(r.pop("commit")) for r in runs}
         if not (folder / f"{name}-plans.json").is_file():
             continue
         plans = read_json(folder / f"{name}-plans.json", (PLANS,))["plans"]
@@ -555,13 +555,13 @@ def merge(folder: Path, output: Path) -> None:
                 "lowest": list(case.lowest),
                 "cost_model": budgets.COST_MODEL,
                 "scales": "one per tensor",
-                "change_of_held_out_loss_in_last_fifth": converged(found, case.steps),
-                "summary": summary(case, found, plans),
-                "harm_of_noise": harm_of_noise(found, plans),
-                "harm_of_noise_at_one_cost": harm_of_noise(found, plans, without=(FULL, LOWEST, HALF)),
+                "change_of_held_out_loss_in_last_fifth": converged(runs, case.steps),
+                "summary": summary(case, runs, plans),
+                "harm_of_noise": harm_of_noise(runs, plans),
+                "harm_of_noise_at_one_cost": harm_of_noise(runs, plans, without=(FULL, LOWEST, HALF)),
                 "cheapest_first": cheapest,
                 "plans": plans,
-                "runs": found,
+                "runs": runs,
             }
         )
     head = results_head(_processor(), {"torch": torch.__version__})

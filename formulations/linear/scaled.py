@@ -48,10 +48,10 @@ def solve_in_units(solver: LinearSolver, program: LinearModel, options: LinearOp
         values = (round(v) if c.integer else max(v, 0.0) for c, v in zip(program.columns, result.values, strict=True))
         objective = math.fsum(c.cost * v for c, v in zip(program.columns, values, strict=True))
         most = objective * (1 + _ROUNDING)
-        dear = [c.upper == 1.0 and c.cost > most for c in program.columns]
-        if not any(dear) or most >= _SMALL * max(c.cost for c in program.columns if c.upper):
+        is_costly = [c.upper == 1.0 and c.cost > most for c in program.columns]
+        if not any(is_costly) or most >= _SMALL * max(c.cost for c in program.columns if c.upper):
             break
-        columns = [replace(c, upper=0.0) if d else c for c, d in zip(program.columns, dear, strict=True)]
+        columns = [replace(c, upper=0.0) if costly else c for c, costly in zip(program.columns, is_costly, strict=True)]
         program = replace(program, columns=columns)
         finer = scaled()
         if finer.status is not LinearStatus.OPTIMAL:

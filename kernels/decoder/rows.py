@@ -48,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
             f"x has the shape {tuple(x.shape)} and weight {tuple(weight.shape)}, but they must be (N, D) or (N, G, D), "
             "and (D,)"
         )
-    if x.shape[-1] <= _LONGEST and weight.dtype in (x.dtype, torch.float32) and _on_card(x, weight):
+    if _norms_on_card(x, weight):
         normed: Tensor = library.operator(UNIT, "decoder_norm", x.device, "auto")(x, weight, epsilon)
         return normed
     if (loops := _loops_for(x, weight)) is None:
@@ -71,7 +71,7 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tu
             f"x has the shape {tuple(x.shape)} in {x.dtype} and what is added {tuple(added.shape)} in {added.dtype}, "
             "but they must be (N, D) of one type"
         )
-    if x.shape[-1] <= _LONGEST and weight.dtype in (x.dtype, torch.float32) and _on_card(x, added, weight):
+    if _norms_on_card(x, weight, added):
         add = library.operator(UNIT, "decoder_add_norm", x.device, "auto")
         both: tuple[Tensor, Tensor] = add(x.contiguous(), added.contiguous(), weight, epsilon)
         return both
@@ -238,6 +238,10 @@ library.define(
         (heads.shape[0], heads.shape[1] - pool.shape[1], heads.shape[2])
     ),
 )
+
+
+def _norms_on_card(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
+    return x.shape[-1] <= _LONGEST and weight.dtype in (x.dtype, torch.float32) and _on_card(x, weight, *others)
 
 
 def _on_card(*tensors: Tensor) -> bool:

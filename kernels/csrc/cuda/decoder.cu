@@ -19,20 +19,6 @@ constexpr int kVector = 8;         // numbers that a thread reads at a time
 constexpr int kMostThreads = 512, kMostHeld = 4;  // of a vector's block of threads, and what each holds of it
 constexpr int kWarps = 4;          // of a block of threads whose warps have nothing to do with each other
 
-__device__ __forceinline__ float widen(float v) { return v; }
-__device__ __forceinline__ float widen(__nv_bfloat16 v) { return __bfloat162float(v); }
-__device__ __forceinline__ float widen(__half v) { return __half2float(v); }
-template <class T>
-__device__ __forceinline__ T narrow(float v) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(v);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(v);
-  } else {
-    return v;
-  }
-}
-
 // kCount neighbours, read or written together.
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Numbers {
@@ -44,7 +30,7 @@ __device__ __forceinline__ void load(const T* from, float (&v)[kCount]) {
   const auto raw = *reinterpret_cast<const Numbers<T, kCount>*>(from);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    v[i] = widen(raw.values[i]);
+    v[i] = to_float(raw.values[i]);
   }
 }
 
@@ -53,7 +39,7 @@ __device__ __forceinline__ void store(T* to, const float (&v)[kCount]) {
   Numbers<T, kCount> raw;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    raw.values[i] = narrow<T>(v[i]);
+    raw.values[i] = from_float<T>(v[i]);
   }
   *reinterpret_cast<Numbers<T, kCount>*>(to) = raw;
 }
@@ -96,7 +82,7 @@ __global__ void __launch_bounds__(kMostThreads) norm_kernel(const Norm p) {
         load(static_cast<const T*>(p.added) + row * p.size + at * kVector, added);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          v[k][i] = widen(narrow<T>(v[k][i] + added[i]));
+          v[k][i] = to_float(from_float<T>(v[k][i] + added[i]));
         }
         store(static_cast<T*>(p.sum) + row * p.size + at * kVector, v[k]);
       }
@@ -222,8 +208,8 @@ __global__ void __launch_bounds__(32 * kWarps) rotate_kernel(const Rotation p) {
     if (p.key_scales) {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        v[0][i] = widen(narrow<T>(v[0][i]));
-        v[1][i] = widen(narrow<T>(v[1][i]));
+        v[0][i] = to_float(from_float<T>(v[0][i]));
+        v[1][i] = to_float(from_float<T>(v[1][i]));
       }
       const float scale = store_codes(static_cast<uint8_t*>(is_key ? p.keys : p.values) + slot * 2 * kHalf + at, v);
       if (lane == 0) {
