@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # its functions' default arguments hold the group that exists when it is loaded
 from torch import Tensor
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError

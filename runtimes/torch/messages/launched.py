@@ -91,6 +91,7 @@ def train_own_part(folder: Path, run: Run, device: str = "cpu") -> tuple[int, Tr
     """
     import torch
     import torch.distributed as dist
+    import torch.distributed.nn  # before the group, which its functions' default arguments would hold past its end
 
     rank = int(os.environ["RANK"])
     part = load_part(part_file(folder, rank))

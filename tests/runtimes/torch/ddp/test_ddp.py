@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,6 +45,29 @@ def test_groups_and_their_absence():
         with pytest.raises(NotReadyError, match="two workers"):
             measure_all_reduce()
     assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of threads are read from /proc")
+def test_a_group_that_is_left_leaves_no_threads():
+    script = f"""
+import os
+from torch import nn
+from qsync_opt.runtimes.torch.ddp import process_group
+
+def names():
+    return {{open(f"/proc/self/task/{{thread}}/comm").read().strip() for thread in os.listdir("/proc/self/task")}}
+
+with process_group(0, 1, {free_port()}):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    within = names()
+    del model
+print(sorted(within - names()))
+print([name for name in names() if "gloo" in name])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    ended, left = done.stdout.splitlines()
+    assert "pt_gloo_runloop" in ended  # one that frees tensors while Python closes aborts the process
+    assert left == "[]"
 
 
 def test_a_further_group_gives_up_as_soon_as_the_first(run_workers, tmp_path):
