@@ -4,13 +4,12 @@
 
 Each regime has a time of passes that rises with their rows, from nearly not (a card bound by memory) to nearly in
 proportion (a processor bound by computing), two drafts (``A8`` takes a share of a pass, ``lookup`` nothing), and an
-acceptance of each by draft position that no one knows. What ``lookup`` would draft is compared with the tokens that
-come out while it does not run, as a server does. A plan goes by a few hundred measured cycles. A controller begins with
-that plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are nanoseconds
+acceptance of each by draft position that no one knows. What ``lookup`` would draft, more than runs of it, is
+compared with the tokens that come out, as a server does. A plan goes by a few hundred measured cycles. A controller
+begins with that plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are nanoseconds
 of the tables, so that nothing here depends on the machine. Families of regimes: those on which the controller's
-constants were chosen, others of the same kind, and others with other costs, batches and acceptances. Where these rise
-along a draft was looked at, too, when the controller learned to begin with the acceptance of each position (on other
-seeds); where they fall was not.
+constants were chosen, others of the same kind, and others with other costs, batches and acceptances. Some constants
+were chosen later, on further seeds of all three kinds.
 """
 
 from __future__ import annotations
@@ -149,38 +148,44 @@ class Shadow:
     def __init__(self) -> None:
         self.agreed = 0
 
-    def judge(self, draw: random.Random, truth: Sequence[float], tokens: int) -> list[Judged]:
-        """Positions judged by so many new tokens, each with accepted and rejected ones."""
-        judged = []
-        for _ in range(tokens):
+    def judge(self, draw: random.Random, truth: Sequence[float], tokens: int, own: int = 0) -> list[Judged]:
+        """Positions judged by so many new tokens, each with accepted and rejected ones.
+
+        Where look-up runs with ``own`` tokens, a shadow that begins with them shares their fate, and only the
+        positions behind them count.
+        """
+        judged, alike = [], self.agreed == 0
+        for place in range(tokens):
             if self.agreed == len(truth):  # the token after a whole draft
                 self.agreed = 0
                 continue
-            right = draw.random() < truth[self.agreed]
-            judged.append(Judged(self.agreed, int(right), int(not right)))
-            self.agreed = self.agreed + 1 if right else 0
+            position = self.agreed
+            right = place < tokens - 1 if alike and position < own else draw.random() < truth[position]
+            if position >= own:
+                judged.append(Judged(position, int(right), int(not right)))
+            self.agreed, alike = (position + 1, alike) if right else (0, False)
         return judged
 
 
 def run(
-    controller: Controller, regime: Regime, truth: Truth, cycles: int, draw: random.Random, watched: bool = True
+    controller: Controller, regime: Regime, truth: Truth, cycles: int, draw: random.Random, shadows: Sequence[Shadow]
 ) -> tuple[float, float]:
-    """Nanoseconds and expected tokens of each sequence; look-up is watched beside what runs, or not.
+    """Nanoseconds and expected tokens of each sequence; look-up is watched by a shadow of each.
 
     Expected tokens of what was chosen, for those that were drawn differ by chance from a controller's merit.
     """
     time_ns = tokens = 0.0
-    shadows = [Shadow() for _ in range(regime.batch)]
     for _ in range(cycles):
         graph = controller.choose()
-        counts = [accepted(draw, truth[graph.draft], graph.length) if graph.draft else 0 for _ in range(regime.batch)]
-        if watched and graph.draft != "lookup":
+        counts = [accepted(draw, truth[graph.draft], graph.length) if graph.draft else 0 for _ in shadows]
+        own = graph.length if graph.draft == "lookup" else 0
+        if own < max(LENGTHS):
             controller.watch(
                 "lookup",
                 [
-                    found
+                    verdict
                     for shadow, count in zip(shadows, counts, strict=True)
-                    for found in shadow.judge(draw, truth["lookup"], count + 1)
+                    for verdict in shadow.judge(draw, truth["lookup"], count + 1, own)
                 ],
             )
         controller.observe(counts)
@@ -198,9 +203,9 @@ def one_regime(seed: int, shape: str = "level") -> dict[str, Any]:
     assert plan is not None
     selection = plan.choices["r"]
     planned_ns = regime.time_per_token_ns(*((selection.draft, selection.length) if selection else (None, 0)))
-    controller = controller_of(problem)
-    run(controller, regime, regime.truth, WARM_CYCLES, draw)
-    time_ns, tokens = run(controller, regime, regime.truth, CYCLES, draw)
+    controller, shadows = controller_of(problem), [Shadow() for _ in range(regime.batch)]
+    run(controller, regime, regime.truth, WARM_CYCLES, draw, shadows)
+    time_ns, tokens = run(controller, regime, regime.truth, CYCLES, draw, shadows)
     return {
         "seed": seed, "best": PLAIN_NS / best_ns, "plan": PLAIN_NS / planned_ns,
         "controller": PLAIN_NS * tokens / time_ns,
@@ -213,7 +218,8 @@ def one_change(seed: int, shape: str = "level") -> dict[str, Any]:
     draw = random.Random(seed)
     regime = some_regime(draw, shape)
     controller, truth = controller_of(problem_of(regime, draw)), some_truth(draw, shape)
-    run(controller, regime, regime.truth, WARM_CYCLES, draw)
+    shadows = [Shadow() for _ in range(regime.batch)]
+    run(controller, regime, regime.truth, WARM_CYCLES, draw, shadows)
     before = controller.current
     enough_ns = (1 + ADAPTED_LOSS) * regime.best_ns(truth)
     cycles = 0
@@ -221,7 +227,7 @@ def one_change(seed: int, shape: str = "level") -> dict[str, Any]:
         current = controller.current
         if regime.time_per_token_ns(current.draft, current.length, truth) <= enough_ns:
             break
-        run(controller, regime, truth, 1, draw)
+        run(controller, regime, truth, 1, draw, shadows)
         cycles += 1
     stale = regime.time_per_token_ns(before.draft, before.length, truth) / regime.best_ns(truth) - 1
     return {"seed": seed, "cycles": cycles, "from": before.draft or "plain", "loss_if_kept": stale}

@@ -3,8 +3,9 @@
 Per draft, experts of different memories each keep faded counts by draft position, and their average by how well they
 have foretold what was accepted is believed: while the text stays of one kind the longest memory leads, and where it
 changes a short one within a few cycles. Drafts that cost nothing to make, such as look-up's, are watched: they are
-compared with the tokens that come out anyway. The other ones that do not run are tried for a cycle now and then, within
-a fixed share of the time; a trial that wins pays for the next one at once, and a change of the text lends for a few.
+compared with the tokens that come out anyway, also behind the length that runs. The other ones that do not run are
+tried for a cycle now and then, within a fixed share of the time; a trial that loses nothing leaves that share to the
+next one, and a change of the text lends for a few.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from qsync_opt.io import check_fields
 _TRIALS_IN_CREDIT = 2
 """Most trials that a long time without any saves up for."""
 _TRIALS_LENT = 2
-"""Trials for whose time a change of one draft lends to the others; until it is saved again, nothing more is lent."""
+"""Trials for whose time, with what is saved, a change of one draft lends to the others."""
 _LENT_CYCLES = 64
 """Cycles after the change in which they may be made."""
 _PLANNED_TOKENS, _ALIKE_TOKENS, _DOUBTED_TOKENS = 2.0, 4.0, 8.0
 """Tokens that the planned acceptance counts as; the positions together, for each one; at most all, once in doubt."""
+_CHANGED = 0.02
+"""Weight of the longest memory below which a text has changed; 1 / 6 gives a false alarm in some hundred cycles."""
 _LEANING = 0.25
 """Share of all measured cycles that the position before counts as."""
 _LEAST, _MOST = 0.002, 0.998
@@ -160,7 +163,7 @@ class _Belief:
                 expert.accepted[position] += yes
                 expert.rejected[position] += no
             expert.estimate()
-        before, self._changed = self._changed, self.experts[-1].weight < 1 / (2 * count)
+        before, self._changed = self._changed, self.experts[-1].weight < _CHANGED
         return self._changed and not before
 
     def doubt(self) -> None:
@@ -235,9 +238,8 @@ class Controller:
             draft: shared[draft] if draft in shared and shared[draft].positions >= belief.positions else belief
             for draft, belief in self._planned_beliefs(problem, choices).items()
         }
-        # Trials take the draft's shortest graph, which costs least where all is rejected; the drafts take turns.
-        self._trials = [min(self._of(draft), key=lambda graph: graph.length) for draft in self._beliefs]
-        worst_ns = max((graph.cycle_ns for graph in self._trials), default=0)
+        self._turns = list(self._beliefs)
+        worst_ns = max((min(graph.cycle_ns for graph in self._of(draft)) for draft in self._turns), default=0)
         self._most_credit_ns = float(_TRIALS_IN_CREDIT * worst_ns)
         self._most_lent_ns = float(_TRIALS_LENT * worst_ns)
         self._credit_ns, self._lent_cycles = 0.0, 0
@@ -245,6 +247,7 @@ class Controller:
         self._since_change = self.options.dwell_cycles
         self._trial: Graph | None = None
         self._watched: set[str] = set()
+        self._beside: list[Judged] = []
         self.current = self._best(-self.options.plain_deviations)
 
     def _of(self, draft: str | None) -> list[Graph]:
@@ -282,30 +285,33 @@ class Controller:
         bar_ns = (1 - options.margin) * self.time_per_token_ns(self.current, careful)
         if self._since_change >= options.dwell_cycles and self.time_per_token_ns(best, careful) < bar_ns:
             self._change(best)
-        self._trial = self._affordable_trial()
+        self._trial, self._beside = self._affordable_trial(), []
         return self._trial or self.current
 
     def _change(self, graph: Graph) -> None:
         self.current, self._since_change = graph, 0
 
     def _affordable_trial(self) -> Graph | None:
-        """The next draft to try, once enough is saved or lent for a cycle of it that accepts nothing.
+        """The next draft to try, in its graph that is expected to lose least, once that much is saved or lent.
 
         None that runs or is watched, and none that would not gain if all its tokens were accepted.
         """
         bar_ns = (1 - self.options.margin) * self.time_per_token_ns(self.current)
         lent_ns = self._most_lent_ns if self._lent_cycles > 0 else 0.0
-        for graph in self._trials:
-            if graph.draft == self.current.draft or graph.draft in self._watched:
+        for draft in self._turns:
+            graphs = self._of(draft)
+            if draft == self.current.draft or draft in self._watched:
                 continue
-            most_ns = min(other.cycle_ns / (other.length + 1) for other in self._of(graph.draft))
-            if most_ns >= bar_ns:
+            if min(graph.cycle_ns / (graph.length + 1) for graph in graphs) >= bar_ns:
                 continue
-            available_ns = self._credit_ns + (0.0 if graph.draft == self._changed_draft else lent_ns)
-            if self._loss_ns(graph, 1.0) <= available_ns:
-                self._trials.remove(graph)
-                self._trials.append(graph)
-                return graph
+            loss_ns, trial = min(
+                ((self._loss_ns(graph, graph.cycle_ns / self.time_per_token_ns(graph)), graph) for graph in graphs),
+                key=lambda pair: pair[0],
+            )
+            if loss_ns <= self._credit_ns + (0.0 if draft == self._changed_draft else lent_ns):
+                self._turns.remove(draft)
+                self._turns.append(draft)
+                return trial
             if not lent_ns:
                 return None  # it is its turn: cheaper ones would spend what is saved for it
         return None
@@ -330,28 +336,34 @@ class Controller:
                     f"{graph.length}"
                 )
         if self._trial is not None:
-            self._credit_ns -= self._loss_ns(graph, 1 + sum(accepted) / len(accepted))
+            self._credit_ns -= max(0.0, self._loss_ns(graph, 1 + sum(accepted) / len(accepted)))
         if graph.draft is not None:
             judged = [
                 Judged(k, sum(n > k for n in accepted), sum(n == k for n in accepted)) for k in range(graph.length)
             ]
-            self._learn(graph.draft, judged)
+            self._learn(graph.draft, judged + self._beside)
         self._credit_ns = min(self._credit_ns + self.options.trial_share * graph.cycle_ns, self._most_credit_ns)
         self._since_change += 1
         self._lent_cycles -= 1
         self._trial = None
 
     def watch(self, draft: str, judged: Sequence[Judged]) -> None:
-        """Learn what became of drafts that cost nothing and did not run: compared with the tokens that came out anyway.
+        """Learn what would have become of drafts that cost nothing, compared with the tokens that came out anyway.
+
+        Those are drafts that did not run, and of the one that ran the positions behind its length.
 
         A draft that is watched once is not tried at the cost of time any more. Drafts and positions that no graph has
         are ignored.
         """
         if draft not in self._beliefs:
             return
-        known = [found for found in judged if found.position < self._beliefs[draft].positions]
-        if known:
-            self._watched.add(draft)
+        known = [verdict for verdict in judged if verdict.position < self._beliefs[draft].positions]
+        if not known:
+            return
+        self._watched.add(draft)
+        if draft == (self._trial or self.current).draft:
+            self._beside = known  # one cycle is learned from once
+        else:
             self._learn(draft, known)
 
     def _learn(self, draft: str, judged: Sequence[Judged]) -> None:
@@ -359,8 +371,7 @@ class Controller:
             for other, belief in self._beliefs.items():
                 if other != draft:
                     belief.doubt()
-            if self._credit_ns >= 0:  # what was lent before is paid back
-                self._lent_cycles, self._changed_draft = _LENT_CYCLES, draft
+            self._lent_cycles, self._changed_draft = _LENT_CYCLES, draft
 
     def beliefs(self) -> Mapping[str, tuple[float, ...]]:
         """Draft to the mean acceptance believed of each position."""

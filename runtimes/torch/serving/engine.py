@@ -135,7 +135,6 @@ class Request:
 
     def lookup(self, most: int) -> list[int]:
         """What followed the latest tokens earlier in the text."""
-        self._foretold = None  # it runs, and is not watched
         return self._indexed(len(self.tokens)).following(most)
 
     def _indexed(self, count: int) -> TextIndex:
@@ -490,8 +489,9 @@ class Engine:
             return
         now = time.perf_counter()
         tokens, observed = iter(result.tokens), []
+        looked_up = ended.cycle.length if ended.cycle.draft == LOOKUP else 0
         longest = 0  # of the drafts of look-up that are watched
-        if self.speculation is not None and ended.asked and ended.cycle.draft != LOOKUP:
+        if self.speculation is not None and ended.asked and self.speculation.watched > looked_up:
             longest = self.speculation.watched
         judged: Counter[tuple[int, bool]] = Counter()
         watched_s = 0.0
@@ -517,7 +517,7 @@ class Engine:
                     batch.running.remove(request)
                     self._finish(request, reason, _NO_TOKEN if reason == "failed" else None)
         if self.speculation is not None and longest:
-            positions = sorted({position for position, _ in judged})
+            positions = sorted({position for position, _ in judged if position >= looked_up})
             verdicts = [Judged(position, judged[position, True], judged[position, False]) for position in positions]
             self.speculation.watch(batch.number, verdicts, watched_s)
         if self.speculation is not None and ended.asked and (observed or not ended.cycle.length):

@@ -41,7 +41,7 @@ class Speculation(Protocol):
 
     @property
     def watched(self) -> int:
-        """Tokens of look-up's drafts that are compared with what is decoded while look-up does not run; 0 for none."""
+        """Tokens of look-up's drafts that are compared with what is decoded while fewer of them run; 0 for none."""
 
     def choose(self, microbatch: int, batch: int, context: int) -> Cycle:
         """What a micro-batch drafts next.
@@ -60,7 +60,7 @@ class Speculation(Protocol):
 
         Args:
             microbatch: As `choose` had it.
-            judged: By position; empty if there was nothing to look up.
+            judged: By position, behind those that look-up itself drafted; empty if there was nothing to look up.
             seconds: What finding that out took.
         """
 

@@ -201,6 +201,40 @@ def test_a_draft_that_is_watched_is_found_without_a_trial():
     assert set(subject.beliefs()) == {"A8"}
 
 
+def test_positions_behind_the_length_that_runs_are_watched():
+    choices = tuple(
+        Choice(draft="A8", length=n, draft_ns=0, verify_ns=100 + 30 * n, acceptance=Acceptance(low=low))
+        for n, low in ((1, 0.9), (3, 0.5), (6, 0.3))
+    )
+    subject = Controller(problem_of(choices, "low"), "b1", [("A8", n) for n in LENGTHS])
+    assert subject.current.length == 1
+    for _ in range(40):
+        if subject.choose().length == 1:
+            subject.watch("A8", [Judged(position, 1, 0) for position in range(1, 6)])
+        subject.observe([subject.current.length])
+    assert subject.current.length == 6
+    alone = Controller(problem_of(choices, "low"), "b1", [("A8", n) for n in LENGTHS])
+    run(alone, 1.0, 5, np.random.default_rng(10))
+    before = alone.beliefs()["A8"][5]
+    alone.choose()
+    alone.watch("A8", [Judged(5, 0, 100)])
+    alone.choose()  # nothing was observed of the cycle before
+    alone.observe([alone.current.length])
+    assert alone.beliefs()["A8"][5] >= before
+
+
+@pytest.mark.parametrize(("first_ns", "more_ns", "length"), [(200, 1, 6), (120, 80, 1)])
+def test_a_trial_takes_the_length_that_is_expected_to_lose_least(first_ns, more_ns, length):
+    choices = tuple(
+        Choice(draft="A8", length=n, draft_ns=1, verify_ns=first_ns + more_ns * n, acceptance=Acceptance(low=0.45))
+        for n in LENGTHS
+    )
+    subject = Controller(problem_of(choices, "low"), "b1", [("A8", n) for n in LENGTHS])
+    assert subject.current.draft is None
+    _, graphs = run(subject, 0.0, 1_000, np.random.default_rng(9))
+    assert next(graph.length for graph in graphs if graph.draft) == length
+
+
 def test_a_batch_tells_more_than_a_sequence():
     def cycles_until_plain(batch):
         """On average over runs."""

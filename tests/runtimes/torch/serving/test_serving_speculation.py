@@ -29,6 +29,7 @@ from qsync_opt.runtimes.torch.decoding import TextIndex  # noqa: E402
 from qsync_opt.runtimes.torch.serving import (  # noqa: E402
     PAGE,
     AdaptiveSpeculation,
+    Cycle,
     Engine,
     EngineLimits,
     FixedSpeculation,
@@ -425,15 +426,22 @@ def lookup_judged(prompt, new, longest, alone):
     return Counter(found)
 
 
-@pytest.mark.parametrize("prompts", [[[4, 5, 6]], [[4, 5, 6], [7, 7, 7], [1, 2, 3]]])
-def test_lookup_is_watched_while_decoding_is_plain(packed, prompts, monkeypatch):
+@pytest.fixture
+def watched(monkeypatch):
+    """How often each position of a watched draft was right and wrong."""
     seen = Counter()
 
     def watch(self, microbatch, judged, seconds):
-        for found in judged:
-            seen.update({(found.position, True): found.accepted, (found.position, False): found.rejected})
+        for verdict in judged:
+            seen[verdict.position, True] += verdict.accepted
+            seen[verdict.position, False] += verdict.rejected
 
     monkeypatch.setattr(AdaptiveSpeculation, "watch", watch)
+    return seen
+
+
+@pytest.mark.parametrize("prompts", [[[4, 5, 6]], [[4, 5, 6], [7, 7, 7], [1, 2, 3]]])
+def test_lookup_is_watched_while_decoding_is_plain(packed, prompts, watched):
     speculation = AdaptiveSpeculation(problem_of(draft="lookup", verify_ns=900, low=0.1))
     assert speculation.watched == 3
     plain, _ = answer(packed, prompts, 60)
@@ -443,9 +451,25 @@ def test_lookup_is_watched_while_decoding_is_plain(packed, prompts, monkeypatch)
     for prompt, new in zip(prompts, plain, strict=True):
         expected += lookup_judged(prompt, new, 3, alone=len(prompts) == 1)
     assert expected.total() > 20
-    assert +seen == expected
+    assert +watched == expected
     assert AdaptiveSpeculation(problem_of()).watched == 0
     assert AdaptiveSpeculation(problem_of(draft="lookup"), refused={"lookup": "none"}).watched == 0
+
+
+def test_lookup_is_watched_behind_the_tokens_that_it_drafts(packed, watched, monkeypatch):
+    speculation = AdaptiveSpeculation(problem_of(draft="lookup", low=0.1))
+    monkeypatch.setattr(AdaptiveSpeculation, "choose", lambda *_: Cycle("lookup", 1))
+    monkeypatch.setattr(AdaptiveSpeculation, "observe", lambda *_: None)
+    prompts = [[4, 5, 6], [7, 7, 7], [1, 2, 3], [9, 8, 7]]
+    plain, _ = answer(packed, prompts, 120)
+    tokens, _ = answer(packed, prompts, 120, speculation=speculation)
+    assert tokens == plain
+    expected = Counter()
+    for prompt, new in zip(prompts, plain, strict=True):
+        expected += lookup_judged(prompt, new, 3, alone=False)
+    behind = Counter({key: count for key, count in expected.items() if key[0] >= 1})
+    assert behind.total() > 2
+    assert +watched == behind
 
 
 def test_watching_pauses_until_it_has_taken_no_more_than_its_share():
