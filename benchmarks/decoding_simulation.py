@@ -6,10 +6,10 @@ Each regime has a time of passes that rises with their rows, from nearly not (a 
 proportion (a processor bound by computing), two drafts (``A8`` takes a share of a pass, ``lookup`` nothing), and an
 acceptance of each by draft position that no one knows. What ``lookup`` would draft, more than runs of it, is
 compared with the tokens that come out, as a server does. A plan goes by a few hundred measured cycles. A controller
-begins with that plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are nanoseconds
-of the tables, so that nothing here depends on the machine. Families of regimes: those on which the controller's
-constants were chosen, others of the same kind, and others with other costs, batches and acceptances. Some constants
-were chosen later, on further seeds of all three kinds.
+begins with that plan and learns from what is accepted. The best choice is that of who knows the acceptances; times are
+nanoseconds of the tables, so that nothing here depends on the machine. Families of regimes: those on which the
+controller's constants were chosen, others of the same kind, and others with other costs, batches and acceptances. Some
+constants were chosen later, on further seeds of all three kinds.
 """
 
 from __future__ import annotations
