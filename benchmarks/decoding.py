@@ -1,6 +1,7 @@
 """Speculative decoding on a CPU with a real model: how often drafts are accepted, and what that is worth.
 
     python benchmarks/decoding.py acceptance --model gemma-3-270m-q4_k_m.gguf
+    python benchmarks/decoding.py lookup --model gemma-3-270m-q4_k_m.gguf
     python benchmarks/decoding.py speed --model gemma-3-270m-q4_k_m.gguf --llama-cpp llama-batched-bench
 
 Weights have 4 bits (W4H: with rotated inputs) and activations 32, the head 8 and 32. Drafts of the model itself have
@@ -10,7 +11,8 @@ three times, as in summaries and edits of code.
 
 ``acceptance`` generates plainly and replays drafts over the answers, which are those of plain decoding whatever is
 drafted (`decoding_replay`). Every second text predicts the tokens per cycle of the others by one acceptance per length;
-beside its error stands that which the choice of texts alone makes, for tokens of one text are alike.
+beside its error stands that which the choice of texts alone makes, for tokens of one text are alike. ``lookup`` does
+so for prompt look-up alone, which needs many more texts: prompts are pieces from all over the manual.
 ``speed`` times answers to the same prompts, the ways of decoding in turn; ``auto`` has a problem
 measured in the same process before. Peers are transformers in FP32, plain and with its own prompt look-up, and, in turn
 with ours, llama.cpp on the file as it is (where its program comes from, `serving_peers` says): prompts and answers of
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoding_replay import fill, replay_lookup, replay_self
+from decoding_replay import AT_ONCE, fill, replay_lookup, replay_self
 from llama_cpp_peer import timed_batch
 from results_head import asked_row, results_head
 
@@ -93,6 +95,19 @@ def topics(tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
     return [tokenizer.encode(text[: 8 * tokens])[:tokens] for text in chosen]
 
 
+def pieces(tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
+    """So many pieces of the texts, spread over all.
+
+    Raises:
+        SystemExit: There are fewer.
+    """
+    encoded = (tokenizer.encode(text) for _, text in sorted(pydoc_data.topics.topics.items()))
+    whole = [text[at : at + tokens] for text in encoded for at in range(0, len(text) - tokens + 1, tokens)]
+    if len(whole) < count:
+        raise SystemExit(f"--prompts is {count}, but the texts have {len(whole)} pieces of {tokens} tokens")
+    return [whole[len(whole) * k // count] for k in range(count)]
+
+
 def _acceptance_record(served: str, draft: str, drafted: int, by_text: Sequence[AcceptanceCounts]) -> dict[str, Any]:
     """Acceptance by length, and what one half of the texts predicts of the other."""
     halves = by_text[::2], by_text[1::2]
@@ -145,6 +160,25 @@ def _acceptance_asked(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     return rows
 
 
+def _lookup_record(served: str, texts: Sequence[list[int]], answers: Sequence[list[int]]) -> dict[str, Any]:
+    """Of look-up, which reads the answers alone."""
+    cycles = [replay_lookup(*pair, LOOKUP_LENGTH) for pair in zip(texts, answers, strict=True)]
+    counts = [AcceptanceCounts.of_cycles([agreed for _, agreed in found], LOOKUP_LENGTH) for found in cycles]
+    return _acceptance_record(served, "lookup", sum(n for found in cycles for n, _ in found), counts)
+
+
+def lookup(model: str, prompts: int, new_tokens: int) -> dict[str, Any]:
+    """The part ``lookup``."""
+    (stage,), tokenizer = load(model, "W4H")
+    texts, answers = pieces(tokenizer, prompts, 64), []
+    for first in range(0, prompts, AT_ONCE):
+        some = texts[first : first + AT_ONCE]
+        answers += answer(LocalWorkers([stage]), some, new_tokens, running=len(some))[0]
+        print(f"{len(answers)} of {prompts} answers", flush=True)
+    record = _lookup_record("W4H", texts, answers)
+    return {"asked": _acceptance_asked([record]), "records": [record]}
+
+
 def acceptance(model: str, prompts: int, new_tokens: int, keep: Callable[[dict[str, Any]], None]) -> None:
     """The part ``acceptance``; what there is is kept after every draft."""
     records: list[dict[str, Any]] = []
@@ -160,9 +194,7 @@ def acceptance(model: str, prompts: int, new_tokens: int, keep: Callable[[dict[s
         texts = topics(tokenizer, prompts, 64)
         answers, _ = answer(LocalWorkers([stage]), texts, new_tokens, running=prompts)
         print(f"{time.perf_counter() - began:.0f} s: {prompts} answers of {scheme}", flush=True)
-        cycles = [replay_lookup(*pair, LOOKUP_LENGTH) for pair in zip(texts, answers, strict=True)]
-        counts = [AcceptanceCounts.of_cycles([agreed for _, agreed in found], LOOKUP_LENGTH) for found in cycles]
-        add(_acceptance_record(scheme, "lookup", sum(n for found in cycles for n, _ in found), counts))
+        add(_lookup_record(scheme, texts, answers))
         filled = fill(stage, texts, answers)
         for draft, precision in drafts.items():
             counts = replay_self(stage, filled, texts, precision, SELF_LENGTH, ASKED_DRAFTED)
@@ -324,25 +356,27 @@ def peer(model: str, texts: dict[str, list[list[int]]], new_tokens: int) -> list
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["acceptance", "speed"])
+    parser.add_argument("part", choices=["acceptance", "lookup", "speed"])
     parser.add_argument("--model", required=True, help="a .gguf file or a folder, with a tokenizer")
-    parser.add_argument("--output", help="default: benchmarks/results/decoding-acceptance.json or decoding.json")
-    parser.add_argument("--prompts", type=int, default=48, help="of acceptance")
-    parser.add_argument("--new-tokens", type=int, help="of each prompt; 128 for acceptance and 64 for speed")
+    parser.add_argument("--output", help="default: a file of benchmarks/results")
+    parser.add_argument("--prompts", type=int, help="of acceptance (48) and lookup (1872)")
+    parser.add_argument("--new-tokens", type=int, help="of each prompt; 64 for speed, else 128")
     parser.add_argument("--rounds", type=int, default=7, help="of speed")
     parser.add_argument("--llama-cpp", metavar="PROGRAM", help="llama.cpp's llama-batched-bench, for speed")
     parser.add_argument("--threads", type=int, help="of torch; as many as processors by default")
     options = parser.parse_args()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    name = "decoding.json" if options.part == "speed" else "decoding-acceptance.json"
+    name = "decoding.json" if options.part == "speed" else f"decoding-{options.part}.json"
 
     def keep(result: dict[str, Any]) -> None:
         head = results_head(hardware, {"torch": torch.__version__})
         write_json(options.output or RESULTS / name, {**head, **result})
 
     if options.part == "acceptance":
-        acceptance(options.model, options.prompts, options.new_tokens or 128, keep)
+        acceptance(options.model, options.prompts or 48, options.new_tokens or 128, keep)
+    elif options.part == "lookup":
+        keep(lookup(options.model, options.prompts or 1872, options.new_tokens or 128))
     else:
         keep(speed(options.model, options.new_tokens or 64, options.rounds, options.llama_cpp))
 
