@@ -280,11 +280,13 @@ def open_model(path: str | Path) -> tuple[DecoderConfig, WeightSource]:
     """Configuration and weights of a model folder (``config.json`` and safetensors) or of a ``.gguf`` file.
 
     Raises:
-        ModelError: Nothing there can be read.
+        ModelError: There is nothing, or nothing that can be read.
         UnsupportedError: Its kind of model is not run.
         NotInstalledError: A package is missing.
     """
     path = Path(path)
+    if not path.exists():
+        raise ModelError(f"{path} does not exist; give a .gguf file, or a folder with config.json and weights")
     if path.suffix == ".gguf":
         source = GgufSource(path)
         return source.config(), source

@@ -336,6 +336,9 @@ def test_bad_input(llama, tmp_path):
         config_from_json({"model_type": "mamba"})
     with pytest.raises(ModelError, match=r"config\.json"):
         open_model(tmp_path)
+    for missing in ("model.gguf", "folder"):
+        with pytest.raises(ModelError, match=f"{missing} does not exist"):
+            open_model(tmp_path / missing)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ModelError, match=r"no \*\.safetensors"):
         open_model(tmp_path)
