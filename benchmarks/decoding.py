@@ -359,7 +359,7 @@ def main() -> None:
     parser.add_argument("part", choices=["acceptance", "lookup", "speed"])
     parser.add_argument("--model", required=True, help="a .gguf file or a folder, with a tokenizer")
     parser.add_argument("--output", help="default: a file of benchmarks/results")
-    parser.add_argument("--prompts", type=int, help="of acceptance (48) and lookup (1872)")
+    parser.add_argument("--prompts", type=int, help="of acceptance (48) and lookup (1680)")
     parser.add_argument("--new-tokens", type=int, help="of each prompt; 64 for speed, else 128")
     parser.add_argument("--rounds", type=int, default=7, help="of speed")
     parser.add_argument("--llama-cpp", metavar="PROGRAM", help="llama.cpp's llama-batched-bench, for speed")
@@ -376,7 +376,7 @@ def main() -> None:
     if options.part == "acceptance":
         acceptance(options.model, options.prompts or 48, options.new_tokens or 128, keep)
     elif options.part == "lookup":
-        keep(lookup(options.model, options.prompts or 1872, options.new_tokens or 128))
+        keep(lookup(options.model, options.prompts or 1680, options.new_tokens or 128))
     else:
         keep(speed(options.model, options.new_tokens or 64, options.rounds, options.llama_cpp))
 

@@ -40,7 +40,7 @@ from results_head import processors, results_head
 
 import qsync_opt
 from qsync_opt.io import write_json
-from qsync_opt.messages import Plan, Problem, evaluate, uniform_plan
+from qsync_opt.messages import Plan, Problem, by_bytes, evaluate, uniform_plan
 from qsync_opt.runtimes.torch.ddp import broadcast_json
 from qsync_opt.runtimes.torch.messages import (
     NodeClassifier,
@@ -92,24 +92,12 @@ def traced(part: Part, options: TrainingOptions, epochs: int) -> tuple[Problem, 
     return problem, alike, model, latest
 
 
-def by_bytes(problem: Problem, bits: int, method: str = "default", **options: Any) -> Plan | None:
-    """The plan that has, over all pairs, as many bytes as this uniform width: one pair follows another here."""
-    exchanges = tuple(
-        replace(
-            each, hidden_ns=0, ports=False,
-            rounds=tuple(
-                (replace(p, fixed_ns=0, ns_per_byte=1.0, pack_ns_per_byte=0.0, unpack_ns_per_byte=0.0),)
-                for p in each.pairs
-            ),
-        )
-        for each in problem.exchanges
-    )  # fmt: skip
-    free = replace(problem, exchanges=exchanges, time_limit_ns=None, time_weight=1.0)
-    limit = evaluate(free, uniform_plan(free, bits)).exposed_ns
-    plan = qsync_opt.solve(replace(free, time_limit_ns=math.ceil(limit), time_weight=None), method, **options).plan
+def plan_by_bytes(problem: Problem, bits: int, method: str = "default", **options: Any) -> Plan | None:
+    """The plan that has as many bytes as this uniform width."""
+    plan = qsync_opt.solve(by_bytes(problem, bits), method, **options).plan
     if plan is None:
         return None
-    widths = {each.name: iter([pair for group in plan.bits[each.name] for pair in group]) for each in exchanges}
+    widths = {each.name: iter([pair for group in plan.bits[each.name] for pair in group]) for each in problem.exchanges}
     return Plan(
         bits={
             e.name: tuple(tuple(next(widths[e.name]) for _ in group) for group in e.rounds) for e in problem.exchanges
@@ -123,14 +111,14 @@ def plans(problem: Problem, alike: Problem) -> dict[str, Plan]:
     if dist.get_rank() == 0:
         for bits in BUDGETS:
             name = "planned" if bits == 4 else f"planned {bits}"
-            found[name] = by_bytes(problem, bits).to_json()
-        found["alike"] = by_bytes(alike, 4).to_json()
+            found[name] = plan_by_bytes(problem, bits).to_json()
+        found["alike"] = plan_by_bytes(alike, 4).to_json()
         rng = np.random.default_rng(0)
         planned = Plan.from_json(found["planned"])
         found["random"] = Plan(
             bits={n: [[rng.permutation(p) for p in group] for group in r] for n, r in planned.bits.items()}
         ).to_json()
-        grouped = by_bytes(problem, 4, "grouped", time_limit_s=GROUPED_S)
+        grouped = plan_by_bytes(problem, 4, "grouped", time_limit_s=GROUPED_S)
         if grouped is not None:
             found["grouped"] = grouped.to_json()
     return {name: Plan.from_json(data) for name, data in broadcast_json(found).items()}

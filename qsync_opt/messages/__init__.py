@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Pair,
         Problem,
         all_to_all_round,
+        by_bytes,
         ring_rounds,
         variance_factor,
     )
@@ -23,6 +24,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FORMAT", "PLAN_FORMAT", "Evaluation", "Exchange", "Pair", "Plan", "Problem", "all_to_all_round", "evaluate",
-    "ring_rounds", "uniform_plan", "variance_factor",
+    "FORMAT", "PLAN_FORMAT", "Evaluation", "Exchange", "Pair", "Plan", "Problem", "all_to_all_round", "by_bytes",
+    "evaluate", "ring_rounds", "uniform_plan", "variance_factor",
 ]  # fmt: skip

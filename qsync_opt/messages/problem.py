@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -266,3 +266,25 @@ def ring_rounds(workers: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 def all_to_all_round(workers: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The (sender, receiver) pairs of an all-to-all whose messages all go at once: one round, in ring order."""
     return (tuple(pair for group in ring_rounds(workers) for pair in group),) if workers > 1 else ()
+
+
+def by_bytes(problem: Problem, bits: int) -> Problem:
+    """The same messages where bytes are all that counts: at most as many in total as with one width for all.
+
+    Pairs stand in the same order, each in a round of its own.
+    """
+    exchanges = tuple(
+        replace(
+            exchange, hidden_ns=0, ports=False,
+            rounds=tuple(
+                (replace(pair, fixed_ns=0, ns_per_byte=1.0, pack_ns_per_byte=0.0, unpack_ns_per_byte=0.0),)
+                for pair in exchange.pairs
+            ),
+        )
+        for exchange in problem.exchanges
+    )  # fmt: skip
+    total = sum(e.dim * bits / 8 * pair.beta.size for e in problem.exchanges for pair in e.pairs)
+    return replace(
+        problem, exchanges=exchanges, time_limit_ns=math.ceil(total), variance_weight=1.0, time_weight=None,
+        variance_limit=None,
+    )  # fmt: skip

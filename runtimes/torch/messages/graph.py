@@ -28,6 +28,7 @@ from qsync_opt.messages import (
     Plan,
     Problem,
     all_to_all_round,
+    by_bytes,
     evaluate,
     ring_rounds,
     uniform_plan,
@@ -443,13 +444,17 @@ class FullGraph:
         dist.all_reduce(fixed_s, dist.ReduceOp.MAX, group=self.group)
         return StepTimes(max(step_s - codec_s - exposed_s, 0.0), float(fixed_s), tuple(self.codec))
 
-    def _gather_betas(self, direction: Direction) -> list[list[np.ndarray[Any, Any]]]:
-        """Scores of all messages by sender and receiver."""
+    def _own_betas(self, direction: Direction) -> Tensor:
+        """Scores of the messages that this rank sends."""
         layer = next(layer for layer in self.layers if direction.name.partition(" ")[2] == layer.name)
         forward = direction.name.startswith("forward")
         # Of attention, alpha is taken as that of a mean; a returned gradient enters its row with weight 1.
         alpha = self.part.out_alpha[0 if layer.kind == "gcn" else 1].double() if forward else 1.0
-        own = alpha * direction.spread * direction.dim / 6
+        return alpha * direction.spread * direction.dim / 6
+
+    def _gather_betas(self, direction: Direction) -> list[list[np.ndarray[Any, Any]]]:
+        """Scores of all messages by sender and receiver."""
+        own, forward = self._own_betas(direction), direction.name.startswith("forward")
         counts = self.send_counts if forward else [list(column) for column in zip(*self.send_counts, strict=True)]
         longest = max(map(sum, counts), default=0)
         padded = torch.zeros(longest, dtype=torch.float64, device=own.device)
@@ -461,22 +466,33 @@ class FullGraph:
             for scores, row in zip(everyone, counts, strict=True)
         ]
 
-    def measure_sensitivities(self, *, bits: int = 2, draws: int = 2) -> dict[str, float]:
+    def measure_sensitivities(self, *, draws: int = 2) -> dict[str, float]:
         """Measure what the variance of each exchange does to the gradient, and weigh exchanges by it from now on.
 
-        Each exchange in turn is sent in few bits, the others exactly; the squared change of the loss's gradient over
-        the variance of the messages is its sensitivity. Plans made without it take all exchanges as equally harmful.
-        Gradients, widths and random numbers stay; all ranks must call it, after a training step.
+        Each exchange in turn is sent in the widths of a plan, the others exactly; the squared change of the loss's
+        gradient over the variance of the messages is its sensitivity. Widths matter: through a ReLU the change grows
+        with the deviation and not with its square, and what few rows of large scores do is not what the others do. The
+        plan is that of as many bytes as ``options.budget_bits`` everywhere, with what exchanges count so far (alike at
+        first). Gradients, widths and random numbers stay; all ranks must call it, after a training step.
 
         Args:
-            bits: Width of the exchange that is measured.
             draws: Roundings to average over.
 
         Returns:
             Exchange to the variance of the gradient per unit of the variance of its messages, the same on every rank.
+
+        Raises:
+            UnsupportedError: Messages are late, or samples.
         """
         if self.options.late or self.options.share < 1:
             raise UnsupportedError("sensitivities need all messages of the same step: leave late and share as they are")
+        problem = self.build_problem()
+
+        def planned_by_bytes() -> Plan | None:
+            return None if self.rank else solve(by_bytes(problem, self.options.budget_bits)).plan
+
+        bits = self._widths(self._share_plan(problem, together(planned_by_bytes, self.group)))
+        planned = {name: [torch.cat(side) for side in sides] for name, sides in bits.items()}
         kept = [(w, w.send_bits, w.receive_bits, w.spread.clone()) for w in self.directions()]
         gradients = [parameter.grad for parameter in self.model.parameters()]
         device = self.part.x.device
@@ -484,8 +500,8 @@ class FullGraph:
 
         def gradient(noisy: Direction | None, draw: int) -> Tensor:
             for way, *_ in kept:
-                width = bits if way is noisy else EXACT
-                way.widths(torch.full_like(way.send_bits, width), torch.full_like(way.receive_bits, width))
+                exactly = [torch.full_like(widths, EXACT) for widths in planned[way.name]]
+                way.widths(*(planned[way.name] if way is noisy else exactly))
             for layer in self.layers:
                 if layer.exchange is not None:
                     layer.exchange.step = -1 - draw
@@ -501,7 +517,7 @@ class FullGraph:
             exact = gradient(None, 0)
             for way, *_ in kept:
                 changes = [float((gradient(way, draw) - exact).square().sum()) for draw in range(draws)]
-                variance = variance_factor(bits) * sum(float(b.sum()) for row in self._gather_betas(way) for b in row)
+                variance = self._variance_of(way, planned[way.name][0])
                 result[way.name] = sum(changes) / draws / variance if variance else 0.0
         finally:
             for way, send, receive, spread in kept:
@@ -517,6 +533,14 @@ class FullGraph:
         dist.broadcast(shared, 0, group=self.group)
         self.sensitivities = dict(zip(result, shared.tolist(), strict=True))
         return dict(self.sensitivities)
+
+    def _variance_of(self, direction: Direction, send_bits: Tensor) -> float:
+        """Of all ranks' messages, of which this one sends its own in such widths."""
+        widths, where = send_bits.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        factor = torch.tensor([variance_factor(int(width)) for width in widths], dtype=torch.float64)[where]
+        variance = (self._own_betas(direction) * factor.to(direction.spread.device)).sum().reshape(1)
+        dist.all_reduce(variance, group=self.group)
+        return float(variance)
 
     def use(self, plan: Plan) -> None:
         """Send in the widths of a plan from now on; every rank must do so at the same step.
@@ -604,22 +628,24 @@ class FullGraph:
         if not int(state[0]):
             return
         self._solving = None
-        if int(state[0]) == 2:
-            return
-        assert self.problem is not None
-        shapes = [pair.beta.size for e in self.problem.exchanges for pair in e.pairs]
+        if int(state[0]) == 1:
+            assert self.problem is not None
+            self.use(self._share_plan(self.problem, self._solved.pop() if self.rank == 0 else None))
+
+    def _share_plan(self, problem: Problem, plan: Plan | None) -> Plan:
+        """Rank 0's plan, on all ranks; its rounds are the problem's from then on."""
+        shapes = [pair.beta.size for e in problem.exchanges for pair in e.pairs]
+        device = self.part.x.device
         widths = torch.zeros(sum(shapes), dtype=torch.uint8, device=device)
-        if self.rank == 0:
-            plan = self._solved.pop()
+        if plan is not None:
             pieces = [pair for rounds in plan.bits.values() for group in rounds for pair in group]
             widths = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *pieces])).to(device)
         dist.broadcast(widths, 0, group=self.group)
         each = iter(torch.split(widths.cpu(), shapes))
         bits = {
-            e.name: tuple(tuple(next(each).numpy() for _ in group) for group in e.rounds)
-            for e in self.problem.exchanges
+            e.name: tuple(tuple(next(each).numpy() for _ in group) for group in e.rounds) for e in problem.exchanges
         }
-        self.use(Plan(bits=bits))
+        return Plan(bits=bits)
 
     # State
 

@@ -7,7 +7,17 @@ import pytest
 import qsync_opt
 from qsync_opt.cli import main
 from qsync_opt.errors import ProblemError
-from qsync_opt.messages import Exchange, Pair, Plan, Problem, evaluate, ring_rounds, uniform_plan, variance_factor
+from qsync_opt.messages import (
+    Exchange,
+    Pair,
+    Plan,
+    Problem,
+    by_bytes,
+    evaluate,
+    ring_rounds,
+    uniform_plan,
+    variance_factor,
+)
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "messages"
 FILES = sorted(DATA.glob("*.json"))
@@ -160,3 +170,27 @@ def test_factors_and_rounds():
         variance_factor(12)
     assert ring_rounds(3) == (((0, 1), (1, 2), (2, 0)), ((0, 2), (1, 0), (2, 1)))
     assert ring_rounds(1) == ()
+
+
+def test_where_bytes_are_all_that_counts_a_uniform_width_takes_the_whole_limit():
+    def pair(source, target, count):
+        return Pair(source=source, target=target, fixed_ns=900, ns_per_byte=3.0, beta=np.geomspace(1.0, 1e6, count),
+                    pack_ns_per_byte=2.0, unpack_ns_per_byte=1.0)  # fmt: skip
+
+    rounds = ((pair(0, 1, 3), pair(1, 0, 5)), (pair(0, 2, 2),))
+    exchanges = (
+        Exchange(name="a", dim=16, rounds=rounds, hidden_ns=10**6),
+        Exchange(name="b", dim=8, rounds=rounds, ports=True),
+    )
+    problem = by_bytes(
+        Problem(
+            name="p", time_limit_ns=None, variance_weight=2.0, time_weight=3.0, exchanges=exchanges,
+            bits={str(bits): variance_factor(bits) for bits in (2, 4, 8)},
+        ),
+        4,
+    )  # fmt: skip
+    assert [[pair.beta.size for pair in exchange.pairs] for exchange in problem.exchanges] == [[3, 5, 2]] * 2
+    uniform = evaluate(problem, uniform_plan(problem, 4))
+    assert uniform.exposed_ns == problem.time_limit_ns == 10 * (16 + 8) * 4 / 8
+    assert not evaluate(problem, uniform_plan(problem, 8)).feasible
+    assert qsync_opt.solve(problem).objective < uniform.objective == uniform.variance

@@ -62,6 +62,11 @@ def test_measured_sensitivities_weigh_exchanges_and_leave_training_as_it_was(run
     assert set(result["rounds"]) == {1} and all(result["ports"])
 
 
+def test_a_plan_that_weighs_exchanges_has_the_variance_that_it_promises(run):
+    for result in run("foretold", 2).values():
+        assert 0.5 < result["had"] / result["promised"] < 2, result
+
+
 def test_late_messages_and_samples_of_the_boundary(run):
     """Weights stay as they are here, so that the third step has the rows of the first layers as they should be."""
     for result in run("other_messages", 2).values():

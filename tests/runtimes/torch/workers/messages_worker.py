@@ -5,6 +5,7 @@ import os
 import sys
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from qsync_opt.errors import QSyncError
-from qsync_opt.messages import Plan, uniform_plan
+from qsync_opt.messages import Plan, by_bytes, evaluate, uniform_plan
 from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph, predict_epoch
 from qsync_opt.systems import solve
 
@@ -162,6 +163,31 @@ def weighed(rank, world):
         "sensitivities": sensitivities, "ratios": ratios, "rounds": [len(e.rounds) for e in problem.exchanges],
         "ports": [e.ports for e in problem.exchanges],
     }  # fmt: skip
+
+
+def foretold(rank, world):
+    """The squared error of the gradient under a plan that weighs exchanges, and the variance that it promises."""
+    options = MessageOptions(replan_steps=0, links="all-to-all", menu=(1, 2, 4, 8))
+    torch.manual_seed(1)
+    model = Net("gcn", hidden=64)
+    full = full_graph(model, parts_of(graph(), world)[rank], options=options)
+    full.loss(full()).backward()
+    full.measure_sensitivities(draws=8)
+    problem = full.build_problem()
+    by_pair = solve(by_bytes(problem, options.budget_bits)).plan.bits
+    plan = Plan(bits={name: (tuple(pair for group in rounds for pair in group),) for name, rounds in by_pair.items()})
+
+    def gradient():
+        model.zero_grad()
+        full.loss(full()).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    full.use(Plan(bits={name: tuple(tuple(np.full_like(p, 32) for p in group) for group in rounds)
+                        for name, rounds in plan.bits.items()}))  # fmt: skip
+    exact = gradient()
+    full.use(plan)
+    errors = [float((gradient() - exact).square().sum()) for _ in range(40)]
+    return {"promised": evaluate(problem, plan).variance, "had": sum(errors) / len(errors)}
 
 
 def other_messages(rank, world):
