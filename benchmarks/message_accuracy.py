@@ -62,7 +62,7 @@ TRAINED = ("FP32", "planned")
 EQUAL = ("uniform 4", "alike", "random", "grouped", "sampled", "late")
 """Subjects that the plan is compared with: all but the last send its bytes, and that one FP32's."""
 GROUPED_S = 10.0
-DRAWS = 2
+DRAWS = 8
 UNMEASURED = ("planned 2", "planned 8")
 """Plans of which only the variance of the messages is recorded."""
 LATEST = 4

@@ -172,7 +172,7 @@ def foretold(rank, world):
     model = Net("gcn", hidden=64)
     full = full_graph(model, parts_of(graph(), world)[rank], options=options)
     full.loss(full()).backward()
-    full.measure_sensitivities(draws=8)
+    full.measure_sensitivities()
     problem = full.build_problem()
     by_pair = solve(by_bytes(problem, options.budget_bits)).plan.bits
     plan = Plan(bits={name: (tuple(pair for group in rounds for pair in group),) for name, rounds in by_pair.items()})
