@@ -60,6 +60,7 @@ def figures() -> dict[str, str]:
         **_speculation(results["decoding-simulation.json"]),
         **_acceptance(results["decoding-acceptance.json"]),
         **_acceptance_by_text(results["decoding-acceptance-texts.json"]),
+        **_lookup(results["decoding-lookup.json"]),
         **_decoding_speed(results["decoding.json"]),
     }
 
@@ -95,6 +96,12 @@ def _acceptance_by_text(data: Record) -> dict[str, str]:
         "acceptance.chance": f"{100 * worst['error_by_chance']:.0f} %",
         "acceptance.needed": f"{math.ceil(texts * (worst['error_by_chance'] / 0.03) ** 2):,}",
     }
+
+
+def _lookup(data: Record) -> dict[str, str]:
+    """How far tokens per cycle of look-up are predicted from half of many texts."""
+    (record,), (_, row) = data["records"], data["asked"]
+    return {"lookup.texts": f"{len(record['by_text']):,}", "lookup.error": f"{100 * row['measured']:.1f} %"}
 
 
 def _serving_load(data: Record) -> dict[str, str]:
@@ -611,6 +618,12 @@ _ROWS = (
         "{{ acceptance.error }} at most, {{ acceptance.lookup-error }}",
         "<= 3 %: missed by look-up",
         "decoding-acceptance.json",
+    ),
+    (
+        "Tokens per cycle of prompt look-up on the same model, predicted from half of {{ lookup.texts }} texts",
+        "off by {{ lookup.error }} at most",
+        "<= 3 %",
+        "decoding-lookup.json",
     ),
     (
         "Speed of planned speculation over plain decoding, the same model on two threads, answers of 64 tokens: texts "
