@@ -40,7 +40,7 @@ from results_head import processors, results_head
 
 import qsync_opt
 from qsync_opt.io import write_json
-from qsync_opt.messages import Plan, Problem, by_bytes, evaluate, uniform_plan
+from qsync_opt.messages import Plan, Problem, by_bytes, evaluate, in_rounds, uniform_plan
 from qsync_opt.runtimes.torch.ddp import broadcast_json
 from qsync_opt.runtimes.torch.messages import (
     NodeClassifier,
@@ -95,14 +95,7 @@ def traced(part: Part, options: TrainingOptions, epochs: int) -> tuple[Problem, 
 def plan_by_bytes(problem: Problem, bits: int, method: str = "default", **options: Any) -> Plan | None:
     """The plan that has as many bytes as this uniform width."""
     plan = qsync_opt.solve(by_bytes(problem, bits), method, **options).plan
-    if plan is None:
-        return None
-    widths = {each.name: iter([pair for group in plan.bits[each.name] for pair in group]) for each in problem.exchanges}
-    return Plan(
-        bits={
-            e.name: tuple(tuple(next(widths[e.name]) for _ in group) for group in e.rounds) for e in problem.exchanges
-        }
-    )
+    return None if plan is None else in_rounds(plan, problem)
 
 
 def plans(problem: Problem, alike: Problem) -> dict[str, Plan]:

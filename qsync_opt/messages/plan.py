@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -126,3 +127,20 @@ def uniform_plan(problem: Problem, bits: int) -> Plan:
     )
     plan.check(problem)
     return plan
+
+
+def in_rounds(plan: Plan, problem: Problem) -> Plan:
+    """A plan in the rounds of a problem, from rounds that hold the same pairs in the same order, as `by_bytes` has.
+
+    Raises:
+        ProblemError: It has other exchanges, pairs or messages.
+    """
+    bits = dict(plan.bits)
+    for exchange in problem.exchanges:
+        pairs = itertools.chain.from_iterable(plan.bits.get(exchange.name, ()))
+        groups = [tuple(itertools.islice(pairs, len(group))) for group in exchange.rounds]
+        further = tuple(pairs)
+        bits[exchange.name] = (*groups, further) if further else tuple(groups)
+    regrouped = Plan(bits=bits)
+    regrouped.check(problem)
+    return regrouped

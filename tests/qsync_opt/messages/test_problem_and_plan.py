@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from qsync_opt.messages import (
     Problem,
     by_bytes,
     evaluate,
+    in_rounds,
     ring_rounds,
     uniform_plan,
     variance_factor,
@@ -182,15 +184,21 @@ def test_where_bytes_are_all_that_counts_a_uniform_width_takes_the_whole_limit()
         Exchange(name="a", dim=16, rounds=rounds, hidden_ns=10**6),
         Exchange(name="b", dim=8, rounds=rounds, ports=True),
     )
-    problem = by_bytes(
-        Problem(
-            name="p", time_limit_ns=None, variance_weight=2.0, time_weight=3.0, exchanges=exchanges,
-            bits={str(bits): variance_factor(bits) for bits in (2, 4, 8)},
-        ),
-        4,
+    timed = Problem(
+        name="p", time_limit_ns=None, variance_weight=2.0, time_weight=3.0, exchanges=exchanges,
+        bits={str(bits): variance_factor(bits) for bits in (2, 4, 8)},
     )  # fmt: skip
+    problem = by_bytes(timed, 4)
     assert [[pair.beta.size for pair in exchange.pairs] for exchange in problem.exchanges] == [[3, 5, 2]] * 2
     uniform = evaluate(problem, uniform_plan(problem, 4))
     assert uniform.exposed_ns == problem.time_limit_ns == 10 * (16 + 8) * 4 / 8
     assert not evaluate(problem, uniform_plan(problem, 8)).feasible
-    assert qsync_opt.solve(problem).objective < uniform.objective == uniform.variance
+    solution = qsync_opt.solve(problem)
+    assert solution.objective < uniform.objective == uniform.variance
+    regrouped = in_rounds(solution.plan, timed)
+    assert evaluate(timed, regrouped).variance == pytest.approx(solution.objective)
+    assert [[widths.size for widths in group] for group in regrouped.bits["a"]] == [[3, 5], [2]]
+    shorter = replace(exchanges[1], rounds=rounds[:1])
+    for others in (exchanges[:1], (exchanges[0], shorter), (*exchanges, replace(shorter, name="c"))):
+        with pytest.raises(ProblemError):
+            in_rounds(solution.plan, replace(timed, exchanges=others))

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from qsync_opt.errors import QSyncError
-from qsync_opt.messages import Plan, by_bytes, evaluate, uniform_plan
+from qsync_opt.messages import Plan, by_bytes, evaluate, in_rounds, uniform_plan
 from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph, predict_epoch
 from qsync_opt.systems import solve
 
@@ -174,16 +174,17 @@ def foretold(rank, world):
     full.loss(full()).backward()
     full.measure_sensitivities()
     problem = full.build_problem()
-    by_pair = solve(by_bytes(problem, options.budget_bits)).plan.bits
-    plan = Plan(bits={name: (tuple(pair for group in rounds for pair in group),) for name, rounds in by_pair.items()})
+    plan = in_rounds(solve(by_bytes(problem, options.budget_bits)).plan, problem)
 
     def gradient():
         model.zero_grad()
         full.loss(full()).backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    full.use(Plan(bits={name: tuple(tuple(np.full_like(p, 32) for p in group) for group in rounds)
-                        for name, rounds in plan.bits.items()}))  # fmt: skip
+    exactly = {
+        name: [[np.full_like(widths, 32) for widths in group] for group in rounds] for name, rounds in plan.bits.items()
+    }
+    full.use(Plan(bits=exactly))
     exact = gradient()
     full.use(plan)
     errors = [float((gradient() - exact).square().sum()) for _ in range(40)]
