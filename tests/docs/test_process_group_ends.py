@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "several-device-types.md"
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 THREADS = Path("/proc/self/task")
 TOLD = """
 import os
@@ -25,16 +25,22 @@ Path(f"left-{os.environ['RANK']}").write_text(" ".join(name for name in names if
 @pytest.mark.slow
 @pytest.mark.skipif(not THREADS.exists(), reason="the system does not name a process's threads in /proc")
 @pytest.mark.parametrize(
-    ("without", "left"),
-    [("", False), ("del parallel", True)],  # without what the page says, some are
+    ("page", "title", "without", "left"),
+    [
+        ("several-device-types.md", "hybrid.py", "", False),
+        ("several-device-types.md", "hybrid.py", "del parallel", True),  # without what the page says, some are
+        ("unequal-batches.md", "unequal.py", "", False),
+        ("unequal-batches.md", "unequal.py", "import torch.distributed.nn", True),
+    ],
 )
-def test_no_thread_outlives_the_group(tmp_path, without, left):
-    script = re.search(r'^```python title="hybrid.py"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)[1]
+def test_no_thread_outlives_the_group(tmp_path, page, title, without, left):
+    block = rf'^```python title="{re.escape(title)}"\n(.*?)^```$'
+    script = re.search(block, (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)[1]
     if without:
         assert script.count(without) == 1
         script = "\n".join(line for line in script.split("\n") if not line.startswith(without))
-    (tmp_path / "hybrid.py").write_text(script + TOLD)
-    workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "hybrid.py"]
+    (tmp_path / title).write_text(script + TOLD)
+    workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", title]
     done = subprocess.run(
         [sys.executable, "-P", *workers], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
     )
