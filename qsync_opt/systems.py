@@ -276,7 +276,7 @@ def solve(problem: object, method: Any = None, **options: Any) -> Solution[Any, 
         NotInstalledError: A solver's package is missing.
         SolverError: A solver failed, or its plan is not what it claims.
 
-    Example:
+    Examples:
         >>> from qsync_opt.testing import chain
         >>> solve(chain().problem).objective
         0.25

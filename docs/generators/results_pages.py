@@ -42,7 +42,7 @@ def cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return str(value).replace("|", "\\|").replace("\n", " ").replace("[", "&#91;")  # no link by chance
 
 
 def span(values: Iterable[float], form: str) -> str:

@@ -5,9 +5,9 @@ stands where a lane of a warp needs it as operand of a tensor core product: with
 
     m = 16 i + 8 half + g,    k = 16 t + 4 s + 2 pair + odd
 
-the 4-bit layout is [i][t][g][s][odd][pair][half] from the slowest to the fastest (the last three are the nibbles of one
-word), the 8-bit layout [i][s / 2][t][g][s % 2][pair][half][odd]. Codes are stored plus 8 or plus 128, so that they are
-not negative. CPUs read the same buffer.
+the 4-bit layout is `[i][t][g][s][odd][pair][half]` from the slowest to the fastest (the last three are the nibbles of
+one word), the 8-bit layout `[i][s / 2][t][g][s % 2][pair][half][odd]`. Codes are stored plus 8 or plus 128, so that
+they are not negative. CPUs read the same buffer.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def pack(weight: Tensor, bits: int, group: int | None = 128, *, rotate: bool = F
 
     Source: round to nearest, symmetric; the layout is ours.
 
-    Example:
+    Examples:
         >>> codes_of(pack(torch.eye(3), 4)).tolist()
         [[7, 0, 0], [0, 7, 0], [0, 0, 7]]
     """

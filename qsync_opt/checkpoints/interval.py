@@ -52,7 +52,7 @@ def best_interval(*, stall_s: float, durable_s: float, load_s: float, failures_p
     Source: Young, "A first order approximation to the optimum checkpoint interval" (CACM 1974), whose cost of a
     checkpoint is here the stall alone; the expected loss interval / 2 + durable + load is ByteCheckpoint's.
 
-    Example:
+    Examples:
         >>> round(best_interval(stall_s=0.1, durable_s=2.0, load_s=5.0, failures_per_day=4).interval_s, 2)
         65.73
     """

@@ -23,7 +23,7 @@ _DIGITS = 3
 def format_time(time_ns: float) -> str:
     """Nanoseconds as text, such as ``"12.3 ms"``.
 
-    Example:
+    Examples:
         >>> format_time(12_345_678), format_time(0), format_time(-900)
         ('12.3 ms', '0 ns', '-900 ns')
     """
@@ -38,7 +38,7 @@ def format_memory(memory_kib: float) -> str:
 def format_sensitivity(value: float) -> str:
     """A sensitivity as text: four significant digits and no unit.
 
-    Example:
+    Examples:
         >>> format_sensitivity(0.00012345), format_sensitivity(1.2e-7), format_sensitivity(10530)
         ('0.0001234', '1.2e-7', '10530')
     """
@@ -51,7 +51,7 @@ def format_sensitivity(value: float) -> str:
 def format_gap(gap: float) -> str:
     """A relative gap as text in percent; "0 %" where bound and objective are equal up to rounding.
 
-    Example:
+    Examples:
         >>> format_gap(0.0123), format_gap(0.0), format_gap(1.5e-16), format_gap(3e-8)
         ('1.23 %', '0 %', '0 %', 'under 0.001 %')
     """

@@ -159,7 +159,7 @@ class RoleTable:
     Only kinds that are adjustable in `ROLE_TABLE` can be adjustable: no other can run in several precisions. Make
     dependent kinds fixed by kind (``by_type``), because runtimes enforce FP32 by kind.
 
-    Example:
+    Examples:
         >>> table = RoleTable(by_type={"embedding": Role.FIXED}, by_name={"head/*": Role.FIXED})
         >>> table.lookup("head/linear", "linear"), table.lookup("body/linear", "linear")
         (<Role.FIXED: 'fixed'>, <Role.ADJUSTABLE: 'adjustable'>)

@@ -95,7 +95,7 @@ def solve(
 
     Source: QSync (IPDPS 2024) for the problem and the default method.
 
-    Example:
+    Examples:
         >>> from qsync_opt.testing import chain
         >>> solve(chain().problem).objective
         0.25

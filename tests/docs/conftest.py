@@ -11,14 +11,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def build(folder):
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
+        [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr.strip()) == (0, ""), done.stderr + done.stdout
+    assert not done.returncode, done.stderr + done.stdout  # with --quiet, which hides warnings, it would be 0
 
 
 @pytest.fixture(scope="session")

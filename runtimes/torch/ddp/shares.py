@@ -67,7 +67,7 @@ class ShareSampler(Sampler[list[int]]):
     Raises:
         ProblemError: A local batch or the length is below 1, there are no full steps to take, or the rank has no batch.
 
-    Example:
+    Examples:
         >>> [batch for batch in ShareSampler(10, [3, 1], rank=0, shuffle=False)]
         [[0, 1, 2], [4, 5, 6], [8]]
     """

@@ -543,7 +543,7 @@ def apply(
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
             attempt to copy or pickle the model before ``undo``.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> model = apply(model, {"0/linear": "BF16", "2/linear": "INT8"})
         >>> third = torch.full((1, 4), 1 / 3)

@@ -101,7 +101,7 @@ def auto_plan(
         ProblemError: No plan fits into the memory of some device type.
         NotReadyError: A plan is applied already; or another rank failed, and the text repeats its error.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> plan = auto_plan(model, torch.zeros(4, 8), options=PlanningOptions(precisions=("FP32",)))
         >>> plan.worthwhile

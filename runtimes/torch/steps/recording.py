@@ -97,7 +97,7 @@ def step_labels(model: nn.Module, graph: OpGraph) -> Iterator[None]:
 
     Under a plan the labels name its precisions, so that ``qsync-opt audit`` can check that it gets the same plan.
 
-    Example:
+    Examples:
         >>> from qsync_opt.runtimes.torch.capture import capture
         >>> model, x = nn.Linear(4, 2), torch.zeros(3, 4)
         >>> graph = capture(model, (x,))
