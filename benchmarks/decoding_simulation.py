@@ -148,7 +148,7 @@ class Shadow:
     def __init__(self) -> None:
         self.agreed = 0
 
-    def judge(self, draw: random.Random, truth: Sequence[float], tokens: int, own: int = 0) -> list[Judged]:
+    def judge(self, draw: random.Random, truth: Sequence[float], tokens: int, own: int) -> list[Judged]:
         """Positions judged by so many new tokens, each with accepted and rejected ones.
 
         Where look-up runs with ``own`` tokens, a shadow that begins with them shares their fate, and only the

@@ -263,13 +263,16 @@ class Controller:
 
     def time_per_token_ns(self, graph: Graph, deviations: float = 0.0) -> float:
         """Nanoseconds per token by what is believed now, acceptances moved by some standard deviations."""
+        return graph.cycle_ns / self._expected_tokens(graph, deviations)
+
+    def _expected_tokens(self, graph: Graph, deviations: float = 0.0) -> float:
         if graph.draft is None:
-            return float(graph.cycle_ns)
+            return 1.0
         tokens = reached = 1.0
         for value in self._beliefs[graph.draft].values(deviations)[: graph.length]:
             reached *= value
             tokens += reached
-        return graph.cycle_ns / tokens
+        return tokens
 
     def _best(self, deviations: float) -> Graph:
         """The fastest graph; plain decoding where none is faster."""
@@ -304,11 +307,9 @@ class Controller:
                 continue
             if min(graph.cycle_ns / (graph.length + 1) for graph in graphs) >= bar_ns:
                 continue
-            loss_ns, trial = min(
-                ((self._loss_ns(graph, graph.cycle_ns / self.time_per_token_ns(graph)), graph) for graph in graphs),
-                key=lambda pair: pair[0],
-            )
-            if loss_ns <= self._credit_ns + (0.0 if draft == self._changed_draft else lent_ns):
+            losses_ns = {graph: self._loss_ns(graph, self._expected_tokens(graph)) for graph in graphs}
+            trial = min(graphs, key=losses_ns.__getitem__)
+            if losses_ns[trial] <= self._credit_ns + (0.0 if draft == self._changed_draft else lent_ns):
                 self._turns.remove(draft)
                 self._turns.append(draft)
                 return trial

@@ -78,7 +78,7 @@ def test_only_missing_runs_are_made_and_equal_plans_once(quality):
 
 
 def test_random_plans_of_a_seed_count_as_one(quality):
-    found = [
+    records = [
         {"policy": policy, "seed": seed, "score": value}
         for policy, seed, value in [
             ("probed", 0, 1.0),
@@ -89,13 +89,13 @@ def test_random_plans_of_a_seed_count_as_one(quality):
             ("random", 2, 9.0),
         ]
     ]
-    assert quality.differences(found, "probed", "random", "score") == [-2.0, -0.5]
+    assert quality.differences(records, "probed", "random", "score") == [-2.0, -0.5]
 
 
 def test_the_harm_of_noise_is_the_slope_within_seeds(quality):
     noise = {"full precision": [0.0], "probed": [0.1], "random": [0.2, 0.6], "uniform lowest": [1.0]}
     plans = {policy: [{"over_batch_noise": value} for value in values] for policy, values in noise.items()}
-    found = [
+    records = [
         {
             "policy": policy,
             "seed": seed,
@@ -105,8 +105,8 @@ def test_the_harm_of_noise_is_the_slope_within_seeds(quality):
         for policy, values in noise.items()
         for seed in (0, 1)
     ]
-    twin = {**found[-1], "policy": "probed", "same_plan_as": "uniform lowest"}
-    harm = quality.harm_of_noise([*found, twin], plans)
+    twin = {**records[-1], "policy": "probed", "same_plan_as": "uniform lowest"}
+    harm = quality.harm_of_noise([*records, twin], plans)
     assert list(harm) == ["held_out_loss"]
     assert harm["held_out_loss"]["seeds"] == 2
     assert harm["held_out_loss"]["slope"] == pytest.approx(3.5)
@@ -151,12 +151,12 @@ def test_a_case_is_planned_and_trained_and_goes_on_where_its_files_end(quality, 
     for name, value in (("DRAWS", 1), ("PROBES", 2), ("CURVATURE_PROBES", 2)):
         monkeypatch.setattr(quality, name, value)
     quality.train(["cnn"], tmp_path, 1)
-    found = quality.runs_of(tmp_path / "cnn-runs.jsonl")
-    assert [run["policy"] for run in found] == list(case.policies)
-    losses = {run["policy"]: run["last_training_loss"] for run in found}
+    records = quality.runs_of(tmp_path / "cnn-runs.jsonl")
+    assert [run["policy"] for run in records] == list(case.policies)
+    losses = {run["policy"]: run["last_training_loss"] for run in records}
     assert losses[quality.LOWEST] != losses[quality.FULL]
     quality.train(["cnn"], tmp_path, 1)
-    assert quality.runs_of(tmp_path / "cnn-runs.jsonl") == found
+    assert quality.runs_of(tmp_path / "cnn-runs.jsonl") == records
     quality.merge(tmp_path, tmp_path / "result.json")
     (record,) = json.loads((tmp_path / "result.json").read_text())["records"]
     noise = {p: row["gradient_variance_over_batch_noise"] for p, row in record["summary"].items()}

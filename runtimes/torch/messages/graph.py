@@ -30,6 +30,7 @@ from qsync_opt.messages import (
     all_to_all_round,
     by_bytes,
     evaluate,
+    in_rounds,
     ring_rounds,
     uniform_plan,
     variance_factor,
@@ -489,19 +490,22 @@ class FullGraph:
         problem = self.build_problem()
 
         def planned_by_bytes() -> Plan | None:
-            return None if self.rank else solve(by_bytes(problem, self.options.budget_bits)).plan
+            if self.rank:
+                return None
+            plan = solve(by_bytes(problem, self.options.budget_bits)).plan
+            assert plan is not None, "the uniform width keeps the limit"
+            return in_rounds(plan, problem)
 
         bits = self._widths(self._share_plan(problem, together(planned_by_bytes, self.group)))
-        planned = {name: [torch.cat(side) for side in sides] for name, sides in bits.items()}
         kept = [(w, w.send_bits, w.receive_bits, w.spread.clone()) for w in self.directions()]
         gradients = [parameter.grad for parameter in self.model.parameters()]
         device = self.part.x.device
         devices = [device] if device.type == "cuda" else []
 
-        def gradient(noisy: Direction | None, draw: int) -> Tensor:
-            for way, *_ in kept:
-                exactly = [torch.full_like(widths, EXACT) for widths in planned[way.name]]
-                way.widths(*(planned[way.name] if way is noisy else exactly))
+        def send_exactly(way: Direction) -> None:
+            way.widths(torch.full_like(way.send_bits, EXACT), torch.full_like(way.receive_bits, EXACT))
+
+        def gradient(draw: int) -> Tensor:
             for layer in self.layers:
                 if layer.exchange is not None:
                     layer.exchange.step = -1 - draw
@@ -514,10 +518,14 @@ class FullGraph:
 
         result = {}
         try:
-            exact = gradient(None, 0)
             for way, *_ in kept:
-                changes = [float((gradient(way, draw) - exact).square().sum()) for draw in range(draws)]
-                variance = self._variance_of(way, planned[way.name][0])
+                send_exactly(way)
+            exact = gradient(0)
+            for way, *_ in kept:
+                way.widths(*map(torch.cat, bits[way.name]))
+                changes = [float((gradient(draw) - exact).square().sum()) for draw in range(draws)]
+                variance = self._variance_of(way)
+                send_exactly(way)
                 result[way.name] = sum(changes) / draws / variance if variance else 0.0
         finally:
             for way, send, receive, spread in kept:
@@ -534,9 +542,9 @@ class FullGraph:
         self.sensitivities = dict(zip(result, shared.tolist(), strict=True))
         return dict(self.sensitivities)
 
-    def _variance_of(self, direction: Direction, send_bits: Tensor) -> float:
-        """Of all ranks' messages, of which this one sends its own in such widths."""
-        widths, where = send_bits.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    def _variance_of(self, direction: Direction) -> float:
+        """Of all ranks' messages in their present widths."""
+        widths, where = direction.send_bits.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         factor = torch.tensor([variance_factor(int(width)) for width in widths], dtype=torch.float64)[where]
         variance = (self._own_betas(direction) * factor.to(direction.spread.device)).sum().reshape(1)
         dist.all_reduce(variance, group=self.group)
@@ -633,7 +641,7 @@ class FullGraph:
             self.use(self._share_plan(self.problem, self._solved.pop() if self.rank == 0 else None))
 
     def _share_plan(self, problem: Problem, plan: Plan | None) -> Plan:
-        """Rank 0's plan, on all ranks; its rounds are the problem's from then on."""
+        """Rank 0's plan of a problem, on all ranks."""
         shapes = [pair.beta.size for e in problem.exchanges for pair in e.pairs]
         device = self.part.x.device
         widths = torch.zeros(sum(shapes), dtype=torch.uint8, device=device)

@@ -491,8 +491,8 @@ class Engine:
         tokens, observed = iter(result.tokens), []
         looked_up = ended.cycle.length if ended.cycle.draft == LOOKUP else 0
         longest = 0  # of the drafts of look-up that are watched
-        if self.speculation is not None and ended.asked and self.speculation.watched > looked_up:
-            longest = self.speculation.watched
+        if self.speculation is not None and ended.asked and (watched := self.speculation.watched) > looked_up:
+            longest = watched
         judged: Counter[tuple[int, bool]] = Counter()
         watched_s = 0.0
         for row, (request, drafted) in enumerate(zip(members, ended.drafts(result), strict=True)):

@@ -160,12 +160,12 @@ def test_a_change_of_one_draft_lends_trials_of_the_others_and_their_time_is_save
 
     def trials(cycles, lookup):
         """Cycles that tried the model's own draft, of which nothing is accepted."""
-        tried = 0
+        count = 0
         for cycle in range(cycles):
             graph = subject.choose()
-            tried += graph.draft == "A8"
+            count += graph.draft == "A8"
             subject.observe([1 if graph.draft == "lookup" and (cycle % 10 < 10 * lookup) else 0])
-        return tried
+        return count
 
     assert subject.current.draft == "lookup" and trials(100, 0.9) == 0  # nothing is saved for one yet
     # Two cycles of 141 ns are lent, and each trial takes 41 ns more than plain decoding.
