@@ -7,6 +7,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.kernels.decoder.rows import (
         add_rms_norm,
+        add_rms_norm_and_round,
         gelu_gate,
         rms_norm,
         rotate_into_pages,
@@ -16,4 +17,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["add_rms_norm", "gelu_gate", "rms_norm", "rotate_into_pages", "rotate_positions", "silu_gate"]
+__all__ = [
+    "add_rms_norm", "add_rms_norm_and_round", "gelu_gate", "rms_norm", "rotate_into_pages", "rotate_positions",
+    "silu_gate",
+]  # fmt: skip

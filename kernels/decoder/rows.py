@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host, library
 from qsync_opt.kernels.paged_attention import put_into_pages
+from qsync_opt.kernels.weight_only import EIGHT_BITS, TILE, RoundedRows, rotate_and_round
 
 UNIT = "decoder"
 _DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
@@ -77,6 +78,31 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tu
         return both
     total = x + added
     return rms_norm(total, weight, epsilon), total
+
+
+def add_rms_norm_and_round(
+    x: Tensor, added: Tensor, weight: Tensor, epsilon: float, *, rotation: int, activations: str
+) -> tuple[RoundedRows, Tensor] | None:
+    """`add_rms_norm` with the normed rows as codes for products with packed weights, as one kernel of a card.
+
+    Args:
+        x: As of `add_rms_norm`.
+        added: As of `add_rms_norm`.
+        weight: As of `add_rms_norm`.
+        epsilon: As of `add_rms_norm`.
+        rotation: Of the packed weight: 0, 64 or 128.
+        activations: ``"A8"`` or ``"F8"``, as of `qsync_opt.kernels.weight_only.linear`.
+
+    Returns:
+        The same bits as `add_rms_norm` and then rotating and rounding; None where no kernel does this for these types
+        and sizes.
+    """
+    fits = x.shape[-1] % TILE == 0 and activations in EIGHT_BITS
+    if not (fits and _norms_on_card(x, weight, added)):
+        return None
+    run = library.operator(UNIT, "decoder_add_norm_and_round", x.device, "auto")
+    codes, scale, total = run(x.contiguous(), added.contiguous(), weight, epsilon, rotation, EIGHT_BITS[activations])
+    return RoundedRows(codes, scale, x.dtype), total
 
 
 def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -181,6 +207,15 @@ def _add_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple
     return _norm(total, weight, epsilon), total
 
 
+def _add_norm_and_round(
+    x: Tensor, added: Tensor, weight: Tensor, epsilon: float, rotation: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    normed, total = _add_norm(x, added, weight, epsilon)
+    activations = next(name for name, code in EIGHT_BITS.items() if code is dtype)
+    rounded = rotate_and_round(normed, rotation, activations, "reference")
+    return rounded.codes, rounded.scale, total
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
@@ -216,6 +251,17 @@ library.define(
     unit=UNIT,
     plain=_add_norm,
     fake=lambda x, added, weight, epsilon: (x.new_empty(x.shape), x.new_empty(x.shape)),
+)
+library.define(
+    "decoder_add_norm_and_round(Tensor x, Tensor added, Tensor weight, float epsilon, int rotation, ScalarType dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+    unit=UNIT,
+    plain=_add_norm_and_round,
+    fake=lambda x, added, weight, epsilon, rotation, dtype: (
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty((x.shape[0], 1), dtype=torch.float32),
+        x.new_empty(x.shape),
+    ),
 )
 library.define(
     "decoder_gate(Tensor x, bool by_gelu) -> Tensor",

@@ -11,6 +11,7 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.kernels.weight_only.host import UNIT
     from qsync_opt.kernels.weight_only.layout import (
+        TILE,
         PackedWeight,
         codes_of,
         hadamard,
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
         rotated_inputs,
     )
     from qsync_opt.kernels.weight_only.operators import explain, linear, unpack
-    from qsync_opt.kernels.weight_only.rotation import rotate
-    from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE
+    from qsync_opt.kernels.weight_only.rotation import rotate, rotate_and_round
+    from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, EIGHT_BITS, WIDE, RoundedRows
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "ACTIVATIONS", "UNIT", "WIDE", "PackedWeight", "codes_of", "explain", "hadamard", "linear", "pack", "pack_codes",
-    "pack_parts", "rotate", "rotated_inputs", "unpack",
+    "ACTIVATIONS", "EIGHT_BITS", "TILE", "UNIT", "WIDE", "PackedWeight", "RoundedRows", "codes_of", "explain",
+    "hadamard", "linear", "pack", "pack_codes", "pack_parts", "rotate", "rotate_and_round", "rotated_inputs", "unpack",
 ]  # fmt: skip

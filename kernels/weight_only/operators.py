@@ -1,7 +1,7 @@
-"""Products with packed weights: ``qsync_opt::weight_only_linear``, ``_linear_int8``, ``_unpack``, and their choice.
+"""Products with packed weights: ``qsync_opt::weight_only_linear``, ``_linear_rounded``, ``_unpack``, and their choice.
 
 The plain implementations compute in FP64 and round once: they are the specification. Compiled code multiplies codes and
-activations exactly and adds in FP32 (on cards W4A8 in int32), which on 4096 inputs is within 2e-6 of the sum of the
+activations exactly and adds in FP32 (on cards INT8 in int32), which on 4096 inputs is within 2e-6 of the sum of the
 terms' magnitudes, before the result is rounded to its type.
 
 Axis letters: N rows, K inputs, M outputs.
@@ -19,14 +19,16 @@ from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.weight_only import host
 from qsync_opt.kernels.weight_only.host import UNIT
 from qsync_opt.kernels.weight_only.layout import TILE, PackedWeight, ordered_codes, rotated_inputs
-from qsync_opt.kernels.weight_only.rotation import rotate
-from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE, round_rows
+from qsync_opt.kernels.weight_only.rotation import rotate, rotate_and_round
+from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, WIDE, RoundedRows
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CARD_DTYPES = (torch.bfloat16, torch.float16)
 _FEW_ROWS = {"cuda": 80, "cpu": 64}
 """Rows up to which packed weights are multiplied directly; more are multiplied by unpacked ones."""
 _OLDEST_CARD = (8, 0)
+_OLDEST_CARD_OF = {torch.int8: _OLDEST_CARD, torch.float8_e4m3fn: (8, 9)}
+"""That multiplies codes of 8 bits as such."""
 
 
 def _weight_MK(codes: Tensor, scales: Tensor, bits: int, group: int, dtype: torch.dtype) -> Tensor:
@@ -41,7 +43,7 @@ def _plain_linear(x: Tensor, codes: Tensor, scales: Tensor, bits: int, group: in
     return (x.double() @ weight_MK[:outputs].t()).to(x.dtype)
 
 
-def _plain_linear_int8(
+def _plain_linear_rounded(
     x: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, group: int, outputs: int, dtype: torch.dtype
 ) -> Tensor:
     product = _plain_linear(x.double(), codes, scales, 4, group, outputs)
@@ -59,10 +61,10 @@ library.define(
     fake=lambda x, codes, scales, bits, group, outputs: x.new_empty((x.shape[0], outputs)),
 )
 library.define(
-    "weight_only_linear_int8(Tensor x, Tensor x_scales, Tensor codes, Tensor scales, int group, int outputs, "
+    "weight_only_linear_rounded(Tensor x, Tensor x_scales, Tensor codes, Tensor scales, int group, int outputs, "
     "ScalarType dtype) -> Tensor",
     unit=UNIT,
-    plain=_plain_linear_int8,
+    plain=_plain_linear_rounded,
     fake=lambda x, x_scales, codes, scales, group, outputs, dtype: x.new_empty((x.shape[0], outputs), dtype=dtype),
 )
 library.define(
@@ -76,12 +78,17 @@ library.define(
 
 
 @functools.cache
+def _card_refusal(device: torch.device, oldest: tuple[int, int]) -> str:
+    return library.refusal(UNIT, device, oldest)
+
+
+@functools.cache
 def _refusal(device: torch.device) -> str:
     """Why compiled products do not run on a device, or nothing."""
     if device.type == "cpu":
         functions = host.functions()
         return functions if isinstance(functions, str) else ""
-    return library.refusal(UNIT, device, _OLDEST_CARD)
+    return _card_refusal(device, _OLDEST_CARD)
 
 
 def explain(device: torch.device | str = "cpu") -> str:
@@ -121,7 +128,7 @@ def unpack(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | RoundedRows,
     packed: PackedWeight,
     bias: Tensor | None = None,
     *,
@@ -134,43 +141,50 @@ def linear(
     A few rows are multiplied by the packed weight directly, which reads it once; many rows by the unpacked weight.
 
     Args:
-        x: BF16, FP16, FP32 or FP64, shape (..., inputs), on the device of the weight.
+        x: BF16, FP16, FP32 or FP64, shape (..., inputs), on the device of the weight; or rows (N, inputs) that are
+            rotated where the weight is, and rounded, as `qsync_opt.kernels.decoder` makes them.
         packed: The weight.
         bias: Shape (outputs,).
-        activations: ``"A16"``: ``x`` as it is. ``"A8"``, ``"F8"``, ``"A4"``: each row is rounded to INT8, FP8 (E4M3)
-            or 4 bits with a scale of its own, as drafts do. Cards multiply INT8 and 4-bit codes with 4-bit weights as
-            INT8; elsewhere codes are multiplied as wider numbers, which is as exact and no faster.
+        activations: Of what is not rounded yet. ``"A16"``: ``x`` as it is. ``"A8"``, ``"F8"``, ``"A4"``: each row is
+            rounded to INT8, FP8 (E4M3) or 4 bits with a scale of its own, as drafts do. Cards multiply these codes with
+            4-bit weights as INT8 and FP8; elsewhere codes are multiplied as wider numbers, which is as exact and no
+            faster.
         reproducible: Multiply any number of rows as few are: a row's result then has the same bits in any batch on the
             same device.
         backend: ``"auto"``, ``"compiled"`` (compiled code or an error) or ``"reference"`` (FP64, rounded once).
 
     Returns:
-        Shape (..., outputs), of the type of ``x``.
+        Shape (..., outputs), of the type of ``x``, or of what was rounded.
 
     Raises:
         UnsupportedError: Arguments that do not fit, or compiled code is asked for and cannot run.
     """
-    _check(x, packed, activations, backend)
-    missing = -x.shape[-1] % TILE
-    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x  # padding by nothing would copy
+    library.check_backend(backend)
+    source = x.codes if isinstance(x, RoundedRows) else x
+    _check(source, x.dtype, packed, activations, backend)
+    missing = -source.shape[-1] % TILE
+    padded = torch.nn.functional.pad(source, (0, missing)) if missing else source  # padding by nothing would copy
     rows = padded.reshape(-1, packed.codes.shape[1] * TILE)
     if rows.shape[0] == 0:
-        product = rows.new_empty((0, packed.out_features))
+        product = rows.new_empty((0, packed.out_features), dtype=x.dtype)
+    elif isinstance(x, RoundedRows):
+        product = _rounded_linear(x._replace(codes=rows), packed, reproducible, backend)
     elif activations == WIDE:
         turned = rotate(rows, packed.rotation, backend=backend) if packed.rotation else rows
         product = _wide_linear(turned, packed, reproducible, backend)
     else:
-        product = _rounded_linear(rows, packed, activations, reproducible, backend)
-    product = product.view(*x.shape[:-1], packed.out_features)
+        plain = backend == "reference" or rows.dtype is torch.float64
+        codes = rotate_and_round(rows, packed.rotation, activations, "reference" if plain else backend)
+        product = _rounded_linear(codes, packed, reproducible, backend)
+    product = product.view(*source.shape[:-1], packed.out_features)
     return product if bias is None else product + bias.to(product.dtype)
 
 
-def _check(x: Tensor, packed: PackedWeight, activations: str, backend: str) -> None:
-    library.check_backend(backend)
+def _check(x: Tensor, dtype: torch.dtype, packed: PackedWeight, activations: str, backend: str) -> None:
     if activations not in ACTIVATIONS:
         raise UnsupportedError(f"activations is {activations!r}, but allowed are {', '.join(ACTIVATIONS)}")
-    if x.dtype not in _DTYPES:
-        raise UnsupportedError(f"x is {x.dtype}, but allowed are {', '.join(map(str, _DTYPES))}")
+    if dtype not in _DTYPES:
+        raise UnsupportedError(f"x is {dtype}, but allowed are {', '.join(map(str, _DTYPES))}")
     if x.dim() == 0 or x.shape[-1] != packed.in_features:
         raise UnsupportedError(
             f"x has the shape {tuple(x.shape)}, but its last dimension must be the weight's {packed.in_features} inputs"
@@ -181,16 +195,16 @@ def _check(x: Tensor, packed: PackedWeight, activations: str, backend: str) -> N
         raise UnsupportedError(f"backend 'compiled': {reason}")
 
 
-def _runs_packed(rows: Tensor, reproducible: bool, backend: str) -> bool:
-    """Whether the packed weight is multiplied by compiled code.
+def _runs_packed(rows: Tensor, dtype: torch.dtype, reproducible: bool, backend: str) -> bool:
+    """Whether the packed weight is multiplied by compiled code, with results of a type.
 
     Raises:
         UnsupportedError: Results must be reproducible and no compiled product of this type is.
     """
     types = _CARD_DTYPES if rows.device.type == "cuda" else (*_CARD_DTYPES, torch.float32)
-    able = rows.dtype in types and not _refusal(rows.device)
+    able = dtype in types and not _refusal(rows.device)
     if reproducible and not able:
-        reason = _refusal(rows.device) or f"products in {rows.dtype} are not compiled; use {types[0]}"
+        reason = _refusal(rows.device) or f"products in {dtype} are not compiled; use {types[0]}"
         raise UnsupportedError(f"reproducible results need compiled code on {rows.device}: {reason}")
     if backend == "compiled" and not able:
         raise UnsupportedError(f"backend 'compiled': allowed on {rows.device} are {', '.join(map(str, types))}")
@@ -202,7 +216,7 @@ def _wide_linear(rows: Tensor, packed: PackedWeight, reproducible: bool, backend
     arguments = (packed.codes, packed.scales, packed.bits, packed.group, packed.out_features)
     if backend == "reference" or rows.dtype is torch.float64:
         return _plain_linear(rows, *arguments)
-    if not _runs_packed(rows, reproducible, backend):
+    if not _runs_packed(rows, rows.dtype, reproducible, backend):
         return torch.nn.functional.linear(rows, _stored(packed, rows.dtype))
     if rows.device.type == "cpu":
         return host.linear(rows, packed).to(rows.dtype)
@@ -210,28 +224,21 @@ def _wide_linear(rows: Tensor, packed: PackedWeight, reproducible: bool, backend
     return product
 
 
-def _rounded_linear(rows: Tensor, packed: PackedWeight, activations: str, reproducible: bool, backend: str) -> Tensor:
-    plain = backend == "reference" or rows.dtype is torch.float64
-    codes: Tensor
-    scale: Tensor
-    if packed.rotation and activations == "A8" and rows.device.type == "cuda" and not plain:
-        turning = library.operator(UNIT, "weight_only_rotate_int8", rows.device, backend)
-        codes, scale = turning(rows.contiguous(), packed.rotation)
-        scale = scale.view(-1, 1)
-    else:
-        turned = rows
-        if packed.rotation:  # rotated rows are not rounded to 16 bits in between
-            wide = rows if rows.dtype is torch.float64 else rows.float()
-            turned = rotate(wide, packed.rotation, backend=backend)
-        codes, scale = round_rows(turned, activations, backend)
-    if plain:
-        return _wide_linear(codes.double(), packed, False, "reference").mul_(scale.double()).to(rows.dtype)
-    integers = codes.dtype is torch.int8
-    if integers and packed.bits == 4 and rows.device.type == "cuda" and _runs_packed(rows, reproducible, backend):
-        few = library.operator(UNIT, "weight_only_linear_int8", rows.device, backend)
+def _multiplies_codes(rows: RoundedRows, packed: PackedWeight) -> bool:
+    """Whether there are products of these codes and 4-bit ones."""
+    device, oldest = rows.codes.device, _OLDEST_CARD_OF.get(rows.codes.dtype)
+    return packed.bits == 4 and device.type == "cuda" and oldest is not None and not _card_refusal(device, oldest)
+
+
+def _rounded_linear(rows: RoundedRows, packed: PackedWeight, reproducible: bool, backend: str) -> Tensor:
+    codes, scale, dtype = rows
+    if backend == "reference" or dtype is torch.float64:
+        return _wide_linear(codes.double(), packed, False, "reference").mul_(scale.double()).to(dtype)
+    if _multiplies_codes(rows, packed) and _runs_packed(codes, dtype, reproducible, backend):
+        few = library.operator(UNIT, "weight_only_linear_rounded", codes.device, backend)
         arguments = (packed.codes, packed.scales, packed.group, packed.out_features)
-        result: Tensor = few(codes, scale.reshape(-1), *arguments, rows.dtype)
+        result: Tensor = few(codes.contiguous(), scale.reshape(-1), *arguments, dtype)
         return result
     # Codes are exact in any of the types.
-    wider = torch.float32 if rows.device.type == "cpu" else rows.dtype
-    return (_wide_linear(codes.to(wider), packed, reproducible, backend).float() * scale).to(rows.dtype)
+    wider = torch.float32 if codes.device.type == "cpu" else dtype
+    return (_wide_linear(codes.to(wider), packed, reproducible, backend).float() * scale).to(dtype)

@@ -21,15 +21,16 @@ from qsync_opt.kernels.quantize import quantize_matrix
 from qsync_opt.kernels.weight_only import host
 from qsync_opt.kernels.weight_only.host import UNIT
 from qsync_opt.kernels.weight_only.layout import ROTATIONS, rotated_inputs
+from qsync_opt.kernels.weight_only.rounding import EIGHT_BITS, RoundedRows, round_rows
 
 
 def _plain_rotate(x: Tensor, block: int) -> Tensor:
     return rotated_inputs(x, block).to(x.dtype)
 
 
-def _plain_rotate_int8(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _plain_rotate_and_round(x: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rotated = _plain_rotate(x.float(), block)
-    codes, scale, _ = quantize_matrix(rotated, torch.int8, granularity="row", rounding="nearest", backend="reference")
+    codes, scale, _ = quantize_matrix(rotated, dtype, granularity="row", rounding="nearest", backend="reference")
     return codes, scale.view(-1)
 
 
@@ -40,10 +41,10 @@ library.define(
     fake=lambda x, block: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 library.define(
-    "weight_only_rotate_int8(Tensor x, int block) -> (Tensor, Tensor)",
+    "weight_only_rotate_and_round(Tensor x, int block, ScalarType dtype) -> (Tensor, Tensor)",
     unit=UNIT,
-    plain=_plain_rotate_int8,
-    fake=lambda x, block: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)),
+    plain=_plain_rotate_and_round,
+    fake=lambda x, block, dtype: (x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:1], dtype=torch.float32)),
 )
 
 
@@ -74,3 +75,18 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
         return host.rotate(rows, block).to(x.dtype).view(x.shape)
     rotated: Tensor = library.operator(UNIT, "weight_only_rotate", x.device, backend)(rows.contiguous(), block)
     return rotated.view(x.shape)
+
+
+def rotate_and_round(rows: Tensor, block: int, activations: str, backend: str = "auto") -> RoundedRows:
+    """The rows of a matrix (N, K), each block of inputs rotated unless ``block`` is 0, rounded to codes.
+
+    Rotated numbers are not rounded in between.
+    """
+    if not block:
+        return round_rows(rows, activations, backend)
+    if rows.device.type == "cuda" and activations in EIGHT_BITS and backend != "reference":
+        turning = library.operator(UNIT, "weight_only_rotate_and_round", rows.device, backend)
+        codes, scale = turning(rows.contiguous(), block, EIGHT_BITS[activations])
+        return RoundedRows(codes, scale.view(-1, 1), rows.dtype)
+    wide = rows if rows.dtype is torch.float64 else rows.float()
+    return round_rows(rotate(wide, block, backend=backend), activations, backend)._replace(dtype=rows.dtype)

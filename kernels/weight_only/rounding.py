@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,23 +19,35 @@ from qsync_opt.kernels.quantize import quantize_matrix
 
 WIDE = "A16"
 ACTIVATIONS = (WIDE, "A8", "F8", "A4")
-_EIGHT_BITS = {"A8": torch.int8, "F8": torch.float8_e4m3fn}
+EIGHT_BITS = {"A8": torch.int8, "F8": torch.float8_e4m3fn}
+"""Types of codes of 8 bits, by activations."""
 _LARGEST_4 = 7
 
 
-def round_rows(rows: Tensor, activations: str, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """Codes of a matrix (N, K), rounded to nearest, and the scale (N, 1) of each row, FP32.
+class RoundedRows(NamedTuple):
+    """Rows as codes.
 
-    A row that holds NaN or an infinity has the scale NaN.
+    Attributes:
+        codes: Shape (N, K), int8 or FP8 (E4M3).
+        scale: Of each row, FP32, shape (N, 1); NaN where the row holds NaN or an infinity.
+        dtype: What the rows were before, and results of products are.
     """
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+def round_rows(rows: Tensor, activations: str, backend: str = "auto") -> RoundedRows:
+    """The rows of a matrix (N, K) rounded to nearest."""
     source = rows.float() if rows.dtype is torch.float64 else rows
-    if activations in _EIGHT_BITS:
+    if activations in EIGHT_BITS:
         quantizer = "reference" if backend == "reference" else "auto"
         codes, scale, _ = quantize_matrix(
-            source, _EIGHT_BITS[activations], granularity="row", rounding="nearest", backend=quantizer
+            source, EIGHT_BITS[activations], granularity="row", rounding="nearest", backend=quantizer
         )
-        return codes, scale.view(-1, 1)
+        return RoundedRows(codes, scale.view(-1, 1), rows.dtype)
     source = source.float()
     scale = (source.abs().amax(1, keepdim=True) / _LARGEST_4).clamp_min(torch.finfo(torch.float32).tiny)
     codes = (source / scale).round_().nan_to_num_().clamp_(-_LARGEST_4, _LARGEST_4).to(torch.int8)
-    return codes, torch.where(scale.isfinite(), scale, torch.nan)
+    return RoundedRows(codes, torch.where(scale.isfinite(), scale, torch.nan), rows.dtype)

@@ -8,6 +8,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import decoder
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.paged_attention import in_halves, to_codes
+from qsync_opt.kernels.weight_only import EIGHT_BITS, rotate_and_round
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +47,37 @@ def test_norms_and_sums_before_them(shape, dtype):
         normed, total = decoder.add_rms_norm(x, added, weight, 1e-2)
         assert torch.equal(total, x + added)
         assert_rounded_once(normed, exact_norm(total, weight, 1e-2))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activations", EIGHT_BITS)
+@pytest.mark.parametrize("rotation", [0, 64, 128])
+def test_norms_that_round_are_norms_that_are_rounded(rotation, activations, dtype):
+    for rows, size in ((1, 128), (3, 640), (5, 4096), (2, 5120), (17, 16384), (0, 128)):
+        x, added = randn(rows, size, dtype=dtype, scale=3.0), randn(rows, size, dtype=dtype)
+        if rows > 2:
+            x[1], added[1] = 0.0, 0.0
+            x[2, 77] = torch.nan
+        for weight in (randn(size, dtype=dtype), randn(size, dtype=torch.float32)):
+            rounded, total = decoder.add_rms_norm_and_round(
+                x, added, weight, 1e-5, rotation=rotation, activations=activations
+            )
+            normed, expected_total = decoder.add_rms_norm(x, added, weight, 1e-5)
+            expected = rotate_and_round(normed, rotation, activations)
+            assert torch.equal(total.nan_to_num(), expected_total.nan_to_num())
+            assert rounded.dtype is dtype and rounded.codes.dtype is expected.codes.dtype
+            assert torch.equal(rounded.scale.isnan(), expected.scale.isnan())
+            known = ~rounded.scale.isnan()[:, 0]
+            assert (~known).sum() == (rows > 2)
+            assert torch.equal(rounded.scale[known], expected.scale[known])
+            assert torch.equal(rounded.codes[known].view(torch.uint8), expected.codes[known].view(torch.uint8))
+
+
+def test_norms_do_not_round_what_is_padded_or_not_of_8_bits():
+    x, weight = randn(2, 72, dtype=torch.bfloat16), randn(72, dtype=torch.bfloat16)
+    assert decoder.add_rms_norm_and_round(x, x, weight, 1e-5, rotation=0, activations="A8") is None
+    x, weight = randn(2, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
+    assert decoder.add_rms_norm_and_round(x, x, weight, 1e-5, rotation=0, activations="A4") is None
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from qsync_opt.kernels.quantize import quantize_matrix
-from qsync_opt.kernels.weight_only import explain, linear, pack, pack_codes, rotate, rotated_inputs, unpack
+from qsync_opt.kernels.weight_only import (
+    EIGHT_BITS,
+    RoundedRows,
+    explain,
+    linear,
+    pack,
+    pack_codes,
+    rotate,
+    rotate_and_round,
+    rotated_inputs,
+    unpack,
+)
 
 pytestmark = pytest.mark.gpu
 RANGES = {4: (-8, 8), 8: (-128, 128)}
@@ -48,14 +59,44 @@ def test_products_are_those_of_float64(bits, group, shape, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_eight_bit_activations(shape, bits):
+@pytest.mark.parametrize("rounded_to", ["A8", "F8"])
+def test_eight_bit_activations(shape, bits, rounded_to):
     packed, weight = random_packed(*shape, bits, 128)
-    for rows in (1, 5, 8, 9, 16):
+    for rows in (1, 5, 8, 9, 16, 70):
         x = activations(rows, shape[1], torch.bfloat16)
-        y = linear(x, packed, activations="A8", backend="compiled").double()
-        reference = linear(x, packed, activations="A8", backend="reference").double()
+        y = linear(x, packed, activations=rounded_to, backend="compiled").double()
+        reference = linear(x, packed, activations=rounded_to, backend="reference").double()
         terms = x.double().abs() @ weight.abs().t()
         assert bool(((y - reference).abs() <= 2**-7 * reference.abs() + 1e-5 * terms).all())
+
+
+@pytest.mark.parametrize("codes_as", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_codes_are_exact_up_to_sums_in_fp32(codes_as, dtype):
+    for group in (64, 128, None):
+        packed, weight = random_packed(130, 1000, 4, group)
+        for rows in (1, 8, 9, 33):
+            x = activations(rows, 1000, torch.float32)
+            codes, scale, _ = quantize_matrix(x, codes_as, granularity="row", rounding="nearest")
+            y = linear(RoundedRows(codes, scale.view(-1, 1), dtype), packed, backend="compiled")
+            assert y.dtype is dtype
+            exact = codes.double() @ weight.t() * scale.view(-1, 1).double()
+            # Codes stay plus 8 until they are added, so that the terms are larger than those of the product.
+            terms = codes.double().abs() @ (weight.abs() + 8 * weight.abs().amax()).t() * scale.view(-1, 1).double()
+            unit = torch.finfo(dtype).eps / 2
+            assert bool(((y.double() - exact).abs() <= 1.01 * unit * exact.abs() + 4e-6 * terms + 1e-7).all())
+
+
+@pytest.mark.parametrize("rounded_to", ["A8", "F8"])
+def test_rows_that_are_not_finite_spoil_only_their_own_results(rounded_to):
+    packed, _ = random_packed(130, 256, 4, 128)
+    x = activations(9, 256, torch.bfloat16)
+    expected = linear(x, packed, activations=rounded_to)
+    x[2, 7], x[5, 100] = torch.nan, torch.inf
+    y = linear(x, packed, activations=rounded_to)
+    assert y[[2, 5]].isnan().all()
+    others = [0, 1, 3, 4, 6, 7, 8]
+    assert torch.equal(y[others], expected[others])
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -67,10 +108,12 @@ def test_rotations_are_those_of_float64(block, dtype):
         y = rotate(x, block, backend="compiled").double()
         assert torch.allclose(y, exact, rtol=torch.finfo(dtype).eps, atol=4e-6)
         wide = rotate(x.float(), block)
-        codes, scale = torch.ops.qsync_opt.weight_only_rotate_int8(x, block)
-        expected, scales, _ = quantize_matrix(wide, torch.int8, granularity="row", rounding="nearest")
-        assert torch.equal(scale, scales.view(-1))
-        assert torch.equal(codes, expected)
+        for rounded_to, codes_as in EIGHT_BITS.items():
+            rounded = rotate_and_round(x, block, rounded_to)
+            expected, scales, _ = quantize_matrix(wide, codes_as, granularity="row", rounding="nearest")
+            assert rounded.dtype is dtype
+            assert torch.equal(rounded.scale, scales.view(-1, 1))
+            assert torch.equal(rounded.codes.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("rounded_to", ["A8", "F8", "A4"])
@@ -87,7 +130,7 @@ def test_rotated_weights_and_rounded_activations(rounded_to):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("activations_as", ["A8", "A16"])
+@pytest.mark.parametrize("activations_as", ["A8", "F8", "A16"])
 @pytest.mark.parametrize("shape", [(130, 200), (4096, 4096), (14336, 4096)], ids=str)
 def test_reproducible_rows_do_not_depend_on_the_batch(bits, activations_as, shape):
     packed, _ = random_packed(*shape, bits, 128)

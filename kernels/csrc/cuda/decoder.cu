@@ -58,12 +58,79 @@ struct Norm {
   int64_t heads, row_step, head_step;  // of x; the others are dense
   int size;
   float epsilon;
+  float* scales;  // of codes, which y then holds, one for each vector
+  int rotated;    // neighbours that are rotated together before they become codes: 0, 64 or 128
+  bool is_fp8;    // codes are FP8 (E4M3), else INT8
 };
+
+// Rotates the numbers of p.rotated / kVector neighbouring lanes, kVector in each, by the normalized Hadamard matrix, in the order of
+// `load_rotated` in weight_only.cu. All lanes of a warp must come here.
+__device__ __forceinline__ void rotate(float (&v)[kVector], int rotated) {
+#pragma unroll
+  for (int step = 1; step < kVector; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if ((i & step) == 0) {
+        const float a = v[i], b = v[i + step];
+        v[i] = a + b;
+        v[i + step] = a - b;
+      }
+    }
+  }
+  for (int step = 1; step < rotated / kVector; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffu, v[i], step);
+      v[i] = threadIdx.x & step ? other - v[i] : v[i] + other;
+    }
+  }
+  const float factor = rotated == 128 ? 0.08838834764831845f : 0.125f;  // one over the root of the block
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    v[i] *= factor;
+  }
+}
+
+// Stores a vector, of which each thread holds kHeld parts with zeros beyond the end, as codes with one scale.
+template <Format kFormat, int kHeld>
+__device__ __forceinline__ void store_rounded(const Norm& p, const float (&v)[kHeld][kVector]) {
+  __shared__ uint32_t largest_of[kMostThreads / 32];
+  uint32_t bits = 0;  // of the largest magnitude: they order magnitudes, NaN above infinity
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      bits = max(bits, __float_as_uint(fabsf(v[k][i])));
+    }
+  }
+  bits = group_max<32>(bits);
+  if (threadIdx.x % 32 == 0) {
+    largest_of[threadIdx.x / 32] = bits;
+  }
+  __syncthreads();
+  bits = group_max<32>(threadIdx.x % 32 < blockDim.x / 32 ? largest_of[threadIdx.x % 32] : 0);
+  const float scale = scale_of<kFormat>(__uint_as_float(bits)), factor = factor_of<kFormat, false>(scale);
+  if (threadIdx.x == 0) {
+    p.scales[blockIdx.x] = scale;
+  }
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    if (const int at = threadIdx.x + k * blockDim.x; at < p.size / kVector) {
+      Numbers<uint8_t, kVector> codes;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        codes.values[i] = uint8_t(round_one<kFormat, false>(__fmul_rn(v[k][i], factor), 0));
+      }
+      reinterpret_cast<Numbers<uint8_t, kVector>*>(static_cast<uint8_t*>(p.y) + int64_t(blockIdx.x) * p.size)[at] = codes;
+    }
+  }
+}
 
 // Grid: a block of threads per vector. Traffic: x and what is added once, sums and results once. Contract: the sum is rounded to
 // the type, as it is without a norm behind it; squares are added in FP32 in an order that depends on the size alone, and the
-// result is rounded once. Reference: kernels/decoder/rows.py.
-template <class T, class Weight, bool kAdds, int kHeld>
+// result is rounded once. With kRounds the numbers that this gives are rotated and become codes, as weight_only.cu does it with
+// stored ones, bit for bit. Reference: kernels/decoder/rows.py.
+template <class T, class Weight, bool kAdds, bool kRounds, int kHeld>
 __global__ void __launch_bounds__(kMostThreads) norm_kernel(const Norm p) {
   __shared__ float parts[kMostThreads / 32];
   launch_next();
@@ -71,7 +138,7 @@ __global__ void __launch_bounds__(kMostThreads) norm_kernel(const Norm p) {
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(p.x) + row / p.heads * p.row_step + row % p.heads * p.head_step;
   const int vectors = p.size / kVector;
-  float weight[kHeld][kVector], v[kHeld][kVector], squares = 0.0f;
+  float weight[kHeld][kVector] = {}, v[kHeld][kVector] = {}, squares = 0.0f;
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     if (const int at = threadIdx.x + k * blockDim.x; at < vectors) {
@@ -101,13 +168,23 @@ __global__ void __launch_bounds__(kMostThreads) norm_kernel(const Norm p) {
   const float factor = rsqrtf(squares / p.size + p.epsilon);
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    if (const int at = threadIdx.x + k * blockDim.x; at < vectors) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        v[k][i] = v[k][i] * factor * weight[k][i];
+    for (int i = 0; i < kVector; ++i) {
+      v[k][i] = __fmul_rn(v[k][i] * factor, weight[k][i]);
+      if constexpr (kRounds) {
+        v[k][i] = to_float(from_float<T>(v[k][i]));
       }
+    }
+    if constexpr (kRounds) {
+      if (p.rotated) {
+        rotate(v[k], p.rotated);
+      }
+    } else if (const int at = threadIdx.x + k * blockDim.x; at < vectors) {
       store(static_cast<T*>(p.y) + row * p.size + at * kVector, v[k]);
     }
+  }
+  if constexpr (kRounds) {
+    p.is_fp8 ? store_rounded<Format::kE4M3>(p, v) : store_rounded<Format::kInt8>(p, v);
   }
 }
 
@@ -245,15 +322,23 @@ bool aligned(const Tensor& x) { return reinterpret_cast<uintptr_t>(x.data_ptr())
     default: STD_TORCH_CHECK(false, "decoder: tensors must be bfloat16, float16 or float32"); \
   }
 
-template <class T, class Weight, bool kAdds>
+template <class T, class Weight, bool kAdds, bool kRounds>
 cudaError_t launch_norm(const Norm& p, int64_t rows, bool early, cudaStream_t stream) {
   const int vectors = p.size / kVector, held = (vectors + kMostThreads - 1) / kMostThreads;
   const int threads = ((vectors + held - 1) / held + 31) / 32 * 32;
-  const auto kernel = held == 1 ? norm_kernel<T, Weight, kAdds, 1> : norm_kernel<T, Weight, kAdds, kMostHeld>;
+  const auto kernel = held == 1 ? norm_kernel<T, Weight, kAdds, kRounds, 1> : norm_kernel<T, Weight, kAdds, kRounds, kMostHeld>;
   return launch_early(early, kernel, dim3(unsigned(rows)), dim3(threads), 0, stream, p);
 }
 
-void run_norm(const Tensor& x, const Tensor* added, const Tensor& weight, double epsilon, const Tensor& y, const Tensor* sum) {
+template <class T, class Weight>
+cudaError_t launch_norm(const Norm& p, int64_t rows, bool early, cudaStream_t stream) {
+  return p.scales  ? launch_norm<T, Weight, true, true>(p, rows, early, stream)
+         : p.added ? launch_norm<T, Weight, true, false>(p, rows, early, stream)
+                   : launch_norm<T, Weight, false, false>(p, rows, early, stream);
+}
+
+// Launches the norm of vectors of x; where its results go is in p already.
+void run_norm(Norm p, const Tensor& x, const Tensor* added, const Tensor& weight, double epsilon) {
   const int64_t size = x.size(x.dim() - 1), rows = size > 0 ? x.numel() / size : 0;
   STD_TORCH_CHECK(size % kVector == 0 && size <= kMostHeld * kMostThreads * kVector, "decoder: vectors of ", size, " numbers; allowed are "
                   "multiples of ", kVector, " up to ", kMostHeld * kMostThreads * kVector);
@@ -267,12 +352,9 @@ void run_norm(const Tensor& x, const Tensor* added, const Tensor& weight, double
   if (rows == 0) {
     return;
   }
-  Norm p = {};
   p.x = x.data_ptr();
   p.added = added ? added->data_ptr() : nullptr;
   p.weight = weight.data_ptr();
-  p.y = y.data_ptr();
-  p.sum = sum ? sum->data_ptr() : nullptr;
   p.heads = x.dim() == 3 ? x.size(1) : 1;
   p.row_step = x.stride(0);
   p.head_step = x.dim() == 3 ? x.stride(1) : 0;
@@ -284,11 +366,7 @@ void run_norm(const Tensor& x, const Tensor* added, const Tensor& weight, double
   STD_TORCH_CHECK(wide || weight.scalar_type() == x.scalar_type(), "decoder: weight must be float32 or of the type of x");
   cudaError_t error = cudaSuccess;
   QSYNC_BY_TYPE(x.scalar_type(), {
-    if (added) {
-      error = wide ? launch_norm<T, float, true>(p, rows, early, stream) : launch_norm<T, T, true>(p, rows, early, stream);
-    } else {
-      error = wide ? launch_norm<T, float, false>(p, rows, early, stream) : launch_norm<T, T, false>(p, rows, early, stream);
-    }
+    error = wide ? launch_norm<T, float>(p, rows, early, stream) : launch_norm<T, T>(p, rows, early, stream);
   })
   STD_CUDA_CHECK(error);
 }
@@ -298,7 +376,9 @@ Tensor norm_cuda(const Tensor& x, const Tensor& weight, double epsilon) {
   STD_TORCH_CHECK(x.dim() == 2 || x.dim() == 3, "decoder: x must have 2 or 3 dimensions");
   Tensor y = x.dim() == 2 ? empty_on(x, {x.size(0), x.size(1)}, x.scalar_type())
                           : empty_on(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type());
-  run_norm(x, nullptr, weight, epsilon, y, nullptr);
+  Norm p = {};
+  p.y = y.data_ptr();
+  run_norm(p, x, nullptr, weight, epsilon);
   return y;
 }
 
@@ -306,8 +386,30 @@ std::tuple<Tensor, Tensor> add_norm_cuda(const Tensor& x, const Tensor& added, c
   const OnDeviceOf guard(x);
   STD_TORCH_CHECK(x.dim() == 2, "decoder: x must have 2 dimensions");
   Tensor y = empty_on(x, {x.size(0), x.size(1)}, x.scalar_type()), sum = empty_on(x, {x.size(0), x.size(1)}, x.scalar_type());
-  run_norm(x, &added, weight, epsilon, y, &sum);
+  Norm p = {};
+  p.y = y.data_ptr();
+  p.sum = sum.data_ptr();
+  run_norm(p, x, &added, weight, epsilon);
   return {y, sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_norm_and_round_cuda(const Tensor& x, const Tensor& added, const Tensor& weight,
+                                                           double epsilon, int64_t rotated, ScalarType dtype) {
+  const OnDeviceOf guard(x);
+  STD_TORCH_CHECK(x.dim() == 2, "decoder: x must have 2 dimensions");
+  STD_TORCH_CHECK((rotated == 0 || rotated == 64 || rotated == 128) && (rotated == 0 || x.size(1) % rotated == 0),
+                  "decoder: ", rotated, " neighbours of ", x.size(1), " are rotated together; allowed are none, 64 and 128 that divide");
+  STD_TORCH_CHECK(dtype == ScalarType::Char || dtype == ScalarType::Float8_e4m3fn, "decoder: codes are int8 or float8_e4m3fn");
+  Tensor codes = empty_on(x, {x.size(0), x.size(1)}, dtype), scales = empty_on(x, {x.size(0), 1}, ScalarType::Float);
+  Tensor sum = empty_on(x, {x.size(0), x.size(1)}, x.scalar_type());
+  Norm p = {};
+  p.y = codes.data_ptr();
+  p.scales = static_cast<float*>(scales.data_ptr());
+  p.sum = sum.data_ptr();
+  p.rotated = int(rotated);
+  p.is_fp8 = dtype == ScalarType::Float8_e4m3fn;
+  run_norm(p, x, &added, weight, epsilon);
+  return {codes, scales, sum};
 }
 
 Tensor gate_cuda(const Tensor& x, bool gelu) {
@@ -409,6 +511,7 @@ Tensor rotate_into_pages_cuda(const Tensor& heads, const Tensor& cos, const Tens
 STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
   m.impl("decoder_norm", TORCH_BOX(&qsync::norm_cuda));
   m.impl("decoder_add_norm", TORCH_BOX(&qsync::add_norm_cuda));
+  m.impl("decoder_add_norm_and_round", TORCH_BOX(&qsync::add_norm_and_round_cuda));
   m.impl("decoder_gate", TORCH_BOX(&qsync::gate_cuda));
   m.impl("decoder_rotate", TORCH_BOX(&qsync::rotate_cuda));
   m.impl("decoder_rotate_into_pages", TORCH_BOX(&qsync::rotate_into_pages_cuda));

@@ -1,5 +1,5 @@
 // Products of activations and packed 4- or 8-bit weights: W4A16, W8A16 and W4A8 for few rows, and unpacking for many;
-// Hadamard rotations of activations, alone and with rounding to INT8.
+// Hadamard rotations of activations, alone and with rounding to INT8 or FP8.
 //
 // Layout of the codes: tiles of 64 outputs by 64 inputs, (outputs / 64, inputs / 64, 4, bits / 4, 32, 16 bytes). A lane
 // of a warp reads 16 bytes that are the operand A of tensor core products for 16 outputs; which inputs these are is
@@ -113,8 +113,8 @@ __global__ void rotate_kernel(const T* x, T* y, int64_t blocks) {
 // Grid: a block of threads per row, whose warps share the row's blocks. Traffic: x once from memory and once more from the
 // cache, for the largest magnitude comes first; codes once. Contract: rotated numbers are not rounded in between; scale and
 // codes are those of the row quantizer. Reference: kernels/weight_only/rotation.py.
-template <int kCount, class T>
-__global__ void rotate_int8_kernel(const T* x, int8_t* codes, float* scales, int64_t blocks) {
+template <int kCount, class T, Format kFormat>
+__global__ void rotate_and_round_kernel(const T* x, uint8_t* codes, float* scales, int64_t blocks) {
   __shared__ uint32_t largest_of[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int64_t row = blockIdx.x, first = row * blocks * 32 * kCount;
@@ -133,8 +133,8 @@ __global__ void rotate_int8_kernel(const T* x, int8_t* codes, float* scales, int
   }
   __syncthreads();
   bits = group_max<32>(lane < warps ? largest_of[lane] : 0);
-  const float scale = scale_of<Format::kInt8>(__uint_as_float(bits));
-  const float factor = factor_of<Format::kInt8, false>(scale);
+  const float scale = scale_of<kFormat>(__uint_as_float(bits));
+  const float factor = factor_of<kFormat, false>(scale);
   if (threadIdx.x == 0) {
     scales[row] = scale;
   }
@@ -143,8 +143,7 @@ __global__ void rotate_int8_kernel(const T* x, int8_t* codes, float* scales, int
     load_rotated<kCount>(x + first + block * 32 * kCount, lane, v);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      const uint32_t code = round_one<Format::kInt8, false>(__fmul_rn(v[k], factor), 0);
-      codes[first + block * 32 * kCount + lane * kCount + k] = int8_t(uint8_t(code));
+      codes[first + block * 32 * kCount + lane * kCount + k] = uint8_t(round_one<kFormat, false>(__fmul_rn(v[k], factor), 0));
     }
   }
 }
@@ -163,10 +162,16 @@ void check_packed(const Tensor& codes, const Tensor& scales, int64_t bits, int64
                   "weight_only: scales must be a contiguous float32 tensor of shape (groups, outputs) on the card of the codes");
 }
 
-template <class T, class Out, int kBits, int kColumns, bool kInt8, int kTiles>
+template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles>
 void launch(const Arguments& args, cudaStream_t stream) {
   const int shared = shared_bytes<kBits, kColumns>(args.cluster);
-  const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInt8, kTiles>;
+  const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInputs, kTiles>;
+  if constexpr (kInputs == Inputs::kE4M3) {
+    cudaFuncAttributes code;
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+    STD_TORCH_CHECK(code.ptxVersion >= 89, "weight_only: products of FP8 need code for compute capability 8.9 or later, this is for ",
+                    code.ptxVersion / 10, ".", code.ptxVersion % 10);
+  }
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   cudaLaunchConfig_t config = {};
   const int64_t tiles = args.padded / kTile;
@@ -189,15 +194,15 @@ void launch(const Arguments& args, cudaStream_t stream) {
 
 // How a weight is shared does not depend on the rows, which would change the order of sums: with two blocks of threads on each
 // multiprocessor, small weights are split along their inputs, too, and large ones so that all blocks run at a time.
-template <class T, class Out, int kBits, bool kInt8>
+template <class T, class Out, int kBits, Inputs kInputs>
 void run(Arguments args, cudaStream_t stream) {
   const int64_t tiles = args.padded / kTile, room = 2 * int64_t(multiprocessors());
   args.cluster = args.hopper && 2 * tiles <= room && args.blocks > 2 * kWarps ? 2 : 1;
   const bool few = args.rows <= 8;
   if (tiles <= room) {
-    few ? launch<T, Out, kBits, 1, kInt8, 1>(args, stream) : launch<T, Out, kBits, 2, kInt8, 1>(args, stream);
+    few ? launch<T, Out, kBits, 1, kInputs, 1>(args, stream) : launch<T, Out, kBits, 2, kInputs, 1>(args, stream);
   } else {
-    few ? launch<T, Out, kBits, 1, kInt8, 2>(args, stream) : launch<T, Out, kBits, 2, kInt8, 2>(args, stream);
+    few ? launch<T, Out, kBits, 1, kInputs, 2>(args, stream) : launch<T, Out, kBits, 2, kInputs, 2>(args, stream);
   }
 }
 
@@ -236,20 +241,31 @@ Tensor linear_cuda(const Tensor& x, const Tensor& codes, const Tensor& scales, i
   }
   const cudaStream_t stream = stream_of(x);
   const bool wide = bits == 8;
+  constexpr Inputs kWide = Inputs::kWide;
   if (x.scalar_type() == ScalarType::BFloat16) {
-    wide ? run<__nv_bfloat16, __nv_bfloat16, 8, false>(args, stream) : run<__nv_bfloat16, __nv_bfloat16, 4, false>(args, stream);
+    wide ? run<__nv_bfloat16, __nv_bfloat16, 8, kWide>(args, stream) : run<__nv_bfloat16, __nv_bfloat16, 4, kWide>(args, stream);
   } else {
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "weight_only: x is of another type; allowed are bfloat16 and float16");
-    wide ? run<__half, __half, 8, false>(args, stream) : run<__half, __half, 4, false>(args, stream);
+    wide ? run<__half, __half, 8, kWide>(args, stream) : run<__half, __half, 4, kWide>(args, stream);
   }
   return y;
 }
 
-Tensor linear_int8_cuda(const Tensor& x, const Tensor& x_scales, const Tensor& codes, const Tensor& scales, int64_t group,
-                        int64_t outputs, ScalarType dtype) {
+template <Inputs kInputs>
+void run_rounded(const Arguments& args, ScalarType dtype, cudaStream_t stream) {
+  switch (dtype) {
+    case ScalarType::BFloat16: run<__half, __nv_bfloat16, 4, kInputs>(args, stream); break;
+    case ScalarType::Half: run<__half, __half, 4, kInputs>(args, stream); break;
+    default: STD_TORCH_CHECK(false, "weight_only: results are bfloat16 or float16");
+  }
+}
+
+Tensor linear_rounded_cuda(const Tensor& x, const Tensor& x_scales, const Tensor& codes, const Tensor& scales, int64_t group,
+                           int64_t outputs, ScalarType dtype) {
   const OnDeviceOf guard(x);
   check_packed(codes, scales, 4, group);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Char, "weight_only: x must hold int8 codes");
+  const bool is_fp8 = x.scalar_type() == ScalarType::Float8_e4m3fn;
+  STD_TORCH_CHECK(is_fp8 || x.scalar_type() == ScalarType::Char, "weight_only: x must hold int8 or float8_e4m3fn codes");
   STD_TORCH_CHECK(x_scales.scalar_type() == ScalarType::Float && x_scales.is_contiguous() && x_scales.numel() == x.size(0) &&
                       x_scales.get_device_index() == x.get_device_index(),
                   "weight_only: x_scales must be one float32 per row of x, on its card");
@@ -260,13 +276,7 @@ Tensor linear_int8_cuda(const Tensor& x, const Tensor& x_scales, const Tensor& c
   if (args.rows == 0) {
     return y;
   }
-  const cudaStream_t stream = stream_of(x);
-  switch (dtype) {
-    case ScalarType::BFloat16: run<__nv_bfloat16, __nv_bfloat16, 4, true>(args, stream); break;
-    case ScalarType::Half: run<__half, __half, 4, true>(args, stream); break;
-    case ScalarType::Float: run<__half, float, 4, true>(args, stream); break;
-    default: STD_TORCH_CHECK(false, "weight_only: results are bfloat16, float16 or float32");
-  }
+  is_fp8 ? run_rounded<Inputs::kE4M3>(args, dtype, stream_of(x)) : run_rounded<Inputs::kInt8>(args, dtype, stream_of(x));
   return y;
 }
 
@@ -326,27 +336,35 @@ Tensor rotate_cuda(const Tensor& x, int64_t block) {
   return y;
 }
 
-template <class T>
-void run_rotate_int8(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t block) {
-  auto* kernel = block == 128 ? rotate_int8_kernel<4, T> : rotate_int8_kernel<2, T>;
+template <class T, Format kFormat>
+void run_rotate_and_round(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t block) {
+  auto* kernel = block == 128 ? rotate_and_round_kernel<4, T, kFormat> : rotate_and_round_kernel<2, T, kFormat>;
   kernel<<<unsigned(x.size(0)), 128 * kPlainWarps, 0, stream_of(x)>>>(
-      static_cast<const T*>(x.data_ptr()), static_cast<int8_t*>(codes.data_ptr()), static_cast<float*>(scales.data_ptr()),
+      static_cast<const T*>(x.data_ptr()), static_cast<uint8_t*>(codes.data_ptr()), static_cast<float*>(scales.data_ptr()),
       x.size(1) / block);
   STD_CUDA_CHECK(cudaGetLastError());
 }
 
-std::tuple<Tensor, Tensor> rotate_int8_cuda(const Tensor& x, int64_t block) {
+template <class T>
+void run_rotate_and_round(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t block) {
+  codes.scalar_type() == ScalarType::Char ? run_rotate_and_round<T, Format::kInt8>(x, codes, scales, block)
+                                          : run_rotate_and_round<T, Format::kE4M3>(x, codes, scales, block);
+}
+
+std::tuple<Tensor, Tensor> rotate_and_round_cuda(const Tensor& x, int64_t block, ScalarType dtype) {
   const OnDeviceOf guard(x);
   check_rotated(x, block);
-  Tensor codes = empty_on(x, {x.size(0), x.size(1)}, ScalarType::Char);
+  STD_TORCH_CHECK(dtype == ScalarType::Char || dtype == ScalarType::Float8_e4m3fn,
+                  "weight_only: codes are int8 or float8_e4m3fn");
+  Tensor codes = empty_on(x, {x.size(0), x.size(1)}, dtype);
   Tensor scales = empty_on(x, {x.size(0)}, ScalarType::Float);
   if (x.size(0) == 0) {
     return {codes, scales};
   }
   switch (x.scalar_type()) {
-    case ScalarType::BFloat16: run_rotate_int8<__nv_bfloat16>(x, codes, scales, block); break;
-    case ScalarType::Half: run_rotate_int8<__half>(x, codes, scales, block); break;
-    case ScalarType::Float: run_rotate_int8<float>(x, codes, scales, block); break;
+    case ScalarType::BFloat16: run_rotate_and_round<__nv_bfloat16>(x, codes, scales, block); break;
+    case ScalarType::Half: run_rotate_and_round<__half>(x, codes, scales, block); break;
+    case ScalarType::Float: run_rotate_and_round<float>(x, codes, scales, block); break;
     default: STD_TORCH_CHECK(false, "weight_only: x must be bfloat16, float16 or float32");
   }
   return {codes, scales};
@@ -357,8 +375,8 @@ std::tuple<Tensor, Tensor> rotate_int8_cuda(const Tensor& x, int64_t block) {
 
 STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
   m.impl("weight_only_linear", TORCH_BOX(&qsync::linear_cuda));
-  m.impl("weight_only_linear_int8", TORCH_BOX(&qsync::linear_int8_cuda));
+  m.impl("weight_only_linear_rounded", TORCH_BOX(&qsync::linear_rounded_cuda));
   m.impl("weight_only_unpack", TORCH_BOX(&qsync::unpack_cuda));
   m.impl("weight_only_rotate", TORCH_BOX(&qsync::rotate_cuda));
-  m.impl("weight_only_rotate_int8", TORCH_BOX(&qsync::rotate_int8_cuda));
+  m.impl("weight_only_rotate_and_round", TORCH_BOX(&qsync::rotate_and_round_cuda));
 }

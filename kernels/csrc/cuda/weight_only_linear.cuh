@@ -1,4 +1,4 @@
-// Products of a few rows of activations and packed weights: W4A16, W8A16 and W4A8. No torch here.
+// Products of a few rows of activations and packed weights: W4A16, W8A16 and W4A8 of INT8 and FP8. No torch here.
 //
 // One reading of the weights bounds them, and next to it the instructions that make numbers of codes and, where weights are
 // small, the latencies in a row. So every warp has copies of several blocks on their way, from before the kernels that compute
@@ -23,9 +23,12 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kStages = 2;  // of a warp's copies: two blocks of threads fit a multiprocessor
 constexpr int kAhead = 2;   // blocks of inputs of which a lane has activations on their way
 
+// What activations are: numbers of 16 bits, or codes of 8 with a scale for each row.
+enum class Inputs { kWide, kInt8, kE4M3 };
+
 struct Arguments {
-  const void* x;          // (rows, inputs): bf16, fp16, or int8 codes
-  const float* x_scales;  // (rows), for int8 codes
+  const void* x;          // (rows, inputs)
+  const float* x_scales;  // (rows), of codes
   const uint8_t* codes;
   const float* scales;                    // (inputs / group, padded outputs)
   void* y;                                // (rows, outputs)
@@ -53,6 +56,41 @@ __device__ __forceinline__ void multiply_int8(int (&c)[4], const uint32_t (&a)[4
   }
 #endif
 }
+
+// A byte k from 0 to 15 is k / 512 in E4M3, of which the first eight are subnormal.
+constexpr float kPerStep = 512.0f;
+
+__device__ __forceinline__ void multiply_e4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 890
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+// Adds 4-bit codes times activations of 8 bits: codes stay plus 8, which the product with kLess takes back.
+template <Inputs kInputs>
+struct Narrow {
+  using Sum = std::conditional_t<kInputs == Inputs::kInt8, int, float>;
+
+  __device__ __forceinline__ static void less(Sum (&c)[4], uint32_t b0, uint32_t b1) {
+    constexpr uint32_t kLess = kInputs == Inputs::kInt8 ? 0xF8F8F8F8u : 0x88888888u;  // -8 in INT8, -8 steps in E4M3
+    const uint32_t a[4] = {kLess, kLess, kLess, kLess};
+    if constexpr (kInputs == Inputs::kInt8) {
+      multiply_int8<true>(c, a, b0, b1);
+    } else {
+      multiply_e4m3(c, a, b0, b1);
+    }
+  }
+
+  __device__ __forceinline__ static void add(Sum (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (kInputs == Inputs::kInt8) {
+      multiply_int8<false>(c, a, b0, b1);
+    } else {
+      multiply_e4m3(c, a, b0, b1);
+    }
+  }
+};
 
 // The operand of eight 4-bit codes: pair r has bits 4 r to 4 r + 3 of each half of the word.
 template <class T>
@@ -215,9 +253,9 @@ class Pipeline {
 };
 
 // A lane's activations of a block of inputs: 16 of each of its rows.
-template <int kColumns, bool kInt8>
+template <int kColumns, Inputs kInputs>
 struct Activations {
-  static constexpr int kLoads = kInt8 ? 1 : 2;
+  static constexpr int kLoads = kInputs == Inputs::kWide ? 2 : 1;
   uint4 words[kColumns][kLoads];
 
   __device__ __forceinline__ void load(const uint4* const (&rows)[kColumns], int block) {
@@ -232,18 +270,18 @@ struct Activations {
 };
 
 // Adds scale times (codes x activations) of a block of inputs. Sums of a block are exact products added in FP32 or int32.
-template <class T, int kBits, int kColumns, bool kInt8>
+template <class T, int kBits, int kColumns, Inputs kInputs>
 __device__ __forceinline__ void add_block(float (&total)[kStrips][kColumns][4], const Stage<kBits>& stage, int b,
-                                          const Activations<kColumns, kInt8>& x, int lane) {
-  using Sum = std::conditional_t<kInt8, int, float>;
+                                          const Activations<kColumns, kInputs>& x, int lane) {
+  constexpr bool kNarrow = kInputs != Inputs::kWide;
+  using Sum = typename Narrow<kInputs>::Sum;
   const int g = lane / 4, place = lane % 4 * 8 + g;
   Sum none[kColumns][4] = {};
-  if constexpr (kInt8) {  // codes stay plus 8, for which sums begin with -8 times the activations
-    constexpr uint32_t kLess[4] = {0xF8F8F8F8u, 0xF8F8F8F8u, 0xF8F8F8F8u, 0xF8F8F8F8u};
+  if constexpr (kNarrow) {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      multiply_int8<true>(none[n], kLess, x.words[n][0].x, x.words[n][0].y);
-      multiply_int8<true>(none[n], kLess, x.words[n][0].z, x.words[n][0].w);
+      Narrow<kInputs>::less(none[n], x.words[n][0].x, x.words[n][0].y);
+      Narrow<kInputs>::less(none[n], x.words[n][0].z, x.words[n][0].w);
     }
   }
 #pragma unroll
@@ -262,9 +300,9 @@ __device__ __forceinline__ void add_block(float (&total)[kStrips][kColumns][4], 
       codes[q] = stage.codes[b][i][q][place];
     }
 #pragma unroll
-    for (int s = 0; s < (kInt8 ? 2 : 4); ++s) {
+    for (int s = 0; s < (kNarrow ? 2 : 4); ++s) {
       uint32_t a[4];
-      if constexpr (kInt8) {
+      if constexpr (kNarrow) {
         const uint32_t low = word_of(codes[0], 2 * s), high = word_of(codes[0], 2 * s + 1);
         a[0] = low & 0x0F0F0F0Fu, a[1] = low >> 4 & 0x0F0F0F0Fu, a[2] = high & 0x0F0F0F0Fu, a[3] = high >> 4 & 0x0F0F0F0Fu;
       } else if constexpr (kBits == 4) {
@@ -274,9 +312,9 @@ __device__ __forceinline__ void add_block(float (&total)[kStrips][kColumns][4], 
       }
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-        if constexpr (kInt8) {
+        if constexpr (kNarrow) {
           // A word's codes of one output are of inputs 0, 2, 1, 3.
-          multiply_int8<false>(sums[n], a, __byte_perm(word_of(x.words[n][0], 2 * s), 0, 0x3120),
+          Narrow<kInputs>::add(sums[n], a, __byte_perm(word_of(x.words[n][0], 2 * s), 0, 0x3120),
                                __byte_perm(word_of(x.words[n][0], 2 * s + 1), 0, 0x3120));
         } else {
           multiply<T>(sums[n], a, word_of(x.words[n][s / 2], s % 2 * 2), word_of(x.words[n][s / 2], s % 2 * 2 + 1));
@@ -312,10 +350,10 @@ __device__ __forceinline__ void send(float4* to, uint64_t* barrier, int rank, co
 // Contract: products of codes and activations are exact, sums are FP32 in an order that depends on the shape of the weight and the
 // card alone: a row's result does not depend on the other rows. Codes and scales are complete before the first of a row of kernels
 // that start early begins. Reference: kernels/weight_only/operators.py.
-template <class T, class Out, int kBits, int kColumns, bool kInt8, int kTiles>
+template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles>
 __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) {
   constexpr int kShares = kWarps / kTiles, kTileParts = kStrips * kColumns * 32, kParts = kTiles * kTileParts;
-  constexpr float kFactor = kInt8 ? 1.0f : kUnit<T>;
+  constexpr float kFactor = kInputs == Inputs::kWide ? kUnit<T> : kInputs == Inputs::kInt8 ? 1.0f : kPerStep;
   using Warp = Buffer<kBits>;
   using Received = float4[kShares * kParts];
   extern __shared__ __align__(128) uint8_t shared[];
@@ -349,10 +387,10 @@ __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) 
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     const int64_t row = min(first_row + n * 8 + g, p.rows - 1);  // results of missing rows are dropped
-    rows[n] = static_cast<const uint4*>(p.x) + ((row * p.blocks + begin) * 4 + t) * (kInt8 ? 1 : 2);
+    rows[n] = static_cast<const uint4*>(p.x) + ((row * p.blocks + begin) * 4 + t) * Activations<kColumns, kInputs>::kLoads;
   }
   constexpr int kBlocks = Stage<kBits>::kBlocks, kInFlight = kStages * kBlocks;
-  Activations<kColumns, kInt8> x[kAhead];
+  Activations<kColumns, kInputs> x[kAhead];
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) {
     if (u < blocks) {
@@ -423,7 +461,7 @@ __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) 
     const int64_t row = first_row + at / 32 % kColumns * 8 + at % 4 * 2 + e % 2;
     const int64_t output = int64_t(first_tile + at / kTileParts) * kTile + strip * 16 + at % 32 / 4 + e / 2 * 8;
     if (row < p.rows && output < p.outputs) {
-      store(static_cast<Out*>(p.y) + row * p.outputs + output, sum * (kInt8 ? p.x_scales[row] : kFactor));
+      store(static_cast<Out*>(p.y) + row * p.outputs + output, sum * kFactor * (kInputs == Inputs::kWide ? 1.0f : p.x_scales[row]));
     }
   }
 }

@@ -18,9 +18,17 @@ from torch.nn import functional as F
 
 from qsync_opt.kernels import decoder
 from qsync_opt.kernels.paged_attention import explain, paged_attention
+from qsync_opt.kernels.weight_only import WIDE, RoundedRows
 from qsync_opt.runtimes.torch.serving.cache import PagedCache
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary
-from qsync_opt.runtimes.torch.serving.packing import PackedWeight, has_reproducible, join_parts, linear, pack_parts
+from qsync_opt.runtimes.torch.serving.packing import (
+    PackedWeight,
+    activations_of,
+    has_reproducible,
+    join_parts,
+    linear,
+    pack_parts,
+)
 from qsync_opt.runtimes.torch.serving.steps import PAGE, Layout, pages_of
 from qsync_opt.runtimes.torch.serving.weights import StateSource, WeightSource, row_parts
 
@@ -47,12 +55,20 @@ class Norm:
         """The normed vectors, in the type of ``x``."""
         return decoder.rms_norm(x, self.weight, self._epsilon)
 
-    def of(self, stream: Residual, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normed hidden states, and these themselves."""
+    def of(
+        self, stream: Residual, layout: Layout, weight: PackedWeight
+    ) -> tuple[torch.Tensor | RoundedRows, torch.Tensor]:
+        """The normed hidden states as a product with a weight takes them, and these themselves."""
         if stream.added is None or layout.pieces:
             x = stream.whole()
             return layout.apart(self, x), x
-        return decoder.add_rms_norm(stream.x, stream.added, self.weight, self._epsilon)
+        rows = (stream.x, stream.added, self.weight, self._epsilon)
+        activations = activations_of(weight, layout.precision.activations)
+        if weight.packed is not None and activations != WIDE:
+            rounded = decoder.add_rms_norm_and_round(*rows, rotation=weight.packed.rotation, activations=activations)
+            if rounded is not None:
+                return rounded
+        return decoder.add_rms_norm(*rows)
 
     @property
     def bytes(self) -> int:
@@ -60,10 +76,12 @@ class Norm:
         return self.weight.nbytes
 
 
-def _product(x: torch.Tensor, weight: PackedWeight, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _product(
+    x: torch.Tensor | RoundedRows, weight: PackedWeight, layout: Layout, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """``x @ weight.T + bias`` in the precision of a pass; its bits depend on nothing else where pieces stand apart."""
     taken = layout.precision.activations
-    if layout.pieces and not has_reproducible(weight, x):
+    if layout.pieces and isinstance(x, torch.Tensor) and not has_reproducible(weight, x):
         return layout.apart(lambda part: linear(part, weight, bias, activations=taken), x)
     return linear(x, weight, bias, activations=taken, reproducible=bool(layout.pieces))
 
@@ -145,7 +163,7 @@ class Attention(Group):
     def __call__(self, stream: Residual, layout: Layout) -> Residual:
         """The hidden states after the attention; keys and values join the cache."""
         c = self.config
-        normed, x_NH = self.norm.of(stream, layout)
+        normed, x_NH = self.norm.of(stream, layout, self.qkv)
         heads = _product(normed, self.qkv, layout, self.qkv_bias).view(len(x_NH), -1, c.head_size)
         if self.head_norms is not None:
             q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=1)
@@ -281,7 +299,7 @@ class Mlp(Group):
     def __call__(self, stream: Residual, layout: Layout) -> Residual:
         """The hidden states after the MLP."""
         gate = decoder.gelu_gate if self.config.gemma else decoder.silu_gate
-        normed, x_NH = self.norm.of(stream, layout)
+        normed, x_NH = self.norm.of(stream, layout, self.gate_up)
         inner = layout.apart(gate, _product(normed, self.gate_up, layout))
         y = _product(inner, self.down, layout)
         return Residual(x_NH, y if self.after is None else layout.apart(self.after, y))

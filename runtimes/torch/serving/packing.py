@@ -129,8 +129,14 @@ def unpack(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Te
     return weight.plain.to(dtype)
 
 
+def activations_of(weight: PackedWeight, activations: str) -> str:
+    """What the activations of a weight's products are rounded to: as its scheme says, else as a pass asks."""
+    own = SCHEMES[weight.scheme].activations
+    return activations if own == weight_only.WIDE else own
+
+
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | weight_only.RoundedRows,
     weight: PackedWeight,
     bias: torch.Tensor | None = None,
     *,
@@ -140,16 +146,16 @@ def linear(
     """``x @ weight.T + bias`` in the type of ``x``.
 
     Args:
-        x: Shape (..., in).
+        x: Shape (..., in), or rows that are rounded already, for a packed weight.
         weight: In any scheme.
         bias: Shape (out,).
         activations: Of packed weights, where their scheme does not round them already.
         reproducible: A row's result has the same bits in any batch; packed weights only, see `has_reproducible`.
     """
     if weight.packed is not None:
-        own = SCHEMES[weight.scheme].activations
-        taken = activations if own == weight_only.WIDE else own
+        taken = activations_of(weight, activations)
         return weight_only.linear(x, weight.packed, bias, activations=taken, reproducible=reproducible)
+    assert isinstance(x, torch.Tensor)
     return F.linear(x, unpack(weight, x.dtype), bias)
 
 

@@ -9,6 +9,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host
 from qsync_opt.kernels.decoder import (
     add_rms_norm,
+    add_rms_norm_and_round,
     gelu_gate,
     rms_norm,
     rotate_into_pages,
@@ -16,6 +17,7 @@ from qsync_opt.kernels.decoder import (
     silu_gate,
 )
 from qsync_opt.kernels.paged_attention import from_halves
+from qsync_opt.kernels.weight_only import EIGHT_BITS, rotated_inputs
 
 TYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((1, 1), (3, 7), (5, 33), (2, 640), (70, 300), (0, 8))
@@ -123,6 +125,27 @@ def test_gates_of_any_magnitude(gate, by_gelu):
     powers = 2.0 ** torch.arange(-126, 127)
     first = torch.cat([powers, -powers, torch.zeros(2), torch.linspace(-100, 100, 20_001)])[None]
     assert_rounded_once(gate(torch.cat([first, torch.ones_like(first)], 1)), *exact_gate(first, by_gelu))
+
+
+@pytest.mark.parametrize("activations", EIGHT_BITS)
+@pytest.mark.parametrize("rotation", [0, 64, 128])
+def test_norms_that_round_are_norms_that_are_rounded(rotation, activations):
+    x, added, weight = randn(5, 256, scale=3.0), randn(5, 256), randn(256)
+    run = torch.ops.qsync_opt.decoder_add_norm_and_round.default
+    arguments = (x, added, weight, 1e-5, rotation, EIGHT_BITS[activations])
+    codes, scale, total = run(*arguments)
+    assert torch.equal(total, x + added)
+    assert codes.dtype is EIGHT_BITS[activations]
+    normed = exact_norm(total, weight, 1e-5)
+    expected = rotated_inputs(normed, rotation) if rotation else normed
+    step = scale.double() * (1 if activations == "A8" else codes.double().abs().clamp_min(1) / 8)
+    assert ((codes.double() * scale.double() - expected).abs() <= 0.51 * step).all()
+    torch.library.opcheck(run, arguments)
+
+
+def test_norms_round_on_cards_only():
+    x = randn(2, 64)
+    assert add_rms_norm_and_round(x, x, randn(64), 1e-5, rotation=0, activations="A8") is None
 
 
 def test_nan_stays_nan():

@@ -9,6 +9,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import host
 from qsync_opt.kernels.weight_only import (
     PackedWeight,
+    RoundedRows,
     codes_of,
     explain,
     hadamard,
@@ -17,6 +18,7 @@ from qsync_opt.kernels.weight_only import (
     pack_codes,
     pack_parts,
     rotate,
+    rotate_and_round,
     rotated_inputs,
     unpack,
 )
@@ -284,6 +286,23 @@ def test_without_a_compiler_plain_code_runs_and_says_why(monkeypatch):
             cached.cache_clear()
 
 
+@pytest.mark.parametrize("activations", ["A8", "F8", "A4"])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_rows_that_are_rounded_already(activations, rotated, backend):
+    weight = torch.randn((70, 128), generator=torch.Generator().manual_seed(1))
+    x = torch.randn((9, 128), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    packed, bias = pack(weight, 4, rotate=rotated), torch.arange(70.0)
+    rows = rotate_and_round(x, packed.rotation, activations, backend)
+    y = linear(rows, packed, bias, backend=backend)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, linear(x, packed, bias, activations=activations, backend=backend))
+    none = linear(RoundedRows(rows.codes[:0], rows.scale[:0], torch.float32), packed)
+    assert none.shape == (0, 70) and none.dtype is torch.float32
+    with pytest.raises(UnsupportedError, match="last dimension must be the weight's 128 inputs"):
+        linear(RoundedRows(rows.codes[:, :64], rows.scale, x.dtype), packed)
+
+
 def test_operators_keep_torch_s_rules():
     packed, _, _ = random_packed(65, 128, 4, 64)
     assert isinstance(packed, PackedWeight)
@@ -293,8 +312,8 @@ def test_operators_keep_torch_s_rules():
     torch.library.opcheck(ops.weight_only_linear.default, (x, *arguments, 65))
     torch.library.opcheck(ops.weight_only_unpack.default, (*arguments, torch.bfloat16))
     torch.library.opcheck(ops.weight_only_rotate.default, (x, 128))
-    torch.library.opcheck(ops.weight_only_rotate_int8.default, (x, 64))
+    torch.library.opcheck(ops.weight_only_rotate_and_round.default, (x, 64, torch.int8))
     codes, scale = torch.ones((2, 128), dtype=torch.int8), torch.ones(2)
     torch.library.opcheck(
-        ops.weight_only_linear_int8.default, (codes, scale, packed.codes, packed.scales, 64, 65, torch.float32)
+        ops.weight_only_linear_rounded.default, (codes, scale, packed.codes, packed.scales, 64, 65, torch.float32)
     )
