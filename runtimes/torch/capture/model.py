@@ -38,7 +38,7 @@ from qsync_opt.runtimes.torch.capture.export import (
 )
 from qsync_opt.runtimes.torch.capture.opaque import OpaqueModule, PackedModuleError, in_one_piece, observe
 from qsync_opt.runtimes.torch.capture.operators import Operators
-from qsync_opt.runtimes.torch.capture.program import flatten, sized_by_data
+from qsync_opt.runtimes.torch.capture.program import flatten, parameter_names, sized_by_data
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercept
 from qsync_opt.runtimes.torch.support import call_arguments, check_samples, model_unchanged, without_recomputation
 
@@ -104,7 +104,7 @@ def capture_model(
         warnings.warn(note, stacklevel=2)
     inside = tuple(f"{path}{end}" for path in opaque for end in "./")
     _compare(operators.graph, tuple(name for name in seen if not name.startswith(inside)))
-    graph = _through_onnx(program, operators, onnx_path)
+    graph = _through_onnx(program, operators, parameter_names(model), onnx_path)
     return CapturedModel(graph=graph, program=program, calls=MappingProxyType(operators.calls), notes=notes)
 
 
@@ -222,8 +222,12 @@ def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:
     )
 
 
-def _through_onnx(program: Any, operators: Operators, path: str | os.PathLike[str] | None) -> OpGraph:
+def _through_onnx(
+    program: Any, operators: Operators, names: Mapping[str, str], path: str | os.PathLike[str] | None
+) -> OpGraph:
     """Export to ONNX and read the file back, which checks its nodes against the operators.
+
+    Tied parameters, which the exporter stores once under any of their names, have the one in ``names`` as in the graph.
 
     Without a path, a model that ONNX has no form for keeps the graph of the exported program.
     """
@@ -239,6 +243,8 @@ def _through_onnx(program: Any, operators: Operators, path: str | os.PathLike[st
     owners = _owners(onnx_program.exported_program, operators)
     for node in model.graph:
         node.metadata_props[OPERATOR_KEY] = owners[_called(node)]
+    for weight in list(model.graph.initializers.values()):
+        weight.name = names.get(weight.name, weight.name)
     with tempfile.TemporaryDirectory(prefix="qsync-opt-") as folder:
         if path is not None:
             return read_onnx(save_onnx(onnx_program, Path(path)))

@@ -306,16 +306,21 @@ def unused_calls(program: Any) -> frozenset[fx.Node]:
     return frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in used)
 
 
+def parameter_names(model: nn.Module) -> dict[str, str]:
+    """The name of ``named_parameters`` by any name that a parameter has: tied ones have several."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def _states(program: Any, model: nn.Module) -> dict[str, State]:
     """Placeholder name to state; tied parameters have their name of ``named_parameters``."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names, parameters = parameter_names(model), dict(model.named_parameters())
     states: dict[str, State] = {}
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.PARAMETER:
-            parameter = parameters[spec.target]
+            name = names[spec.target]
             states[spec.arg.name] = State(
-                name=first_names[id(parameter)], is_parameter=True, requires_gradient=parameter.requires_grad
+                name=name, is_parameter=True, requires_gradient=parameters[name].requires_grad
             )
         elif spec.kind is not InputKind.USER_INPUT:
             states[spec.arg.name] = State(name=str(spec.target), is_parameter=False, requires_gradient=False)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_opt.model import OpGraph, Role, RoleTable
-from qsync_opt.model.onnx import read_onnx
+from qsync_opt.model.onnx import read_onnx, read_weights
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -143,6 +143,11 @@ def test_tied_weights_have_one_name_and_repeated_calls_are_numbered() -> None:
     # The transposed weight is FP32 whatever the plan says.
     assert graph["t"].role is Role.FIXED
     assert graph["matmul"].inputs == ("body/linear_1", "t")
+
+
+def test_a_file_has_tied_weights_under_the_name_in_the_graph(tmp_path: Path) -> None:
+    capture(Tied(), (TOKENS,), onnx_path=tmp_path / "tied.onnx")
+    assert {"embedding.weight", "body.weight"} <= set(read_weights(tmp_path / "tied.onnx"))
 
 
 class Shared(nn.Module):
