@@ -129,7 +129,7 @@ class _Writer:
             # The name of a result of the model stays with its FP32 form.
             if value_format != "FP32" and value in self._results and not self._keep_results:
                 self._names[value] = copy.output[position] = self.fresh(f"{value}__{value_format}")
-        if node.op_type == "Constant":
+        if node.op_type == "Constant" and self._model.is_floating(node.output[0]):
             # Readers in another format have copies of their own.
             self._formats[node.output[0]] = "FP32"
         self.nodes.append(copy)

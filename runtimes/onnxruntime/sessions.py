@@ -86,7 +86,9 @@ def start_session(proto: onnx.ModelProto, device: Device, what: str, *, own_devi
     if own_device_only and device.kind != "cpu":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     provider: Any = _PROVIDERS[device.kind]
-    providers = [provider] if device.kind == "cpu" else [(provider, {"device_id": device.index}), _PROVIDERS["cpu"]]
+    # Without TF32, which ONNX Runtime computes products of FP32 in by itself.
+    on_card = {"device_id": device.index, "use_tf32": 0}
+    providers = [provider] if device.kind == "cpu" else [(provider, on_card), _PROVIDERS["cpu"]]
     try:
         data = proto.SerializeToString()
     except (EncodeError, ValueError) as error:

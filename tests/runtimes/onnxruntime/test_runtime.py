@@ -181,3 +181,33 @@ def test_kinds_of_operators_and_their_precisions():
 
 def test_adjustable_operators_are_those_of_the_reader(proto):
     assert [o.name for o in OnnxRuntime().capture(proto).by_role(Role.ADJUSTABLE)] == ["conv", "head"]
+
+
+def test_a_captured_model_some_of_whose_operators_have_no_nodes(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    from qsync_opt.runtimes.torch.capture import capture
+
+    class Positions(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places = torch.nn.Embedding(20, 16), torch.nn.Embedding(12, 16)
+            self.head = torch.nn.Linear(16, 20)
+            self.register_buffer("numbers", torch.arange(12)[None])
+
+        def forward(self, ids):
+            length = ids.shape[1]
+            torch.arange(length)[None] + 1  # nobody reads it
+            x = self.words(ids) + self.places(self.numbers[:, :length]) + self.places(self.numbers[:, 1 : length + 1])
+            return self.head(x)
+
+    ids = torch.arange(8).view(2, 4)
+    graph = capture(Positions(), (ids,), onnx_path=tmp_path / "model.onnx")
+    dropped = [operator.name for operator in graph if not operator.onnx_nodes and operator.op_type != "input"]
+    assert dropped
+    runtime = OnnxRuntime()
+    model = runtime.load(tmp_path / "model.onnx", threads=1)
+    profile = runtime.profile(model, (ids.numpy(),), repeats=1)
+    assert all(profile.cost(name)["FP32"].forward_ns == 0 for name in dropped)
+    runtime.apply(model, {operator.name: "FP16" for operator in graph.by_role(Role.ADJUSTABLE)})
+    assert model(ids.numpy()).keys()
