@@ -63,7 +63,7 @@ _LONG_TOKENS = 256
 _SMALL_LAYERS, _SMALL_VOCABULARY = 4, 4096
 """Of the model that the memory of a process is measured with."""
 _LINK_PASSES = 60
-_LINK_BATCHES, _LINK_TOKENS = 6, 32
+_LINK_BATCHES, _SHORT_TOKENS = 10, 16
 """Passes through stages that compute next to nothing, and batches of as many new tokens."""
 
 
@@ -522,7 +522,7 @@ def link_costs(
                 folder, plan, threads=[threads] * len(parts), devices=devices[: len(parts)], dtype=dtype
             ) as pipeline:
                 prefills_s.append(_pass_s(pipeline, large))
-                steps_s.append(_decoding_s(pipeline, workload))
+                steps_s.append(_decoding_s(pipeline, workload.prompts))
                 pipeline.reserve(1)
                 memory.append(max(pipeline.beside_bytes))
     kib = large.rows * large.length * hidden * 4 / _KIB
@@ -550,23 +550,19 @@ def _small_pass_s(hidden: int, workload: ServeWorkload, dtype: torch.dtype, devi
     stage = StageModel(
         config, StateSource(random_state(config)), whole, dict.fromkeys(names, "W32"), dtype=dtype, device=device
     )
-    return _pass_s(LocalWorkers([stage]), _Cell(workload.prompts, workload.prompt_tokens + _LINK_TOKENS // 2, True))
+    return _pass_s(LocalWorkers([stage]), _Cell(workload.prompts, _SHORT_TOKENS // 2, True))
 
 
 def _next_card(device: str) -> str:
     return device if device == "cpu" else f"cuda:{(torch.device(device).index + 1) % torch.cuda.device_count()}"
 
 
-def _decoding_s(pipeline: Pipeline, workload: ServeWorkload) -> float:
-    """The median time of a decoding pass in batches of the workload's prompts, from one to the next.
-
-    What describes a pass to a stage, above all its tables of pages, is then as large as it will be.
-    """
-    prompts = [[1] * workload.prompt_tokens] * workload.prompts
+def _decoding_s(pipeline: Pipeline, rows: int) -> float:
+    """The median time of a decoding pass in batches of short prompts, from one to the next."""
     seconds = []
     for _ in range(_LINK_BATCHES):
-        run = pipeline.generate(prompts, _LINK_TOKENS, prefill=1, decode=1)
-        seconds.append(run.decode_s / (_LINK_TOKENS - 1))
+        run = pipeline.generate([[1]] * rows, _SHORT_TOKENS, prefill=1, decode=1)
+        seconds.append(run.decode_s / (_SHORT_TOKENS - 1))
     return statistics.median(seconds[2:])  # of a card, the first capture
 
 

@@ -12,7 +12,6 @@ import datetime
 import multiprocessing
 import queue
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +39,6 @@ _SENDS = 4
 """Passes that the next stage may be behind."""
 _CHANNELS = 4
 """Of NCCL between two cards, at most."""
-_LOOKING_S = 0.005
-"""How long processes of cards look for the next message before they sleep: to wake up takes as long as some layers."""
 
 
 class StageError(QSyncError):
@@ -230,15 +227,8 @@ _Order = Step | int | None
 """A pass, the number of pages to make, or None: end."""
 
 
-def _look_for_message(pipe: connection.Connection) -> None:
-    """Return as soon as a message has come, or after `_LOOKING_S`."""
-    until = time.perf_counter() + _LOOKING_S
-    while not pipe.poll() and time.perf_counter() < until:
-        pass
-
-
 def _orders(
-    pipe: connection.Connection, links: _Links, hidden: int, dtype: torch.dtype, *, on_card: bool
+    pipe: connection.Connection, links: _Links, hidden: int, dtype: torch.dtype
 ) -> Callable[[], tuple[_Order, _Arriving | None]]:
     """What gives a stage its next order, with what comes for it from the stage before.
 
@@ -247,8 +237,6 @@ def _orders(
     """
 
     def take() -> tuple[_Order, _Arriving | None]:
-        if on_card:
-            _look_for_message(pipe)
         order = pipe.recv()
         return order, links.expect(order, hidden, dtype)
 
@@ -324,7 +312,7 @@ def _stage_process(setup: _Setup, pipe: connection.Connection) -> None:
             )
         give_back_freed_memory()
         pipe.send(("ready", stage.bytes, stage.draft_refusals))
-        next_order = _orders(pipe, links, config.hidden, stage.dtype, on_card=stage.device.type == "cuda")
+        next_order = _orders(pipe, links, config.hidden, stage.dtype)
         while True:
             order, arriving = next_order()
             if order is None:
@@ -406,7 +394,6 @@ class StageProcesses:
         port = 0 if self._store is None else self._store.port
         cards = {device for device in devices if device.startswith("cuda:")}
         between_cards = count > 1 and len(cards) == count and dist.is_nccl_available()
-        self._on_card = devices[-1].startswith("cuda")
         try:
             for rank in range(count):
                 own, other = context.Pipe()
@@ -496,8 +483,6 @@ class StageProcesses:
         left = set(range(len(self._pipes))) if ranks is None else ranks
         sentinels = [process.sentinel for process in self._processes]
         while left:
-            if self._on_card:
-                _look_for_message(self._pipes[max(left)])
             ready = connection.wait([*self._pipes, *sentinels], timeout_s)
             if not ready:
                 raise self._fail(f"no stage answered for {timeout_s:g} s")
