@@ -83,12 +83,15 @@ def start_session(proto: onnx.ModelProto, device: Device, what: str, *, own_devi
     options.intra_op_num_threads = device.threads
     options.inter_op_num_threads = 1
     options.log_severity_level = _QUIET if own_device_only else _ERRORS
-    if own_device_only and device.kind != "cpu":
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     provider: Any = _PROVIDERS[device.kind]
-    # Without TF32, which ONNX Runtime computes products of FP32 in by itself.
-    on_card = {"device_id": device.index, "use_tf32": 0}
-    providers = [provider] if device.kind == "cpu" else [(provider, on_card), _PROVIDERS["cpu"]]
+    providers = [provider]
+    if device.kind != "cpu":
+        # Without TF32, which ONNX Runtime computes products of FP32 in by itself.
+        providers = [(provider, {"device_id": device.index, "use_tf32": 0})]
+        if own_device_only:
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        else:  # which contradicts the entry, and is then an error
+            providers.append(_PROVIDERS["cpu"])
     try:
         data = proto.SerializeToString()
     except (EncodeError, ValueError) as error:

@@ -15,7 +15,7 @@ from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.model import Role
 from qsync_opt.registry import Kind, create
 from qsync_opt.runtime import Runtime
-from qsync_opt.runtimes.onnxruntime import OnnxRuntime, RunnableModel
+from qsync_opt.runtimes.onnxruntime import OnnxRuntime, RunnableModel, sessions
 from qsync_opt.testing import check_runtime
 from qsync_opt.training import load_plan
 
@@ -211,3 +211,22 @@ def test_a_captured_model_some_of_whose_operators_have_no_nodes(tmp_path):
     assert all(profile.cost(name)["FP32"].forward_ns == 0 for name in dropped)
     runtime.apply(model, {operator.name: "FP16" for operator in graph.by_role(Role.ADJUSTABLE)})
     assert model(ids.numpy()).keys()
+
+
+def test_sessions_of_a_card_compute_in_fp32_and_may_be_bound_to_it(proto, monkeypatch):
+    import onnxruntime as ort
+
+    entry = "session.disable_cpu_ep_fallback"
+    options = ort.SessionOptions()
+    options.add_session_config_entry(entry, "1")
+    with pytest.raises(Exception, match="explicitly added the CPU EP"):  # so that the two must not stand together
+        ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    started = []
+
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(ort, "InferenceSession", lambda data, options, providers: started.append(providers))
+    card = sessions.find_device("cuda:1")
+    on_card = ("CUDAExecutionProvider", {"device_id": 1, "use_tf32": 0})
+    sessions.start_session(proto, card, "the model")
+    sessions.start_session(proto, card, "the model", own_device_only=True)
+    assert started == [[on_card, "CPUExecutionProvider"], [on_card]]
