@@ -9,6 +9,7 @@
 #include <cfloat>
 
 #include "cuda/early_start.cuh"
+#include "cuda/hadamard.cuh"
 #include "cuda/rounding.cuh"
 #include "stable.cuh"
 
@@ -62,34 +63,6 @@ struct Norm {
   int rotated;    // neighbours that are rotated together before they become codes: 0, 64 or 128
   bool is_fp8;    // codes are FP8 (E4M3), else INT8
 };
-
-// Rotates the numbers of p.rotated / kVector neighbouring lanes, kVector in each, by the normalized Hadamard matrix, in the order of
-// `load_rotated` in weight_only.cu. All lanes of a warp must come here.
-__device__ __forceinline__ void rotate(float (&v)[kVector], int rotated) {
-#pragma unroll
-  for (int step = 1; step < kVector; step *= 2) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if ((i & step) == 0) {
-        const float a = v[i], b = v[i + step];
-        v[i] = a + b;
-        v[i + step] = a - b;
-      }
-    }
-  }
-  for (int step = 1; step < rotated / kVector; step *= 2) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, v[i], step);
-      v[i] = threadIdx.x & step ? other - v[i] : v[i] + other;
-    }
-  }
-  const float factor = rotated == 128 ? 0.08838834764831845f : 0.125f;  // one over the root of the block
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    v[i] *= factor;
-  }
-}
 
 // Stores a vector, of which each thread holds kHeld parts with zeros beyond the end, as codes with one scale.
 template <Format kFormat, int kHeld>
@@ -177,7 +150,7 @@ __global__ void __launch_bounds__(kMostThreads) norm_kernel(const Norm p) {
     }
     if constexpr (kRounds) {
       if (p.rotated) {
-        rotate(v[k], p.rotated);
+        rotate_block(v[k], p.rotated / kVector);
       }
     } else if (const int at = threadIdx.x + k * blockDim.x; at < vectors) {
       store(static_cast<T*>(p.y) + row * p.size + at * kVector, v[k]);

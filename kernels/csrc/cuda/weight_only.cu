@@ -7,6 +7,7 @@
 // 16 t + 15, four for each of the steps s. kernels/weight_only/layout.py is the specification.
 #include <algorithm>
 
+#include "cuda/hadamard.cuh"
 #include "cuda/rounding.cuh"
 #include "cuda/weight_only_linear.cuh"
 #include "stable.cuh"
@@ -60,37 +61,14 @@ __global__ void unpack_kernel(const uint8_t* codes, const float* scales, Out* y,
   }
 }
 
-// A lane's kCount consecutive inputs of a rotated block of 32 kCount: sums within a lane, then between lanes, in one order.
+// A lane's kCount consecutive inputs of a rotated block of 32 kCount.
 template <int kCount, class T>
 __device__ __forceinline__ void load_rotated(const T* x, int lane, float (&v)[kCount]) {
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     v[k] = to_float(x[lane * kCount + k]);
   }
-#pragma unroll
-  for (int step = 1; step < kCount; step *= 2) {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      if ((k & step) == 0) {
-        const float a = v[k], b = v[k + step];
-        v[k] = a + b;
-        v[k + step] = a - b;
-      }
-    }
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const float other = __shfl_xor_sync(0xffffffffu, v[k], step);
-      v[k] = lane & step ? other - v[k] : v[k] + other;
-    }
-  }
-  const float factor = kCount == 4 ? 0.08838834764831845f : 0.125f;  // one over the root of the block
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    v[k] *= factor;
-  }
+  rotate_block(v, 32);
 }
 
 // Grid: a warp per block of a row. Traffic: x once, results once. Contract: FP32 sums in one order, rounded once.
