@@ -9,9 +9,9 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.kernels.gradients import reference
-    from qsync_opt.kernels.gradients.codec import UNIT, Codec, compiled_by
+    from qsync_opt.kernels.gradients.codec import CODES, UNIT, Codec, compiled_by
     from qsync_opt.kernels.gradients.reference import FORMS, Encoded, Layout
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["FORMS", "UNIT", "Codec", "Encoded", "Layout", "compiled_by", "reference"]
+__all__ = ["CODES", "FORMS", "UNIT", "Codec", "Encoded", "Layout", "compiled_by", "reference"]

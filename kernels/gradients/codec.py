@@ -1,7 +1,6 @@
 """The codec by the fastest implementation on a tensor's device: CUDA kernels, compiled loops, or plain PyTorch.
 
-All give the bits of `reference`. The compiled forms cover sums and two-shot INT8; what else there is runs in plain
-PyTorch everywhere.
+All give the bits of `reference`. Sums and two-shot forms are compiled; exponents run in plain PyTorch everywhere.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from torch import Tensor
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.gradients import reference
-from qsync_opt.kernels.gradients.reference import Encoded, Layout
+from qsync_opt.kernels.gradients.reference import FORMS, Encoded, Layout
 from qsync_opt.kernels.quantize import signed
 
 UNIT = "gradients"
 _CUDA_BLOCK = 256
+CODES = {"int8": torch.int8, "fp8": torch.uint8, "bf16": torch.bfloat16}
+"""Types of codes of the two-shot forms that are compiled."""
 
 
 @functools.cache
@@ -67,10 +68,10 @@ class Codec:
             raise UnsupportedError(f"backend 'compiled': the codec runs in plain PyTorch here: {why}")
         return compiler
 
-    def _on_int8(self, device: torch.device, form: str, block: int) -> str | None:
-        """As `_on`; other forms, and on cards other blocks, are not compiled."""
-        compiler = self._on(device) if form == "int8" else None
-        return None if compiler == "CUDA" and block != _CUDA_BLOCK else compiler
+    def _on_form(self, device: torch.device, form: str, block: int) -> str | None:
+        """As `_on`; exponents, and on cards other blocks, are not compiled."""
+        compiler = self._on(device) if form in CODES else None
+        return None if compiler == "CUDA" and block != _CUDA_BLOCK and form != "bf16" else compiler
 
     def sum_scales(self, x: Tensor, block: int) -> Tensor:
         """BF16 scales before their MAX all-reduce; see `reference.sum_scales`."""
@@ -133,37 +134,50 @@ class Codec:
 
     def encode(self, x: Tensor, form: str, block: int, key: int, out: Tensor | None = None) -> Encoded:
         """Codes with scales of this worker's own; see `reference.encode`. Compiled loops write codes into ``out``."""
-        compiler = self._on_int8(x.device, form, block)
+        compiler = self._on_form(x.device, form, block)
         if compiler is None or not len(x):
             return reference.encode(x, form, block, key)
         if compiler == "CUDA":
-            return Encoded(*_OPERATORS["encode_int8"](x, block, signed(key)))
-        codes = torch.empty(len(x), dtype=torch.int8) if out is None else out
+            return Encoded(*_OPERATORS["encode_own"](x, FORMS.index(form), block, signed(key)))
+        codes = torch.empty(len(x), dtype=CODES[form]) if out is None else out
+        if form == "bf16":
+            _loops().encode_bf16(_host(x.view(torch.int32)), _word(key), _host(codes))
+            return Encoded(codes, x.new_empty(0))
         scales = torch.empty(-(-len(x) // block))
-        _loops().encode_int8(_host(x), _host(x.view(torch.int32)), block, _word(key), _host(codes), _host(scales))
+        _loops().encode(
+            _host(x), _host(x.view(torch.int32)), form == "fp8", block, _word(key), _bytes(codes), _host(scales)
+        )
         return Encoded(codes, scales)
 
     def reduce(self, codes_ND: Tensor, scales_NB: Tensor, form: str, block: int, key: int) -> Encoded:
         """The mean of the workers' values, encoded again; see `reference.reduce`."""
-        compiler = self._on_int8(codes_ND.device, form, block)
+        compiler = self._on_form(codes_ND.device, form, block)
         if compiler is None or not codes_ND.shape[1]:
             return reference.reduce(codes_ND, scales_NB, form, block, key)
         if compiler == "CUDA":
-            return Encoded(*_OPERATORS["reduce_int8"](codes_ND, scales_NB, block, signed(key)))
+            return Encoded(*_OPERATORS["reduce_own"](codes_ND, scales_NB, FORMS.index(form), block, signed(key)))
         codes, scales = torch.empty_like(codes_ND[0]), torch.empty_like(scales_NB[0])
-        _loops().reduce_int8(_host(codes_ND), _host(scales_NB), block, _word(key), _host(codes), _host(scales))
+        if form == "bf16":
+            _loops().reduce_bf16(_host(codes_ND), _word(key), _host(codes))
+        else:
+            _loops().reduce(
+                _bytes(codes_ND), _host(scales_NB), form == "fp8", block, _word(key), _bytes(codes), _host(scales)
+            )
         return Encoded(codes, scales)
 
     def decode(self, encoded: Encoded, form: str, block: int, out: Tensor | None = None) -> Tensor:
         """Values of codes; see `reference.decode`. On CPUs ``out`` may receive them."""
-        compiler = self._on_int8(encoded.codes.device, form, block)
-        if compiler is None or not len(encoded.codes):
+        codes = encoded.codes
+        if form == "bf16":  # one operation of torch, which is compiled
+            return reference.decode(encoded, form, block) if out is None else out.copy_(codes)
+        compiler = self._on_form(codes.device, form, block)
+        if compiler is None or not len(codes):
             return reference.decode(encoded, form, block)
         if compiler == "CUDA":
-            values: Tensor = _OPERATORS["decode_int8"](*encoded, block)
+            values: Tensor = _OPERATORS["decode_own"](*encoded, FORMS.index(form), block)
             return values
-        out = torch.empty(len(encoded.codes)) if out is None else out
-        _loops().decode_int8(_host(encoded.codes), _host(encoded.scales), block, _host(out))
+        out = torch.empty(len(codes)) if out is None else out
+        _loops().decode(_bytes(codes), _host(encoded.scales), form == "fp8", block, _host(out))
         return out
 
 
@@ -172,6 +186,8 @@ _HOST_TYPES: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
     torch.int16: np.int16,
     torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bfloat16: np.int16,
 }
 
 
@@ -183,6 +199,10 @@ def _host(values: Tensor) -> Any:
     memory: Any = (ctypes.c_byte * (values.numel() * values.element_size())).from_address(values.data_ptr())
     memory.tensor = values
     return np.frombuffer(memory, _HOST_TYPES[values.dtype]).reshape(values.shape)
+
+
+def _bytes(codes: Tensor) -> Any:
+    return _host(codes.view(torch.uint8))
 
 
 def _word(key: int) -> np.uint64:
@@ -208,16 +228,16 @@ def _plain_decode(
     return reference.decode_sum(codes, scales, levels, workers, layout, elements)
 
 
-def _plain_encode_int8(x: Tensor, block: int, key: int) -> tuple[Tensor, Tensor]:
-    return reference.encode(x, "int8", block, key)
+def _plain_encode_own(x: Tensor, form: int, block: int, key: int) -> tuple[Tensor, Tensor]:
+    return reference.encode(x, FORMS[form], block, key)
 
 
-def _plain_reduce_int8(codes: Tensor, scales: Tensor, block: int, key: int) -> tuple[Tensor, Tensor]:
-    return reference.reduce(codes, scales, "int8", block, key)
+def _plain_reduce_own(codes: Tensor, scales: Tensor, form: int, block: int, key: int) -> tuple[Tensor, Tensor]:
+    return reference.reduce(codes, scales, FORMS[form], block, key)
 
 
-def _plain_decode_int8(codes: Tensor, scales: Tensor, block: int) -> Tensor:
-    return reference.decode(Encoded(codes, scales), "int8", block)
+def _plain_decode_own(codes: Tensor, scales: Tensor, form: int, block: int) -> Tensor:
+    return reference.decode(Encoded(codes, scales), FORMS[form], block)
 
 
 def _blocks(elements: Any, block: int) -> Any:
@@ -252,22 +272,28 @@ _OPERATORS: dict[str, Any] = {
             ),
         ),
         (
-            "encode_int8",
-            "gradient_encode_int8(Tensor x, int block, int key) -> (Tensor, Tensor)",
-            _plain_encode_int8,
-            lambda x, block, key: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(_blocks(x.shape[0], block))),
+            "encode_own",
+            "gradient_encode(Tensor x, int form, int block, int key) -> (Tensor, Tensor)",
+            _plain_encode_own,
+            lambda x, form, block, key: (
+                x.new_empty(x.shape, dtype=CODES[FORMS[form]]),
+                x.new_empty(0 if FORMS[form] == "bf16" else _blocks(x.shape[0], block)),
+            ),
         ),
         (
-            "reduce_int8",
-            "gradient_reduce_int8(Tensor codes, Tensor scales, int block, int key) -> (Tensor, Tensor)",
-            _plain_reduce_int8,
-            lambda codes, scales, block, key: (codes.new_empty(codes.shape[1]), scales.new_empty(scales.shape[1])),
+            "reduce_own",
+            "gradient_reduce(Tensor codes, Tensor scales, int form, int block, int key) -> (Tensor, Tensor)",
+            _plain_reduce_own,
+            lambda codes, scales, form, block, key: (
+                codes.new_empty(codes.shape[1]),
+                scales.new_empty(scales.shape[1]),
+            ),
         ),
         (
-            "decode_int8",
-            "gradient_decode_int8(Tensor codes, Tensor scales, int block) -> Tensor",
-            _plain_decode_int8,
-            lambda codes, scales, block: codes.new_empty(codes.shape, dtype=torch.float32),
+            "decode_own",
+            "gradient_decode(Tensor codes, Tensor scales, int form, int block) -> Tensor",
+            _plain_decode_own,
+            lambda codes, scales, form, block: codes.new_empty(codes.shape, dtype=torch.float32),
         ),
     )
 }

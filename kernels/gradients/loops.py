@@ -25,6 +25,13 @@ _MAGIC_BITS = np.int32(0x4B400000)
 _PIECE = 256
 """Elements whose noise is drawn at a time; a multiple of four."""
 _NOISE_UNIT = np.float32(2.0**-16)
+_MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+"""Bits of an FP32 number without its sign, and those of infinity."""
+_FP8_NORMAL, _FP8_MOST = np.int32((127 - 7) << 3), np.int32(0x7E)
+"""How far exponents of FP32 and E4M3 are apart, in steps of codes, and the largest code."""
+_INT8_LARGEST, _FP8_LARGEST = 127, 448
+_ANY = np.uint64(0)
+"""Random words as they are drawn."""
 
 jit: Any = numba.njit(nogil=True, cache=True, error_model="numpy")
 
@@ -54,8 +61,8 @@ def _scale(bits: Any) -> Any:
     """Largest magnitude, +inf where there is NaN or an infinity, and not too small to divide by."""
     most = np.int32(0)
     for i in range(len(bits)):
-        most = max(most, bits[i] & np.int32(0x7FFFFFFF))
-    scale = _as_float(min(most, np.int32(0x7F800000)))
+        most = max(most, bits[i] & _MAGNITUDE)
+    scale = _as_float(min(most, _INFINITE))
     return _SMALLEST if scale > 0 and scale < _SMALLEST else scale
 
 
@@ -161,65 +168,152 @@ def decode_sum(
 
 
 @jit
-def _int8_block(x: Any, bits: Any, first: int, key: Any, words: Any, noise: Any, out: Any) -> Any:
+def _int8_code(x: Any, factor: Any, noise: Any) -> Any:
+    """The lowest byte is the code."""
+    return np.uint8(_rounded(x, factor, np.int16(noise | np.uint16(1)), np.float32(127)))
+
+
+@jit
+def _int8_value(code: Any) -> Any:
+    return np.float32(np.int8(code))
+
+
+@jit
+def _fp8_code(x: Any, factor: Any, noise: Any) -> Any:
+    """E4M3 code, rounded stochastically by 16 random bits."""
+    y = x * factor
+    bits, magnitude = _as_bits(y), abs(y)
+    normal = (((bits & _MAGNITUDE) + (np.int32(noise) << 4)) >> 20) - _FP8_NORMAL
+    small = np.int32(math.floor(magnitude * np.float32(512.0) + np.float32(noise) * _NOISE_UNIT))
+    code = min(small if magnitude < np.float32(2.0**-6) else normal, _FP8_MOST)
+    return np.uint8(code | ((bits >> 24) & 0x80))
+
+
+@jit
+def _fp8_value(code: Any) -> Any:
+    """The number of an E4M3 code, which is not NaN."""
+    magnitude = _as_float(np.int32((np.int32(code) & 0x7F) << 20)) * np.float32(2.0**120)
+    return -magnitude if code & 0x80 else magnitude
+
+
+@jit
+def _encode_block(x: Any, bits: Any, is_fp8: bool, first: int, key: Any, words: Any, noise: Any, out: Any) -> Any:
     """Codes of one block that begins at element ``first``, a multiple of four; returns its scale.
 
-    ``noise`` are the ``words`` as int16.
+    ``noise`` are the ``words`` as uint16, and ``out`` are bytes.
     """
     scale = _scale(bits)
-    inverse, top = _inverse(scale, 127), np.float32(127)
-    if inverse > 0:
+    factor = _inverse(scale, _FP8_LARGEST if is_fp8 else _INT8_LARGEST)
+    if factor > 0:
         for start in range(0, len(x), _PIECE):
             own, part = x[start : start + _PIECE], out[start : start + _PIECE]
-            _draw(key, (first + start) // 4, words, (len(own) + 3) // 4, _ODD)
-            for i in range(len(own)):
-                part[i] = np.int8(_rounded(own[i], inverse, noise[i], top))
+            _draw(key, (first + start) // 4, words, (len(own) + 3) // 4, _ANY)
+            if is_fp8:
+                for i in range(len(own)):
+                    part[i] = _fp8_code(own[i], factor, noise[i])
+            else:
+                for i in range(len(own)):
+                    part[i] = _int8_code(own[i], factor, noise[i])
     else:
         out[:] = 0
     return scale
 
 
 @jit
-def encode_int8(x: Any, bits: Any, block: int, key: Any, codes: Any, scales: Any) -> None:
-    """INT8 codes with a scale per block; ``block`` is a multiple of four."""
+def encode(x: Any, bits: Any, is_fp8: bool, block: int, key: Any, codes: Any, scales: Any) -> None:
+    """INT8 or FP8 codes (bytes) with a scale per block; ``block`` is a multiple of four."""
     words = np.empty(_PIECE // 4, np.uint64)
-    noise = words.view(np.int16)
+    noise = words.view(np.uint16)
     for b in range(len(scales)):
         first, last = b * block, (b + 1) * block
-        scales[b] = _int8_block(x[first:last], bits[first:last], first, key, words, noise, codes[first:last])
+        scales[b] = _encode_block(x[first:last], bits[first:last], is_fp8, first, key, words, noise, codes[first:last])
 
 
 @jit
-def decode_int8(codes: Any, scales: Any, block: int, out: Any) -> None:
-    """Values of INT8 codes."""
+def _decode_block(codes: Any, scale: Any, is_fp8: bool, adds: bool, out: Any) -> None:
+    """The values of a block's codes in place of what ``out`` holds, or in addition to it."""
+    step = _step(scale, _FP8_LARGEST if is_fp8 else _INT8_LARGEST)
+    if is_fp8 and adds:
+        for i in range(len(out)):
+            out[i] = out[i] + _fp8_value(codes[i]) * step
+    elif is_fp8:
+        for i in range(len(out)):
+            out[i] = _fp8_value(codes[i]) * step
+    elif adds:
+        for i in range(len(out)):
+            out[i] = out[i] + _int8_value(codes[i]) * step
+    else:
+        for i in range(len(out)):
+            out[i] = _int8_value(codes[i]) * step
+
+
+@jit
+def decode(codes: Any, scales: Any, is_fp8: bool, block: int, out: Any) -> None:
+    """Values of INT8 or FP8 codes."""
     for b in range(len(scales)):
-        step = _step(scales[b], 127)
-        own, part = codes[b * block : (b + 1) * block], out[b * block : (b + 1) * block]
-        for i in range(len(part)):
-            part[i] = np.float32(own[i]) * step
+        first, last = b * block, (b + 1) * block
+        _decode_block(codes[first:last], scales[b], is_fp8, False, out[first:last])
 
 
 @jit
-def reduce_int8(codes: Any, scales: Any, block: int, key: Any, out: Any, out_scales: Any) -> None:
+def reduce(codes: Any, scales: Any, is_fp8: bool, block: int, key: Any, out: Any, out_scales: Any) -> None:
     """The mean of the workers' values, encoded again."""
     words = np.empty(_PIECE // 4, np.uint64)
-    noise = words.view(np.int16)
-    mean = np.empty(block, np.float32)
-    bits = mean.view(np.int32)
+    noise = words.view(np.uint16)
+    buffer = np.empty(block, np.float32)
+    buffer_bits = buffer.view(np.int32)
     workers, elements = codes.shape
     share = np.float32(1 / workers)
     for b in range(len(out_scales)):
         first = b * block
-        size = min(block, elements - first)
+        last = min(first + block, elements)
+        mean, bits = buffer[: last - first], buffer_bits[: last - first]
         for worker in range(workers):
-            step = _step(scales[worker, b], 127)
-            own, total = codes[worker, first : first + size], mean[:size]
+            _decode_block(codes[worker, first:last], scales[worker, b], is_fp8, worker > 0, mean)
+        for i in range(len(mean)):
+            mean[i] = mean[i] * share
+        out_scales[b] = _encode_block(mean, bits, is_fp8, first, key, words, noise, out[first:last])
+
+
+@jit
+def _bf16_piece(bits: Any, first: int, key: Any, words: Any, noise: Any, codes: Any) -> None:
+    """BF16 codes (int16) of FP32 bits, rounded stochastically, from element ``first`` on; NaN is 0x7FC0."""
+    _draw(key, first // 4, words, (len(bits) + 3) // 4, _ANY)
+    for i in range(len(bits)):
+        magnitude = bits[i] & _MAGNITUDE
+        code = (bits[i] + (np.int32(noise[i]) if magnitude < _INFINITE else np.int32(0))) >> 16
+        codes[i] = np.int16(0x7FC0 if magnitude > _INFINITE else code)
+
+
+@jit
+def encode_bf16(bits: Any, key: Any, codes: Any) -> None:
+    """BF16 codes (int16) of FP32 bits."""
+    words = np.empty(_PIECE // 4, np.uint64)
+    noise = words.view(np.uint16)
+    for first in range(0, len(bits), _PIECE):
+        _bf16_piece(bits[first : first + _PIECE], first, key, words, noise, codes[first : first + _PIECE])
+
+
+@jit
+def reduce_bf16(codes: Any, key: Any, out: Any) -> None:
+    """The mean of the workers' values (int16), encoded again."""
+    words = np.empty(_PIECE // 4, np.uint64)
+    noise = words.view(np.uint16)
+    mean = np.empty(_PIECE, np.float32)
+    bits = mean.view(np.int32)
+    workers, elements = codes.shape
+    share = np.float32(1 / workers)
+    for first in range(0, elements, _PIECE):
+        size = min(_PIECE, elements - first)
+        total = mean[:size]
+        for worker in range(workers):
+            own = codes[worker, first : first + size]
             if worker == 0:
                 for i in range(len(total)):
-                    total[i] = np.float32(own[i]) * step
+                    total[i] = _as_float(np.int32(np.int32(own[i]) << 16))
             else:
                 for i in range(len(total)):
-                    total[i] = total[i] + np.float32(own[i]) * step
+                    total[i] = total[i] + _as_float(np.int32(np.int32(own[i]) << 16))
         for i in range(size):
             mean[i] = mean[i] * share
-        out_scales[b] = _int8_block(mean[:size], bits[:size], first, key, words, noise, out[first : first + size])
+        _bf16_piece(bits[:size], first, key, words, noise, out[first : first + size])

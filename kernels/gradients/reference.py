@@ -152,10 +152,10 @@ def _from_fp8(codes: Tensor) -> Tensor:
 
 
 def _to_bf16(x: Tensor, random: Tensor) -> Tensor:
-    """BF16 by stochastic rounding; what is not finite stays so."""
+    """BF16 by stochastic rounding; infinities stay so, and NaN is 0x7FC0 everywhere."""
     bits = x.view(torch.int32)
-    rounded = ((bits + random) >> 16).to(torch.int16).view(torch.bfloat16)
-    return torch.where(x.isfinite(), rounded, x.to(torch.bfloat16))
+    codes = torch.where(x.isfinite(), bits + random, bits) >> 16
+    return torch.where(x.isnan(), 0x7FC0, codes).to(torch.int16).view(torch.bfloat16)
 
 
 def encode_exponents(y: Tensor, random: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from qsync_opt.gradients import BLOCK, schemes
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.gradients import UNIT, Codec, Encoded, Layout
+from qsync_opt.kernels.gradients import CODES, UNIT, Codec, Encoded, Layout
 
 pytestmark = pytest.mark.gpu
 PLAIN, COMPILED = Codec("reference"), Codec("compiled")
@@ -59,30 +59,34 @@ def test_sums(each, elements, offset):
         )
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("form", CODES)
 @pytest.mark.parametrize("elements", SIZES)
-def test_two_shot(elements):
-    gradients = [gradient(elements) * (1 + worker) for worker in range(3)]
+def test_two_shot(elements, form, offset):
+    gradients = [gradient(elements, offset) * (1 + worker) for worker in range(3)]
     if elements > 700:
-        gradients[1][600] = math.nan
-    parts = [PLAIN.encode(x, "int8", BLOCK, worker) for worker, x in enumerate(gradients)]
+        gradients[1][600] = -math.nan
+        gradients[2][:3] = torch.tensor([-math.inf, -0.0, -3e38])
+    parts = [PLAIN.encode(x[offset:], form, BLOCK, worker) for worker, x in enumerate(gradients)]
     for worker, (x, part) in enumerate(zip(gradients, parts, strict=True)):
-        mine = COMPILED.encode(x.cuda(), "int8", BLOCK, worker)
-        same(mine.codes, part.codes)
+        mine = COMPILED.encode(x.cuda()[offset:], form, BLOCK, worker)
+        same(mine.codes.view(torch.uint8), part.codes.view(torch.uint8))
         same(mine.scales, part.scales)
     codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
-    theirs = PLAIN.reduce(codes, scales, "int8", BLOCK, 5)
-    mine = COMPILED.reduce(codes.cuda(), scales.cuda(), "int8", BLOCK, 5)
-    same(mine.codes, theirs.codes)
+    theirs = PLAIN.reduce(codes, scales, form, BLOCK, 5)
+    mine = COMPILED.reduce(codes.cuda(), scales.cuda(), form, BLOCK, 5)
+    same(mine.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
     same(mine.scales, theirs.scales)
-    same(COMPILED.decode(Encoded(*mine), "int8", BLOCK), PLAIN.decode(theirs, "int8", BLOCK))
+    same(COMPILED.decode(Encoded(*mine), form, BLOCK), PLAIN.decode(theirs, form, BLOCK))
 
 
-def test_what_is_not_compiled_runs_in_plain_pytorch_on_the_card():
-    x = gradient(1000)
-    for form in ("fp8", "bf16"):
-        mine, theirs = COMPILED.encode(x.cuda(), form, BLOCK, 1), PLAIN.encode(x, form, BLOCK, 1)
+@pytest.mark.parametrize("form", ["fp8", "bf16"])
+def test_rounding_of_every_exponent(form):
+    powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
+    x = torch.cat([powers * factor for factor in (1.0, -1.0, 1.0625, -1.5, 1.9999999)]).float()
+    for key in range(20):
+        mine, theirs = COMPILED.encode(x.cuda(), form, BLOCK, key), PLAIN.encode(x, form, BLOCK, key)
         same(mine.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
-        same(COMPILED.decode(mine, form, BLOCK), PLAIN.decode(theirs, form, BLOCK))
 
 
 def test_empty_gradients():

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/random_words.cuh"
+#include "cuda/rounding.cuh"
 #include "stable.cuh"
 
 namespace qsync {
@@ -39,21 +39,29 @@ __device__ __forceinline__ void store4(float* out, int64_t e, int64_t count, boo
   if (e + 3 < count) out[e + 3] = v.w;
 }
 
-__device__ __forceinline__ void store4(int8_t* out, int64_t e, int64_t count, bool aligned, int4 c) {
+// Four codes, which are whole numbers of 8 or 16 bits.
+template <class Code>
+struct alignas(4 * sizeof(Code)) Codes {
+  Code values[4];
+};
+
+template <class Code>
+__device__ __forceinline__ void store4(Code* out, int64_t e, int64_t count, bool aligned, int4 c) {
   if (aligned && e + 4 <= count) {
-    *reinterpret_cast<char4*>(out + e) = make_char4(c.x, c.y, c.z, c.w);
+    *reinterpret_cast<Codes<Code>*>(out + e) = {Code(c.x), Code(c.y), Code(c.z), Code(c.w)};
     return;
   }
-  if (e < count) out[e] = c.x;
-  if (e + 1 < count) out[e + 1] = c.y;
-  if (e + 2 < count) out[e + 2] = c.z;
-  if (e + 3 < count) out[e + 3] = c.w;
+  if (e < count) out[e] = Code(c.x);
+  if (e + 1 < count) out[e + 1] = Code(c.y);
+  if (e + 2 < count) out[e + 2] = Code(c.z);
+  if (e + 3 < count) out[e + 3] = Code(c.w);
 }
 
-__device__ __forceinline__ int4 load_codes(const int8_t* codes, int64_t e, int64_t count, bool aligned) {
+template <class Code>
+__device__ __forceinline__ int4 load_codes(const Code* codes, int64_t e, int64_t count, bool aligned) {
   if (aligned && e + 4 <= count) {
-    const char4 c = __ldg(reinterpret_cast<const char4*>(codes + e));
-    return {c.x, c.y, c.z, c.w};
+    const Codes<Code> c = *reinterpret_cast<const Codes<Code>*>(codes + e);
+    return {c.values[0], c.values[1], c.values[2], c.values[3]};
   }
   int4 c = {0, 0, 0, 0};
   if (e < count) c.x = codes[e];
@@ -201,68 +209,119 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What a warp does with one block whose elements it holds: its scale, and codes of four elements at e and at e + 128.
-__device__ __forceinline__ void encode_block(float4 a, float4 b, int64_t block, int64_t count, uint64_t key,
-                                             int8_t* codes, float* scales) {
-  const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
-  const float scale = floored(warp_max(max(magnitude(a), magnitude(b))));
-  const float inverse = inverse_of(scale, 127.0f);
-  store4(codes, e, count, true, codes_of(a, inverse, 127.0f, key, e));
-  store4(codes, e + 128, count, true, codes_of(b, inverse, 127.0f, key, e + 128));
-  if (threadIdx.x % 32 == 0) scales[block] = scale;
+// Codes that a worker gives scales of its own, or none: two-shot schemes. The order is that of FORMS in reference.py.
+enum class Form : int { kInt8, kE4M3, kBf16 };
+
+template <Form kForm>
+using CodeOf = std::conditional_t<kForm == Form::kInt8, int8_t, std::conditional_t<kForm == Form::kE4M3, uint8_t, uint16_t>>;
+
+template <Form kForm>
+constexpr float kLevels = kForm == Form::kInt8 ? 127.0f : 448.0f;
+
+// E4M3 of y, rounded stochastically by 16 random bits.
+__device__ __forceinline__ int e4m3_of(float y, uint32_t random) {
+  const uint32_t bits = __float_as_uint(y), size = bits & 0x7fffffffu;
+  const int normal = int((size + (random << 4)) >> 20) - ((127 - 7) << 3);
+  const int small = int(floorf(__fadd_rn(__fmul_rn(fabsf(y), 512.0f), __fmul_rn(float(random), 0x1p-16f))));
+  return min(fabsf(y) < 0x1p-6f ? small : normal, 0x7e) | int(bits >> 24 & 0x80u);
 }
 
-// encode() to INT8. Grid: a warp per block. Traffic: 4 bytes read and 1 written per element.
-__global__ void __launch_bounds__(kThreads) encode_int8_kernel(const float* x, int64_t count, bool aligned,
-                                                               int64_t blocks, uint64_t key, int8_t* codes,
-                                                               float* scales) {
+// BF16 of v, rounded stochastically by 16 random bits; NaN is 0x7fc0.
+__device__ __forceinline__ int bf16_of(float v, uint32_t random) {
+  const uint32_t bits = __float_as_uint(v), size = bits & 0x7fffffffu;
+  return size > kInfinity ? 0x7fc0 : int((bits + (size < kInfinity ? random : 0u)) >> 16);
+}
+
+template <Form kForm>
+__device__ __forceinline__ int4 own_codes_of(float4 v, float factor, uint64_t key, int64_t e) {
+  if constexpr (kForm == Form::kInt8) {
+    return codes_of(v, factor, kLevels<kForm>, key, e);
+  } else {
+    if (kForm == Form::kE4M3 && !(factor > 0.0f)) return {0, 0, 0, 0};
+    const uint64_t word = random_word(counter(key, static_cast<uint64_t>(e / 4)));
+    const auto code = [&](float x, int part) {
+      const uint32_t random = static_cast<uint32_t>(word >> 16 * part) & 0xffffu;
+      return kForm == Form::kE4M3 ? e4m3_of(__fmul_rn(x, factor), random) : bf16_of(x, random);
+    };
+    return {code(v.x, 0), code(v.y, 1), code(v.z, 2), code(v.w, 3)};
+  }
+}
+
+template <Form kForm>
+__device__ __forceinline__ float value_of(int code, float step) {
+  if constexpr (kForm == Form::kInt8) return __fmul_rn(float(code), step);
+  if constexpr (kForm == Form::kE4M3) return __fmul_rn(decode<Format::kE4M3>(uint32_t(code)), step);
+  return __uint_as_float(uint32_t(code) << 16);
+}
+
+template <Form kForm>
+__device__ __forceinline__ float4 values_of(int4 c, float step) {
+  return {value_of<kForm>(c.x, step), value_of<kForm>(c.y, step), value_of<kForm>(c.z, step), value_of<kForm>(c.w, step)};
+}
+
+// What a warp does with one block whose elements it holds: its scale, and codes of four elements at e and at e + 128.
+template <Form kForm>
+__device__ __forceinline__ void encode_block(float4 a, float4 b, int64_t block, int64_t count, uint64_t key,
+                                             CodeOf<kForm>* codes, float* scales) {
+  const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
+  float factor = 0.0f;
+  if constexpr (kForm != Form::kBf16) {
+    const float scale = floored(warp_max(max(magnitude(a), magnitude(b))));
+    factor = inverse_of(scale, kLevels<kForm>);
+    if (threadIdx.x % 32 == 0) scales[block] = scale;
+  }
+  store4(codes, e, count, true, own_codes_of<kForm>(a, factor, key, e));
+  store4(codes, e + 128, count, true, own_codes_of<kForm>(b, factor, key, e + 128));
+}
+
+// encode(). Grid: a warp per block. Traffic: 4 bytes read per element, and its code written.
+template <Form kForm>
+__global__ void __launch_bounds__(kThreads) encode_own_kernel(const float* x, int64_t count, bool aligned,
+                                                              int64_t blocks, uint64_t key, CodeOf<kForm>* codes,
+                                                              float* scales) {
   const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= blocks) return;
   const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
-  encode_block(load4(x, e, count, aligned), load4(x, e + 128, count, aligned), block, count, key, codes, scales);
+  encode_block<kForm>(load4(x, e, count, aligned), load4(x, e + 128, count, aligned), block, count, key, codes, scales);
 }
 
-__device__ __forceinline__ void add(float4& sum, int4 c, float step, bool first) {
-  const float4 v = {__fmul_rn(float(c.x), step), __fmul_rn(float(c.y), step), __fmul_rn(float(c.z), step),
-                    __fmul_rn(float(c.w), step)};
-  sum = first ? v
-              : make_float4(__fadd_rn(sum.x, v.x), __fadd_rn(sum.y, v.y), __fadd_rn(sum.z, v.z), __fadd_rn(sum.w, v.w));
+__device__ __forceinline__ float4 added(float4 a, float4 b) {
+  return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
 }
 
 __device__ __forceinline__ float4 scaled(float4 v, float share) {
   return {__fmul_rn(v.x, share), __fmul_rn(v.y, share), __fmul_rn(v.z, share), __fmul_rn(v.w, share)};
 }
 
-// reduce() of INT8. Grid: a warp per block. Traffic: 1 byte read per element and worker, 1 written per element.
+// reduce(). Grid: a warp per block. Traffic: a code read per element and worker, and one written per element.
+template <Form kForm>
 __global__ void __launch_bounds__(kThreads)
-    reduce_int8_kernel(const int8_t* codes, const float* scales, int64_t workers, int64_t count, bool aligned,
-                       int64_t blocks, float share, uint64_t key, int8_t* out, float* out_scales) {
+    reduce_own_kernel(const CodeOf<kForm>* codes, const float* scales, int64_t workers, int64_t count, bool aligned,
+                      int64_t blocks, float share, uint64_t key, CodeOf<kForm>* out, float* out_scales) {
   const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= blocks) return;
   const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
   float4 a = {0.0f, 0.0f, 0.0f, 0.0f}, b = a;
   for (int64_t worker = 0; worker < workers; ++worker) {
-    const float step = step_of(__ldg(scales + worker * blocks + block), 127.0f);
-    const int8_t* own = codes + worker * count;
-    add(a, load_codes(own, e, count, aligned), step, worker == 0);
-    add(b, load_codes(own, e + 128, count, aligned), step, worker == 0);
+    const float step = kForm == Form::kBf16 ? 1.0f : step_of(__ldg(scales + worker * blocks + block), kLevels<kForm>);
+    const CodeOf<kForm>* own = codes + worker * count;
+    const float4 c = values_of<kForm>(load_codes(own, e, count, aligned), step);
+    const float4 d = values_of<kForm>(load_codes(own, e + 128, count, aligned), step);
+    a = worker == 0 ? c : added(a, c);
+    b = worker == 0 ? d : added(b, d);
   }
   // Past the end there are zeros, or NaN where all of the block is.
-  a = scaled(a, share);
-  b = scaled(b, share);
-  encode_block(a, b, block, count, key, out, out_scales);
+  encode_block<kForm>(scaled(a, share), scaled(b, share), block, count, key, out, out_scales);
 }
 
-// decode() of INT8. Grid: four elements of a thread. Traffic: 1 byte read and 4 written per element.
-__global__ void __launch_bounds__(kThreads)
-    decode_int8_kernel(const int8_t* codes, int64_t count, bool aligned, const float* scales, int64_t length, float* out) {
+// decode() of codes with scales. Grid: four elements of a thread. Traffic: a code read and 4 bytes written per element.
+template <Form kForm>
+__global__ void __launch_bounds__(kThreads) decode_own_kernel(const CodeOf<kForm>* codes, int64_t count, bool aligned,
+                                                              const float* scales, int64_t length, float* out) {
   const int64_t e = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
   if (e >= count) return;
-  const float step = step_of(__ldg(scales + e / length), 127.0f);
-  const int4 c = load_codes(codes, e, count, aligned);
-  store4(out, e, count, true,
-         make_float4(__fmul_rn(float(c.x), step), __fmul_rn(float(c.y), step), __fmul_rn(float(c.z), step),
-                     __fmul_rn(float(c.w), step)));
+  const float step = step_of(__ldg(scales + e / length), kLevels<kForm>);
+  store4(out, e, count, true, values_of<kForm>(load_codes(codes, e, count, aligned), step));
 }
 
 template <typename T>
@@ -365,48 +424,86 @@ Tensor decode_sum_cuda(const Tensor& codes, const Tensor& scales, int64_t levels
   return out;
 }
 
-std::tuple<Tensor, Tensor> encode_int8_cuda(const Tensor& x, int64_t block, int64_t key) {
+// What runs for a form, with kForm known to it.
+#define QSYNC_BY_FORM(form, ...)                                                   \
+  switch (Form(form)) {                                                            \
+    case Form::kInt8: {                                                            \
+      constexpr Form kForm = Form::kInt8;                                          \
+      __VA_ARGS__;                                                                 \
+      break;                                                                       \
+    }                                                                              \
+    case Form::kE4M3: {                                                            \
+      constexpr Form kForm = Form::kE4M3;                                          \
+      __VA_ARGS__;                                                                 \
+      break;                                                                       \
+    }                                                                              \
+    case Form::kBf16: {                                                            \
+      constexpr Form kForm = Form::kBf16;                                          \
+      __VA_ARGS__;                                                                 \
+      break;                                                                       \
+    }                                                                              \
+    default: STD_TORCH_CHECK(false, "gradients: ", form, " is no compiled form");  \
+  }
+
+ScalarType type_of(int64_t form) {
+  return Form(form) == Form::kInt8 ? ScalarType::Char : Form(form) == Form::kE4M3 ? ScalarType::Byte : ScalarType::BFloat16;
+}
+
+// Scales of `blocks` blocks, of which BF16 has none.
+int64_t scales_of(int64_t form, int64_t blocks) { return Form(form) == Form::kBf16 ? 0 : blocks; }
+
+void check_block(int64_t form, int64_t block) {
+  STD_TORCH_CHECK(block == kBlock || Form(form) == Form::kBf16, "gradients: blocks of ", block, ": compiled are those of 256");
+}
+
+std::tuple<Tensor, Tensor> encode_cuda(const Tensor& x, int64_t form, int64_t block, int64_t key) {
   check_gradient(x, block);
-  STD_TORCH_CHECK(block == kBlock, "gradients: blocks of ", block, ": compiled are those of 256");
+  check_block(form, block);
   const OnDeviceOf guard(x);
   const int64_t count = x.size(0), blocks = (count + kBlock - 1) / kBlock;
-  Tensor codes = empty_on(x, {count}, ScalarType::Char), scales = empty_on(x, {blocks}, ScalarType::Float);
+  Tensor codes = empty_on(x, {count}, type_of(form)), scales = empty_on(x, {scales_of(form, blocks)}, ScalarType::Float);
   if (count == 0) return {codes, scales};
-  encode_int8_kernel<<<grid(blocks, kWarps), kThreads, 0, stream_of(x)>>>(input<float>(x), count, starts_on(x, 16),
-                                                                          blocks, static_cast<uint64_t>(key),
-                                                                          output<int8_t>(codes), output<float>(scales));
+  QSYNC_BY_FORM(form, encode_own_kernel<kForm><<<grid(blocks, kWarps), kThreads, 0, stream_of(x)>>>(
+                          input<float>(x), count, starts_on(x, 16), blocks, static_cast<uint64_t>(key),
+                          output<CodeOf<kForm>>(codes), output<float>(scales)))
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {codes, scales};
 }
 
-std::tuple<Tensor, Tensor> reduce_int8_cuda(const Tensor& codes, const Tensor& scales, int64_t block, int64_t key) {
-  STD_TORCH_CHECK(codes.dim() == 2 && codes.is_contiguous() && codes.scalar_type() == ScalarType::Char,
-                  "gradients: contiguous int8 codes of (workers, elements) are needed");
-  STD_TORCH_CHECK(block == kBlock, "gradients: blocks of ", block, ": compiled are those of 256");
+std::tuple<Tensor, Tensor> reduce_cuda(const Tensor& codes, const Tensor& scales, int64_t form, int64_t block, int64_t key) {
+  STD_TORCH_CHECK(codes.dim() == 2 && codes.is_contiguous() && codes.scalar_type() == type_of(form),
+                  "gradients: contiguous codes of (workers, elements) in the type of their form are needed");
+  check_block(form, block);
   const OnDeviceOf guard(codes);
   const int64_t workers = codes.size(0), count = codes.size(1), blocks = (count + kBlock - 1) / kBlock;
-  check_scales(scales, ScalarType::Float, workers * blocks);
-  Tensor out = empty_on(codes, {count}, ScalarType::Char), out_scales = empty_on(codes, {blocks}, ScalarType::Float);
+  const int64_t own_scales = scales_of(form, blocks);
+  check_scales(scales, ScalarType::Float, workers * own_scales);
+  Tensor out = empty_on(codes, {count}, codes.scalar_type()), out_scales = empty_on(codes, {own_scales}, ScalarType::Float);
   if (count == 0) return {out, out_scales};
-  const bool aligned = count % 4 == 0 && starts_on(codes, 4);
-  reduce_int8_kernel<<<grid(blocks, kWarps), kThreads, 0, stream_of(codes)>>>(
-      input<int8_t>(codes), input<float>(scales), workers, count, aligned, blocks,
-      static_cast<float>(1.0 / static_cast<double>(workers)), static_cast<uint64_t>(key), output<int8_t>(out),
-      output<float>(out_scales));
+  const auto share = static_cast<float>(1.0 / static_cast<double>(workers));
+  QSYNC_BY_FORM(form, {
+    const bool aligned = count % 4 == 0 && starts_on(codes, 4 * sizeof(CodeOf<kForm>));
+    reduce_own_kernel<kForm><<<grid(blocks, kWarps), kThreads, 0, stream_of(codes)>>>(
+        input<CodeOf<kForm>>(codes), input<float>(scales), workers, count, aligned, blocks, share, static_cast<uint64_t>(key),
+        output<CodeOf<kForm>>(out), output<float>(out_scales));
+  })
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {out, out_scales};
 }
 
-Tensor decode_int8_cuda(const Tensor& codes, const Tensor& scales, int64_t block) {
-  STD_TORCH_CHECK(codes.dim() == 1 && codes.is_contiguous() && codes.scalar_type() == ScalarType::Char && block % 4 == 0,
-                  "gradients: flat contiguous int8 codes in blocks of a multiple of 4 are needed");
+Tensor decode_cuda(const Tensor& codes, const Tensor& scales, int64_t form, int64_t block) {
+  STD_TORCH_CHECK(codes.dim() == 1 && codes.is_contiguous() && codes.scalar_type() == type_of(form) && block % 4 == 0,
+                  "gradients: flat contiguous codes in the type of their form, in blocks of a multiple of 4, are needed");
   const OnDeviceOf guard(codes);
   const int64_t count = codes.size(0);
-  check_scales(scales, ScalarType::Float, (count + block - 1) / block);
+  check_scales(scales, ScalarType::Float, scales_of(form, (count + block - 1) / block));
   Tensor out = empty_on(codes, {count}, ScalarType::Float);
   if (count == 0) return out;
-  decode_int8_kernel<<<grid(count, kThreads * 4), kThreads, 0, stream_of(codes)>>>(
-      input<int8_t>(codes), count, starts_on(codes, 4), input<float>(scales), block, output<float>(out));
+  QSYNC_BY_FORM(form, {
+    STD_TORCH_CHECK(kForm != Form::kBf16, "gradients: BF16 codes are decoded by torch");
+    decode_own_kernel<kForm><<<grid(count, kThreads * 4), kThreads, 0, stream_of(codes)>>>(
+        input<CodeOf<kForm>>(codes), count, starts_on(codes, 4), input<float>(scales), block, output<float>(out));
+  })
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
@@ -418,7 +515,7 @@ STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, library) {
   library.impl("gradient_sum_scales", TORCH_BOX(&qsync::sum_scales_cuda));
   library.impl("gradient_encode_sum", TORCH_BOX(&qsync::encode_sum_cuda));
   library.impl("gradient_decode_sum", TORCH_BOX(&qsync::decode_sum_cuda));
-  library.impl("gradient_encode_int8", TORCH_BOX(&qsync::encode_int8_cuda));
-  library.impl("gradient_reduce_int8", TORCH_BOX(&qsync::reduce_int8_cuda));
-  library.impl("gradient_decode_int8", TORCH_BOX(&qsync::decode_int8_cuda));
+  library.impl("gradient_encode", TORCH_BOX(&qsync::encode_cuda));
+  library.impl("gradient_reduce", TORCH_BOX(&qsync::reduce_cuda));
+  library.impl("gradient_decode", TORCH_BOX(&qsync::decode_cuda));
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.gradients import Code, GradientScheme, Scheme, Transport
-from qsync_opt.kernels.gradients import Codec, Encoded, Layout, reference
+from qsync_opt.kernels.gradients import CODES, Codec, Encoded, Layout, reference
 from qsync_opt.kernels.quantize import stream_key
 
 FORMS = {Code.INTEGER: "int8", Code.SCALED_FLOAT: "fp8", Code.FLOAT: "bf16"}
@@ -118,7 +118,7 @@ class Reducer:
         workers, elements = dist.get_world_size(self.group), x.numel()
         part = -(-elements // (workers * block)) * block  # of one worker
         padded = x if part * workers == elements else torch.nn.functional.pad(x, (0, part * workers - elements))
-        room = self._room("codes", piece, len(padded), torch.int8, x.device) if form == "int8" else None
+        room = self._room("codes", piece, len(padded), CODES[form], x.device)
         sent = self.codec.encode(padded, form, block, keys[0], out=room)
         into = self._room("exchanged", piece, sent.codes.nbytes, torch.uint8, x.device)
         codes_ND, first = self._exchanging(sent.codes, workers, into)

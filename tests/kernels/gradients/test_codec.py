@@ -7,7 +7,7 @@ import torch
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.gradients import BLOCK, BucketStatistics, Moments, scheme, schemes
-from qsync_opt.kernels.gradients import Codec, Encoded, Layout, compiled_by, reference
+from qsync_opt.kernels.gradients import CODES, Codec, Encoded, Layout, compiled_by, reference
 
 PLAIN = Codec("reference")
 SUMS = [each for each in schemes().values() if each.transport == "sum"]
@@ -185,23 +185,44 @@ def test_compiled_sums_equal_the_reference_bit_for_bit(each, elements):
 
 
 @COMPILED
+@pytest.mark.parametrize("form", CODES)
 @pytest.mark.parametrize("elements", [1, 4, 255, 256, 1000, 4099])
-def test_compiled_two_shot_equals_the_reference_bit_for_bit(elements):
-    gradients = [torch.randn(elements) * torch.logspace(-20, 10, elements) for _ in range(3)]
-    if elements > 300:
-        gradients[1][256:512] = 0.0
-        gradients[2][700] = math.nan
-    plain, compiled = Codec("reference"), Codec("compiled")
-    parts = [[codec.encode(x, "int8", BLOCK, i) for i, x in enumerate(gradients)] for codec in (plain, compiled)]
-    for mine, theirs in zip(*parts, strict=True):
-        assert torch.equal(mine.codes, theirs.codes)
+def test_compiled_two_shot_equals_the_reference_bit_for_bit(elements, form):
+    def equal(mine, theirs):
+        assert torch.equal(mine.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
         assert torch.equal(mine.scales, theirs.scales)
+
+    gradients = [torch.randn(elements) * torch.logspace(-40, 30, elements) for _ in range(3)]
+    if elements > 300:
+        gradients[0][:4] = torch.tensor([math.inf, -math.inf, -0.0, -3e38])
+        gradients[1][256:512] = 0.0
+        gradients[2][700] = -math.nan
+    plain, compiled = Codec("reference"), Codec("compiled")
+    parts = [[codec.encode(x, form, BLOCK, i) for i, x in enumerate(gradients)] for codec in (plain, compiled)]
+    for mine, theirs in zip(*parts, strict=True):
+        equal(mine, theirs)
+    used = torch.full_like(parts[0][0].codes, 77)
+    equal(compiled.encode(gradients[0], form, BLOCK, 0, out=used), parts[0][0])
+    assert torch.equal(used.view(torch.uint8), parts[0][0].codes.view(torch.uint8))
     codes, scales = (torch.stack(each) for each in zip(*parts[0], strict=True))
-    both = [codec.reduce(codes, scales, "int8", BLOCK, 5) for codec in (plain, compiled)]
-    assert torch.equal(both[0].codes, both[1].codes)
-    assert torch.equal(both[0].scales, both[1].scales)
-    values = [codec.decode(Encoded(*both[0]), "int8", BLOCK).nan_to_num(nan=9.0) for codec in (plain, compiled)]
+    both = [codec.reduce(codes, scales, form, BLOCK, 5) for codec in (plain, compiled)]
+    equal(*both)
+    values = [codec.decode(Encoded(*both[0]), form, BLOCK).nan_to_num(nan=9.0) for codec in (plain, compiled)]
     assert torch.equal(*values)
+    out = torch.full((elements,), 7.0)
+    assert torch.equal(compiled.decode(both[0], form, BLOCK, out=out).nan_to_num(nan=9.0), values[0])
+    assert torch.equal(out.nan_to_num(nan=9.0), values[0])
+
+
+@COMPILED
+@pytest.mark.parametrize("form", ["fp8", "bf16"])
+def test_compiled_rounding_of_every_exponent(form):
+    powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
+    x = torch.cat([powers * factor for factor in (1.0, -1.0, 1.0625, -1.5, 1.9999999)]).float()
+    for key in range(20):
+        for block in (4, 8 * BLOCK):  # near the scale of a block, and far below it
+            codes = [codec.encode(x, form, block, key).codes.view(torch.uint8) for codec in (PLAIN, Codec("compiled"))]
+            assert torch.equal(*codes)
 
 
 @COMPILED
