@@ -34,12 +34,14 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_opt
 from qsync_opt.gradients import scheme
 from qsync_opt.io import write_json
-from qsync_opt.kernels.gradients import Codec, Layout
+from qsync_opt.kernels.gradients import CODES, Codec, Layout
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 
 HERE = Path(__file__).parent
 PEERS = ("nothing", "FP32", "BF16 hook", "PowerSGD")
-OURS = ("sum8", "packed8", "sum4", "two8", "linear")
+OURS = ("sum8", "packed8", "sum4", "two8", "two-fp8", "BF16", "linear")
+TWO_SHOT = {"two8": "int8", "two-fp8": "fp8", "BF16": "bf16"}
+"""Forms of two-shot schemes."""
 MODEL_SUBJECTS = ("FP32", "BF16 hook", "packed8", "two8")
 CODEC_MB = 26
 
@@ -161,16 +163,17 @@ def codec(rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of the codec of one process alone."""
     torch.set_num_threads(1)
     records, x = [], torch.randn(CODEC_MB * 1_000_000 // 4)
-    for name in ("sum8", "packed8", "two8"):
+    for name in ("sum8", "packed8", *TWO_SHOT):
         each, own = scheme(name), Codec()
         layout = Layout(width=each.width, lanes=each.lanes, block=each.block)
         out, times = torch.empty_like(x), []
-        room = torch.empty(layout.words(len(x)), dtype=layout.dtype)  # as reductions keep one
+        form = TWO_SHOT.get(name)
+        room = torch.empty(layout.words(len(x)), dtype=CODES.get(form, layout.dtype))  # as reductions keep one
         for _ in range(rounds + 1):
             began = time.perf_counter()
-            if name == "two8":
-                part = own.encode(x, "int8", each.block, 1, out=room)
-                own.decode(part, "int8", each.block, out=out)
+            if form is not None:
+                part = own.encode(x, form, each.block or 4, 1, out=room)
+                own.decode(part, form, each.block or 4, out=out)
             else:
                 scales = own.sum_scales(x, layout.block)
                 codes = own.encode_sum(x, scales, each.levels(2), layout, 1, out=room)
