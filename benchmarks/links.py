@@ -65,7 +65,8 @@ def namespaces(gigabits: float, count: int = 2) -> Iterator[list[tuple[list[str]
             for name, end in zip(names, ends, strict=True):
                 peer = ("type", "veth", "peer", "name", end, "netns", bridge)
                 run("ip", "link", "add", end, "netns", name, *peer)
-                run(*inside, "ip", "link", "set", end, "master", "bridge", "up")
+                # A port takes no packets that are larger than its own.
+                run(*inside, "ip", "link", "set", end, "mtu", str(MTU), "master", "bridge", "up")
         for k, (name, end) in enumerate(zip(names, ends, strict=True)):
             inside = ("ip", "netns", "exec", name)
             run(*inside, "ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", end)
