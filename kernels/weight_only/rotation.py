@@ -81,6 +81,12 @@ def rotate_and_round(rows: Tensor, block: int, activations: str, backend: str = 
     """The rows of a matrix (N, K), each block of inputs rotated unless ``block`` is 0, rounded to codes.
 
     Rotated numbers are not rounded in between.
+
+    Args:
+        rows: BF16, FP16, FP32 or FP64.
+        block: 0, 64 or 128, which divides K.
+        activations: ``"A8"``, ``"F8"`` or ``"A4"``.
+        backend: As for `linear`.
     """
     if not block:
         return round_rows(rows, activations, backend)

@@ -89,12 +89,12 @@ def test_a_kernel_without_room_says_so_and_a_pass_raises_what_torch_raises() -> 
     unpack(model.packed)
     torch.cuda.empty_cache()
     reserved, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties(0).total_memory
-    held: list[Tensor] = []  # fills what earlier tests left free between their tensors
+    filling: list[Tensor] = []  # of what earlier tests left free between their tensors
     try:
         torch.cuda.set_per_process_memory_fraction(reserved / total)
         with contextlib.suppress(torch.OutOfMemoryError):
             while True:
-                held.append(torch.empty(32 * MEBI, dtype=torch.uint8, device="cuda"))
+                filling.append(torch.empty(32 * MEBI, dtype=torch.uint8, device="cuda"))
         torch.cuda.set_per_process_memory_fraction((reserved + 32 * MEBI) / total)  # unpacked it has 64 MiB
         with pytest.raises(RuntimeError, match="CUDA out of memory: no room for a result of 16777216 elements"):
             unpack(model.packed)
