@@ -145,10 +145,13 @@ void launch(const Arguments& args, cudaStream_t stream) {
   const int shared = shared_bytes<kBits, kColumns>(args.cluster);
   const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInputs, kTiles>;
   if constexpr (kInputs == Inputs::kE4M3) {
-    cudaFuncAttributes code;
-    STD_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
-    STD_TORCH_CHECK(code.ptxVersion >= 89, "weight_only: products of FP8 need code for compute capability 8.9 or later, this is for ",
-                    code.ptxVersion / 10, ".", code.ptxVersion % 10);
+    static const int version = [&] {  // of the code, which does not change
+      cudaFuncAttributes code;
+      STD_CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+      return code.ptxVersion;
+    }();
+    STD_TORCH_CHECK(version >= 89, "weight_only: products of FP8 need code for compute capability 8.9 or later, this is for ",
+                    version / 10, ".", version % 10);
   }
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   cudaLaunchConfig_t config = {};

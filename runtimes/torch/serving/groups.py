@@ -80,10 +80,10 @@ def _product(
     x: torch.Tensor | RoundedRows, weight: PackedWeight, layout: Layout, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` in the precision of a pass; its bits depend on nothing else where pieces stand apart."""
-    taken = layout.precision.activations
+    activations = layout.precision.activations
     if layout.pieces and isinstance(x, torch.Tensor) and not has_reproducible(weight, x):
-        return layout.apart(lambda part: linear(part, weight, bias, activations=taken), x)
-    return linear(x, weight, bias, activations=taken, reproducible=bool(layout.pieces))
+        return layout.apart(lambda part: linear(part, weight, bias, activations=activations), x)
+    return linear(x, weight, bias, activations=activations, reproducible=bool(layout.pieces))
 
 
 class Group:

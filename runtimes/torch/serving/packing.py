@@ -153,8 +153,8 @@ def linear(
         reproducible: A row's result has the same bits in any batch; packed weights only, see `has_reproducible`.
     """
     if weight.packed is not None:
-        taken = activations_of(weight, activations)
-        return weight_only.linear(x, weight.packed, bias, activations=taken, reproducible=reproducible)
+        activations = activations_of(weight, activations)
+        return weight_only.linear(x, weight.packed, bias, activations=activations, reproducible=reproducible)
     assert isinstance(x, torch.Tensor)
     return F.linear(x, unpack(weight, x.dtype), bias)
 
