@@ -197,11 +197,9 @@ def _fp8_value(code: Any) -> Any:
 
 
 @jit
-def _encode_block(x: Any, bits: Any, is_fp8: bool, first: int, key: Any, words: Any, noise: Any, out: Any) -> Any:
-    """Codes of one block that begins at element ``first``, a multiple of four; returns its scale.
-
-    ``noise`` are the ``words`` as uint16, and ``out`` are bytes.
-    """
+def _encode_block(x: Any, bits: Any, is_fp8: bool, first: int, key: Any, words: Any, out: Any) -> Any:
+    """Codes (bytes) of one block that begins at element ``first``, a multiple of four; returns its scale."""
+    noise = words.view(np.uint16)
     scale = _scale(bits)
     factor = _inverse(scale, _FP8_LARGEST if is_fp8 else _INT8_LARGEST)
     if factor > 0:
@@ -223,10 +221,9 @@ def _encode_block(x: Any, bits: Any, is_fp8: bool, first: int, key: Any, words: 
 def encode(x: Any, bits: Any, is_fp8: bool, block: int, key: Any, codes: Any, scales: Any) -> None:
     """INT8 or FP8 codes (bytes) with a scale per block; ``block`` is a multiple of four."""
     words = np.empty(_PIECE // 4, np.uint64)
-    noise = words.view(np.uint16)
     for b in range(len(scales)):
         first, last = b * block, (b + 1) * block
-        scales[b] = _encode_block(x[first:last], bits[first:last], is_fp8, first, key, words, noise, codes[first:last])
+        scales[b] = _encode_block(x[first:last], bits[first:last], is_fp8, first, key, words, codes[first:last])
 
 
 @jit
@@ -259,7 +256,6 @@ def decode(codes: Any, scales: Any, is_fp8: bool, block: int, out: Any) -> None:
 def reduce(codes: Any, scales: Any, is_fp8: bool, block: int, key: Any, out: Any, out_scales: Any) -> None:
     """The mean of the workers' values, encoded again."""
     words = np.empty(_PIECE // 4, np.uint64)
-    noise = words.view(np.uint16)
     buffer = np.empty(block, np.float32)
     buffer_bits = buffer.view(np.int32)
     workers, elements = codes.shape
@@ -272,12 +268,13 @@ def reduce(codes: Any, scales: Any, is_fp8: bool, block: int, key: Any, out: Any
             _decode_block(codes[worker, first:last], scales[worker, b], is_fp8, worker > 0, mean)
         for i in range(len(mean)):
             mean[i] = mean[i] * share
-        out_scales[b] = _encode_block(mean, bits, is_fp8, first, key, words, noise, out[first:last])
+        out_scales[b] = _encode_block(mean, bits, is_fp8, first, key, words, out[first:last])
 
 
 @jit
-def _bf16_piece(bits: Any, first: int, key: Any, words: Any, noise: Any, codes: Any) -> None:
+def _bf16_piece(bits: Any, first: int, key: Any, words: Any, codes: Any) -> None:
     """BF16 codes (int16) of FP32 bits, rounded stochastically, from element ``first`` on; NaN is 0x7FC0."""
+    noise = words.view(np.uint16)
     _draw(key, first // 4, words, (len(bits) + 3) // 4, _ANY)
     for i in range(len(bits)):
         magnitude = bits[i] & _MAGNITUDE
@@ -289,16 +286,14 @@ def _bf16_piece(bits: Any, first: int, key: Any, words: Any, noise: Any, codes: 
 def encode_bf16(bits: Any, key: Any, codes: Any) -> None:
     """BF16 codes (int16) of FP32 bits."""
     words = np.empty(_PIECE // 4, np.uint64)
-    noise = words.view(np.uint16)
     for first in range(0, len(bits), _PIECE):
-        _bf16_piece(bits[first : first + _PIECE], first, key, words, noise, codes[first : first + _PIECE])
+        _bf16_piece(bits[first : first + _PIECE], first, key, words, codes[first : first + _PIECE])
 
 
 @jit
 def reduce_bf16(codes: Any, key: Any, out: Any) -> None:
     """The mean of the workers' values (int16), encoded again."""
     words = np.empty(_PIECE // 4, np.uint64)
-    noise = words.view(np.uint16)
     mean = np.empty(_PIECE, np.float32)
     bits = mean.view(np.int32)
     workers, elements = codes.shape
@@ -316,4 +311,4 @@ def reduce_bf16(codes: Any, key: Any, out: Any) -> None:
                     total[i] = total[i] + _as_float(np.int32(np.int32(own[i]) << 16))
         for i in range(size):
             mean[i] = mean[i] * share
-        _bf16_piece(bits[:size], first, key, words, noise, out[first : first + size])
+        _bf16_piece(bits[:size], first, key, words, out[first : first + size])
