@@ -51,8 +51,8 @@ _STREAMS = 8
 _HALF = {"BF16": torch.bfloat16, "FP16": torch.float16}
 _TWICE = "the gradient of a chunked cross-entropy cannot be differentiated again: use F.cross_entropy for such a loss"
 
-Chunk = tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor | None]]]
-"""Logits of some rows, and the products of their gradient: those for dx and for dW."""
+Chunk = tuple[Tensor, Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]]
+"""Logits of some rows, and the products of their gradient: dx, and dW added to that of earlier rows, if there were."""
 
 
 def linear_cross_entropy(
@@ -184,19 +184,21 @@ def _run(
                 continue
             gradient = logits  # overwritten by it
             del logits
-            dx, dw = products(gradient)
+            dx, grad_weight = products(gradient, grad_weight)
             if dx is not None:
                 pieces.append(dx)
-            if dw is not None:
-                grad_weight = dw if grad_weight is None else grad_weight.add_(dw)
             if wanted[2]:
-                db = gradient.sum(0, dtype=sums)
-                grad_bias = db if grad_bias is None else grad_bias.add_(db)
-            del gradient, dx, dw, products
+                grad_bias = _sum(grad_bias, gradient.sum(0, dtype=sums))
+            del gradient, dx, products
         loss = total * factor if mean else total  # without a valid row 0 * infinity, which is NaN as torch's
         factor = torch.where(factor.isinf(), 0, factor)
         grad_x = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else None
         return loss, factor, *_present(x, weight, precision, wanted, (grad_x, grad_weight, grad_bias), how[3])
+
+
+def _sum(total: Tensor | None, more: Tensor) -> Tensor:
+    """A sum that is added to in place, if there is one yet."""
+    return more if total is None else total.add_(more)
 
 
 def _present(
@@ -279,12 +281,12 @@ def _head(
         rows = rows.to(dtype)
         logits = F.linear(rows.to(operand), w, None if b is None else b.to(operand)).to(dtype)
 
-        def products(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        def products(gradient: Tensor, dw: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
             dx = (gradient.to(operand) @ w).to(dtype) if wanted[0] else None
-            dw = None
-            if wanted[1]:
-                narrow = dtype in _HALF.values()
-                dw = half_product(gradient, rows, _sums(rows)) if narrow else gradient.mT @ rows
+            if wanted[1] and dtype in _HALF.values():
+                dw = half_product(gradient, rows, _sums(rows), dw)
+            elif wanted[1]:
+                dw = _sum(dw, gradient.mT @ rows)
             return dx, dw
 
         return logits, products
@@ -308,17 +310,17 @@ def _eight_bit_head(
         x = quantize_operand(rows, codes, options.activation_granularity, options, eight and wanted[1], streams)
         logits = scaled_mm_unchecked(x.codes, w.codes, x.scale, w.scale, bias, half)
 
-        def in_half(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-            dx = dw = None
+        def in_half(gradient: Tensor, dw: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            dx = None
             if wanted[0]:
                 dx = half_matmul(gradient, weight_values(), half)
             if wanted[1]:
                 values = dequantize_matrix(x.codes, x.scale, half, backend=options.backend)
-                dw = half_product(gradient, values, torch.float32)
+                dw = half_product(gradient, values, torch.float32, dw)
             return dx, dw
 
-        def in_eight(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-            dx = dw = None
+        def in_eight(gradient: Tensor, dw: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            dx = None
             g: QuantizedMatrix = quantize_gradient(
                 gradient, gradient_codes, options, number * _STREAMS + 2, bool(wanted[1])
             )
@@ -327,7 +329,7 @@ def _eight_bit_head(
                 dx = scaled_mm_unchecked(g.codes, w.transposed, g.scale, w.transposed_scale, None, half)
             if wanted[1]:
                 assert x.transposed is not None and x.transposed_scale is not None
-                dw = weight_gradient(g, x.transposed, x.transposed_scale, torch.float32, options)
+                dw = _sum(dw, weight_gradient(g, x.transposed, x.transposed_scale, torch.float32, options))
             return dx, dw
 
         return logits, in_eight if eight else in_half

@@ -326,13 +326,21 @@ _FORMATS: dict[str, tuple[Callable[..., Quantized], Callable[..., Tensor]]] = {
 }
 
 
-def half_product(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a.mT @ grad`` of 16-bit matrices, or their values in FP32, in ``dtype``; with FP32 sums where that is FP32."""
+def half_product(a: Tensor, grad: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    """``a.mT @ grad`` of 16-bit matrices, or their values in FP32, in ``dtype``; with FP32 sums where that is FP32.
+
+    With ``total``, of that type, the product is added to it in place.
+    """
+    if dtype is torch.float32 and a.device.type == "cuda":
+        if total is not None:  # by the kernel that multiplies
+            return torch.addmm(total, a.mT, grad, out_dtype=dtype, out=total)
+        return torch.mm(a.mT, grad, out_dtype=dtype)
     if dtype is torch.float32:
-        if a.device.type == "cuda":
-            return torch.mm(a.mT, grad, out_dtype=torch.float32)
-        return a.float().mT @ grad.float()  # the same sums of the same products
-    return half_matmul(a.mT, grad, grad.dtype).to(dtype)
+        a, grad = a.float(), grad.float()  # the same sums of the same products
+        product = a.mT @ grad
+    else:
+        product = half_matmul(a.mT, grad, grad.dtype).to(dtype)
+    return product if total is None else total.add_(product)
 
 
 def weight_gradient(

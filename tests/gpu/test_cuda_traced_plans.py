@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply
@@ -73,3 +75,33 @@ def test_a_captured_step_has_new_noise_and_the_present_weights():
     assert not torch.equal(*results)
     assert 0 < _norm_error(*results) < 0.05
     assert _norm_error(output, torch.arange(64.0, device=CUDA).log_softmax(-1).expand(384, 64)) < 1e-2
+
+
+class _Masked(nn.Module):
+    """Attention whose mask, which hides nothing, is expanded along the keys."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(64, 192)
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1], device=x.device)
+        mask = (positions >= 0)[None, None, :, None].expand(x.shape[0], 1, -1, x.shape[1])
+        heads = self.project(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*heads, attn_mask=mask)
+
+
+@pytest.mark.parametrize("autocast", ["BF16", None])
+def test_attention_under_a_mask_that_is_expanded_along_the_keys_is_fused(autocast):
+    model, x = _Masked().to(CUDA), torch.randn(4, 128, 64, device=CUDA)
+    expected = model(x)
+    plan = {"project/linear": "BF16", "scaled_dot_product_attention": "BF16"}
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        with pytest.raises(RuntimeError, match="kernel"), pytest.warns(UserWarning):
+            model(x)
+        apply(model, plan, options=ApplyOptions(autocast=autocast, compiled=True))
+        result = model(x)
+        result.float().square().mean().backward()
+    assert _norm_error(result, expected) < 0.02
+    assert model.project.weight.grad.isfinite().all()
