@@ -92,6 +92,7 @@ class _Masked(nn.Module):
         return F.scaled_dot_product_attention(*heads, attn_mask=mask)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("autocast", ["BF16", None])
 def test_attention_under_a_mask_that_is_expanded_along_the_keys_is_fused(autocast):
     model, x = _Masked().to(CUDA), torch.randn(4, 128, 64, device=CUDA)

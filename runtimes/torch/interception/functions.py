@@ -110,24 +110,6 @@ def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     return _cast(args, target), {name: _cast(value, target) for name, value in kwargs.items()}
 
 
-_ATTENTION = "scaled_dot_product_attention"
-
-
-def with_mask_laid_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Arguments of attention whose mask fused kernels for cards take: one that is expanded along the keys is copied.
-
-    Torch computes attention with such a mask product by product, in FP32. Transformers up to 5.17 gives one where
-    nothing is masked, when a model is compiled.
-    """
-    place, name = 3, "attn_mask"
-    mask = args[place] if len(args) > place else kwargs.get(name)
-    if mask is None or not mask.is_cuda or mask.dim() == 0 or mask.stride(-1) == 1:
-        return args, kwargs
-    if len(args) > place:
-        return (*args[:place], mask.contiguous(), *args[place + 1 :]), kwargs
-    return args, {**kwargs, name: mask.contiguous()}
-
-
 def _enterable(function: Any) -> FunctionType:
     """Copy a torch Python function so that it does not dispatch to the mode again, while the calls inside it do."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -168,8 +150,6 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         op_type = self.names.get(func)
         if op_type is not None:
-            if op_type == _ATTENTION:
-                args, kwargs = with_mask_laid_out(args, kwargs)
             return self._interception.call(op_type, func, args, kwargs)
         entered = _ENTERED.get(func)
         if entered is not None:
@@ -184,16 +164,18 @@ _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class TracedFunctionMode(FunctionMode):
-    """The same while a pass is compiled, see `_python_methods`; of one that rests, attention and checkpoints alone."""
+    """The same while a pass is compiled, see `_python_methods`; of a resting pass only what is checkpointed."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is _CHECKPOINT:
             return checkpointed(self._interception, func, args, kwargs or {})
+        if (
+            func is Tensor.unflatten
+        ):  # written in Python; what it calls, super().unflatten, torch.compile does not trace
+            func = torch.unflatten
         if self._interception.resting:
-            if func is F.scaled_dot_product_attention:
-                args, kwargs = with_mask_laid_out(args, kwargs or {})
             return func(*args, **(kwargs or {}))
         for method, op_type in self.methods:
             if func is method:

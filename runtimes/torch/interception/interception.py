@@ -231,8 +231,9 @@ class Interception:
 
     def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.resting = True
+        watched = self.regional and torch.compiler.is_compiling()
         try:
-            with self.traced_mode if torch.compiler.is_compiling() else contextlib.nullcontext():
+            with self.traced_mode if watched else contextlib.nullcontext():
                 return forward.inner(*args, **kwargs)
         finally:
             self.resting = False

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.backends.registry import lookup_backend
@@ -145,8 +146,27 @@ def _draws_again(region: Any) -> bool:
     return False
 
 
+_ATTENTION: Any = F.scaled_dot_product_attention
+
+
+def lay_masks_out(graph: torch.fx.Graph) -> None:
+    """Copy the masks of attention on cards that are expanded along the keys, which no fused kernel takes.
+
+    Torch computes attention with such a mask product by product, in FP32. Transformers up to 5.17 gives one where
+    nothing is masked, when a model is compiled.
+    """
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        value = None if mask is None else mask.meta["example_value"]
+        if value is None or not value.is_cuda or value.dim() == 0 or value.stride(-1) == 1:
+            continue
+        with graph.inserting_before(node):
+            copy = graph.call_method("contiguous", (mask,))
+        node.replace_input_with(mask, copy)
+
+
 def _generate(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Generate the code of a graph with regions, where their recomputation is the same.
+    """Generate the code of a graph, with regions where their recomputation is the same.
 
     Inductor gives a region other random numbers when it is computed again, so that gradients would be wrong.
 
@@ -157,6 +177,10 @@ def _generate(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callab
     for name in dict.fromkeys(node.args[0].target for node in calls):
         if _draws_again(graph.get_submodule(name)):
             raise UnsupportedError("they draw random numbers, as dropout does, and their activations are checkpointed")
+    for part in graph.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            lay_masks_out(part.graph)
+            part.recompile()
     run: Callable[..., Any] = lookup_backend("inductor")(graph, inputs)
     return run
 
@@ -191,8 +215,8 @@ class CompiledByBlocks:
             block.repeats = block.interception.regional = repeats
 
     def _compiled(self) -> Callable[..., Any]:
-        options = self._options if self._whole else {**self._options, "fullgraph": True, "backend": _generate}
-        run = torch.compile(self._model._call_impl, **options)
+        one_graph = {} if self._whole else {"fullgraph": True}
+        run = torch.compile(self._model._call_impl, backend=_generate, **{**self._options, **one_graph})
         watched: Callable[..., Any] = dynamo.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)(run)
         return watched
 

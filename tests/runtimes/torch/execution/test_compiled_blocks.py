@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import NotReadyError
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
+from qsync_opt.runtimes.torch.interception.regions import lay_masks_out
 
 pytestmark = [
     # torch's own, about a cache of constants.
@@ -68,11 +70,7 @@ def uses(monkeypatch):
         compilations.append(sorted(calls.count(name) for name in set(calls)))
         return lookup_backend("aot_eager")(graph, example)
 
-    compile_plain = torch.compile
     monkeypatch.setattr("qsync_opt.runtimes.torch.interception.regions.lookup_backend", lambda name: backend)
-    monkeypatch.setattr(
-        torch, "compile", lambda *args, **options: compile_plain(*args, **{"backend": backend, **options})
-    )
     yield compilations
     torch.compiler.reset()
 
@@ -273,6 +271,49 @@ def test_a_model_without_repeated_blocks_is_compiled_as_a_whole(uses):
     apply(model, {"0/linear": "INT8", "2/linear": "INT8"}, options=ApplyOptions(compiled=True, regional=True))
     passes(model, torch.randn(4, 8))
     assert uses == [[]]
+
+
+@pytest.mark.parametrize("options", [{}, {"autocast": "BF16"}], ids=["planned", "autocast"])
+def test_heads_are_split_off_within_one_graph(uses, options):
+    class Heads(Block):
+        def forward(self, x):
+            return super().forward(x).unflatten(-1, (2, 4)).unflatten(dim=0, sizes=(-1, 1)).flatten(0, 1).flatten(1)
+
+    model, x = Model(Heads), torch.randn(4, 8)
+    plan = precisions("BF16", head="BF16")
+    expected = passes(apply(model, plan, options=ApplyOptions(**options)), x)
+    apply(undo(model), plan, options=ApplyOptions(compiled=True, regional=True, **options))
+    torch.testing.assert_close(passes(model, x), expected)
+    assert uses == [[BLOCKS]]
+
+
+def attention_graph(mask, by_name):
+    """A graph of attention on a card as torch.compile traces it, with a mask of some layout."""
+    graph = torch.fx.Graph()
+    nodes = []
+    for name, value in {**{name: torch.empty(2, 3, 4, 8, device="cuda") for name in "qkv"}, "mask": mask}.items():
+        nodes.append(graph.placeholder(name))
+        nodes[-1].meta["example_value"] = value
+    arguments = (nodes[:3], {"attn_mask": nodes[3]}) if by_name else (nodes, {})
+    graph.output(graph.call_function(F.scaled_dot_product_attention, tuple(arguments[0]), arguments[1]))
+    return graph
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_masks_that_are_expanded_along_the_keys_are_laid_out_for_fused_kernels(by_name):
+    with FakeTensorMode():
+        rows = {device: torch.empty(1, 1, 4, 1, device=device, dtype=torch.bool) for device in ("cpu", "cuda")}
+        graph = attention_graph(rows["cuda"].expand(2, 1, 4, 4), by_name)
+        laid_out = torch.empty(2, 1, 4, 4, device="cuda", dtype=torch.bool)
+        others = [attention_graph(mask, by_name) for mask in (laid_out, rows["cpu"].expand(2, 1, 4, 4))]
+    lay_masks_out(graph)
+    (copy,) = graph.find_nodes(op="call_method", target="contiguous")
+    (attention,) = graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert copy.args[0].name == "mask"
+    assert (attention.kwargs["attn_mask"] if by_name else attention.args[3]) is copy
+    for other in others:
+        lay_masks_out(other)
+        assert not other.find_nodes(op="call_method", target="contiguous")
 
 
 def tower():
