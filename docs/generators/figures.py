@@ -40,8 +40,8 @@ def figures() -> dict[str, str]:
         **host_figures(results["host-cost.json"]["sections"]),
         **quality_figures(results["quality.json"]),
         **runtime_figures(results["runtime.json"]),
-        **_by_hand("by-hand", results["by-hand.json"]),
-        **_by_hand("by-hand-h200", results["by-hand-h200.json"]),
+        **_by_hand(results["by-hand.json"]),
+        **_onnx_runtime(results["onnx-runtime.json"]),
         **_eight_bit(results["eight-bit-training.json"]),
         **_checkpoints(results["checkpoints-h200.json"], results["checkpoints-h200-stall.json"]),
         **_memory_limited(results["memory-limited.json"]),
@@ -219,7 +219,7 @@ def _repeated(summary: Record, rounds: int) -> str:
     return f"{rounds} rounds of the same plan differed by {spread}"
 
 
-def _by_hand(name: str, data: Record) -> dict[str, str]:
+def _by_hand(data: Record) -> dict[str, str]:
     """Steps of default plans over the best that people set by hand, and which of them miss what was asked."""
     rows = [(row["what"].partition(":")[0], row) for row in data["asked"] if row["measured"] is not None]
     ways = {
@@ -227,8 +227,18 @@ def _by_hand(name: str, data: Record) -> dict[str, str]:
         for model, _ in rows
     }
     return {
-        f"{name}.steps": ", ".join(f"{model} {row['measured']:.2f} ({ways[model]} by hand)" for model, row in rows),
-        f"{name}.missed": "missed by " + ", ".join(model for model, row in rows if not row["met"]),
+        "by-hand.steps": ", ".join(f"{model} {row['measured']:.2f} ({ways[model]} by hand)" for model, row in rows),
+        "by-hand.missed": "missed by " + ", ".join(model for model, row in rows if not row["met"]),
+    }
+
+
+def _onnx_runtime(data: Record) -> dict[str, str]:
+    """Runs under the default plan over those in the best single format, and each model's prediction furthest off."""
+    plans, errors = data["asked"][::2], data["asked"][1::2]
+    return {
+        "onnx.ratios": ", ".join(f"{row['measured']:.2f} ({row['what'].partition(':')[0]})" for row in plans),
+        "onnx.errors": ", ".join(f"{100 * row['measured']:+.0f} %" for row in errors),
+        "onnx.profiled": span((record["profiled_s"] for record in data["records"]), ".0f"),
     }
 
 
@@ -576,12 +586,6 @@ _ROWS = (
         "{{ by-hand.steps }}",
         "<= 1.02: {{ by-hand.missed }}",
         "by-hand.json",
-    ),
-    (
-        "The same, since compiled steps are estimated by captured ones, which take as long beside their passes",
-        "{{ by-hand-h200.steps }}",
-        "<= 1.02: {{ by-hand-h200.missed }}",
-        "by-hand-h200.json",
     ),
     (
         "Compiled training step of GPT and Llama kinds, width 2048 and 4096, under the faster of INT8 and FP8 plans "
