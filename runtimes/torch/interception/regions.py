@@ -157,8 +157,8 @@ def lay_masks_out(graph: torch.fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-        value = None if mask is None else mask.meta["example_value"]
-        if value is None or not value.is_cuda or value.dim() == 0 or value.stride(-1) == 1:
+        value = mask.meta.get("example_value") if isinstance(mask, torch.fx.Node) else None
+        if not isinstance(value, torch.Tensor) or not value.is_cuda or value.dim() == 0 or value.stride(-1) == 1:
             continue
         with graph.inserting_before(node):
             copy = graph.call_method("contiguous", (mask,))
