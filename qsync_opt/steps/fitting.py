@@ -58,8 +58,9 @@ class StepSample:
         latencies_ns: Of untraced steps that each began on an idle device.
         host_unit_ns: Time on the host of a small fixed piece of work, around the untraced steps; 0 if not measured.
         resting_ns: Time on the host of a step in which the runtime stands aside for a plan of FP32 alone, as it does in
-            training; 0 for other plans. ``iteration_ns`` is then of such a step too; everything else is of the plan
-            executed like others, because plans that contain FP32 besides other precisions are.
+            training; 0 for other plans, and where the device takes far longer than the host. ``iteration_ns`` is then
+            of such a step too; everything else is of the plan executed like others, because plans that contain FP32
+            besides other precisions are.
         host_rounds_ns: Time on the host of a whole step, in each round of the measurement of ``host_ns``.
         graphs: Compiled graphs per pass, 0 if the model was not compiled. For a compiled one, ``kept`` is empty, and
             changes of memory are those up to the peak of the passes.

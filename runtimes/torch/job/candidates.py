@@ -367,7 +367,8 @@ def shortlist(
     Returns:
         The least sensitive of the fastest candidates and the fastest uniform ones. With equal batches, these also with
         more precision on the device types that wait, and the candidate that needs the least memory, to which a job
-        moves when memory is taken from it. With sized batches, also the joint plan, and the fastest without FP16.
+        moves when memory is taken from it; where a compiled candidate is clearly faster than all but that, the fastest
+        one stands for them. With sized batches, also the joint plan, and the fastest without FP16.
         Launched candidates are not compared with captured ones by passes: captured passes may hinder other workers, and
         a larger batch may no longer wait for its host.
 
@@ -399,6 +400,8 @@ def shortlist(
             add(
                 [*first, best, least_sensitive_candidate(unscaled, slack=slack, workers=workers), *uniform], _SIZED_NEAR
             )
+    if workers is None and chosen:
+        chosen = _beside_compiled(chosen, modes, limits_bytes, slack)
     launched = fitting(modes, limits_bytes, LAUNCHED)
     if workers is None and all(launched.values()):
         lean = {n: min(own, key=lambda mode: (mode.needed_bytes or 0, mode.pass_ns)) for n, own in launched.items()}
@@ -407,6 +410,26 @@ def shortlist(
         extra += [_refined(lean, launched, slack)] if ratio <= (1 + slack) * _LEAN_NEAR else []
         chosen.update({tuple(labels(candidate).values()): candidate for candidate in extra})
     return [*chosen.values()]
+
+
+def _beside_compiled(
+    chosen: Mapping[tuple[str, ...], dict[str, ExecutionMode]],
+    modes: Modes,
+    limits_bytes: Mapping[str, int],
+    slack: float,
+) -> dict[tuple[str, ...], dict[str, ExecutionMode]]:
+    """Those that may be as fast as the fastest compiled candidate, and one that says what steps take beside passes.
+
+    That is the fastest captured one, if there is one: compiled steps are estimated by captured ones first.
+    """
+    compiled_ns = math.inf
+    for form in (COMPILED, COMPILED_CAPTURED):
+        fits = fitting(modes, limits_bytes, form)
+        if all(fits.values()):
+            compiled_ns = min(compiled_ns, max(min(mode.pass_ns for mode in own) for own in fits.values()))
+    near_ns = (1 + slack) * (1 + NEAR) * compiled_ns
+    beside = min(chosen, key=lambda label: (form_of(chosen[label]) != CAPTURED, passes_ns(chosen[label])))
+    return {label: own for label, own in chosen.items() if label == beside or passes_ns(own) <= near_ns}
 
 
 def _refined(candidate: Candidate, fits: Modes, slack: float) -> dict[str, ExecutionMode]:

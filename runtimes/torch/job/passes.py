@@ -81,7 +81,7 @@ _FORMAT_PAYS = 0.01
 """Share of the time of launched passes that channels last must save, so that weights are laid out anew."""
 _STEPS_SHARE = 0.15
 """Share of ``planning_seconds`` that is left for whole steps."""
-_MODE_NS = 1.2e9
+_MODE_NS = 0.8e9
 """After a mode has taken so long in total, it is not timed again."""
 
 

@@ -173,6 +173,28 @@ def test_the_candidate_that_needs_the_least_memory_is_timed_too():
     assert ("INT8", "INT8") not in [labels(candidate) for candidate in shortlist(far, LIMITS)]
 
 
+@pytest.mark.parametrize(
+    ("compiled_ms", "listed"),
+    [
+        (0, ["INT8", "BF16 autocast", "INT8, captured", "BF16 autocast, captured"]),
+        (50, ["INT8", "BF16 autocast", "INT8, captured", "BF16 autocast, captured"]),
+        (40, ["INT8, captured"]),  # by which compiled steps are estimated
+    ],
+)
+def test_what_a_compiled_candidate_beats_is_not_timed_in_whole_steps(compiled_ms, listed):
+    """A language model as it was measured on an H200, with an encoder's time of captured passes in 16 bits."""
+    forms = [
+        *(mode("INT8", 53.0, 9.0), mode("BF16 autocast", 53.9, 0.1)),
+        *(mode("INT8", 46.3, 9.0, captured=True), mode("BF16 autocast", 47.0, 0.1, captured=True)),
+    ]
+    if compiled_ms:
+        forms.append(mode("BF16 autocast", compiled_ms, 0.1, compiled=True))
+    # What needs least is timed in any case: here what is the fastest, launched.
+    needs = [replace(each, needed_bytes=1 + i) for i, each in enumerate(forms)]
+    proposed = [labels(candidate)[0] for candidate in shortlist({"whole": needs}, {"whole": HUGE})]
+    assert {*proposed} == {*listed, "INT8"}
+
+
 # ResNet-50 as it was measured there: a whole card waits for its host with few samples.
 RESNET = {
     "whole": (

@@ -78,6 +78,14 @@ def test_fp32_is_recorded_as_in_a_plan_and_alone_as_it_stands_aside(setting):
     assert StepCosts.from_json(json.loads(json.dumps(costs.to_json())), "again").resting_share == 0.5
 
 
+def test_where_the_host_waits_for_its_device_fp32_is_not_recorded_alone(setting, monkeypatch):
+    monkeypatch.setattr(step_profile, "_FAR_ABOVE", 0.0)
+    plan = dict.fromkeys(setting.names, "FP32")
+    sample = record_plan(setting.stepper, setting.graph, "fine", plan, FEW)
+    assert sample.resting_ns == 0
+    assert sample.iteration_ns > 0
+
+
 def test_the_host_is_timed_in_as_many_rounds_as_asked_for(setting, monkeypatch):
     times = iter((dict.fromkeys(PHASES, 1e12 * k), 5e12 * k) for k in range(1, 100))
     monkeypatch.setattr(step_profile, "_time_host", lambda *rest: next(times))
