@@ -25,7 +25,7 @@ class TensorArgument:
 
     ``stride`` is in elements. ``state`` is the name of the parameter (``is_parameter``, trainable or not) or buffer,
     None for an activation. ``requires_gradient`` says whether backward flows into it. ``upper`` is the exclusive bound
-    of an index's values, None if any value will do.
+    of an index's values, None if any value will do; ``rising``: they are places where bags begin, the first at 0.
     """
 
     spec: TensorSpec
@@ -34,6 +34,7 @@ class TensorArgument:
     is_parameter: bool = False
     requires_gradient: bool = False
     upper: int | None = None
+    rising: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,6 +58,9 @@ class TensorArgument:
         if self.dtype is torch.bool:
             return torch.ones(self.spec.shape, dtype=torch.bool, device=device)
         high = 1 if self.upper is None else self.upper
+        if self.rising:
+            count = math.prod(self.spec.shape)
+            return torch.arange(count, dtype=self.dtype, device=device) * high // max(1, count)
         return torch.randint(high, self.spec.shape, generator=generator, dtype=self.dtype, device=device)
 
 

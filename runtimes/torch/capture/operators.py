@@ -6,10 +6,12 @@ kind ``input``, so that casts of inputs have a place.
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -185,9 +187,12 @@ class Operators:
                 return tuple(describe(item) for item in value)
             return value
 
+        args = [describe(argument) for argument in node.args]
+        if base_kind(kind) == "embedding_bag" and isinstance(args[2], TensorArgument):
+            args[2] = replace(args[2], upper=math.prod(args[1].spec.shape), rising=True)
         return RecordedCall(
             target=node.target,
-            args=tuple(describe(argument) for argument in node.args),
+            args=tuple(args),
             kwargs={key: describe(argument) for key, argument in node.kwargs.items()},
             is_view=self._flow.shares_memory(node),
         )

@@ -130,7 +130,7 @@ class OperatorBench:
 
     def _run(self, tensors: Sequence[Tensor]) -> _Run:
         """Build the call; an operator that writes into an argument gets copies, for each run must see the original."""
-        passed = [t.clone() if self._in_place and t.is_floating_point() else t for t in tensors]
+        passed = [t.clone() if self._in_place else t for t in tensors]
         remaining = iter(passed)
         args, kwargs = self._call.build(lambda _: next(remaining), self._device)
         work = functools.partial(self._call.target, *args, **kwargs)

@@ -393,3 +393,46 @@ def test_sparse_gradients_and_writes_into_tensors_without_one() -> None:
         costs[name] = bench.measure(make_stopwatch(torch.device("cpu")), 3)
     assert costs["table/embedding"].alias_input is None
     assert costs["index_add_"].alias_input is not None
+
+
+class Spectral(nn.Module):
+    """Products of the lowest frequencies, written into a spectrum of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.weight = nn.Linear(16, 16), nn.Parameter(torch.ones(4, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(self.up(x))
+        kept = torch.zeros_like(spectrum)
+        kept[:, :4] = spectrum[:, :4] * self.weight
+        return torch.fft.irfft(kept)
+
+
+def test_writes_into_complex_tensors() -> None:
+    model = capture_model(Spectral(), (torch.randn(3, 16),))
+    result = profile(model, "cpu", precisions=("FP32", "BF16"), progress=False, repeats=2)
+    assert {"up/linear", "copy_"} <= result.operators.keys()
+
+
+class Bags(nn.Module):
+    """Bags of unlike numbers of rows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table, self.out = nn.EmbeddingBag(20, 8, mode="mean", **options), nn.Linear(8, 4)
+
+    def forward(self, index: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.out(self.table(index, begins))
+        return result
+
+
+@pytest.mark.parametrize(("begins", "options"), [([0, 1, 5], {}), ([0, 1, 5, 7], {"include_last_offset": True})])
+def test_bags_begin_at_rising_places(begins: list[int], options: dict[str, bool]) -> None:
+    model = capture_model(Bags(**options), (torch.tensor([19, 3, 3, 7, 0, 1, 18]), torch.tensor(begins)))
+    call = model.calls["table/embedding_bag"]
+    assert [tensor.random("cpu").tolist() for tensor in call.tensors()][2] == [
+        7 * k // len(begins) for k in range(len(begins))
+    ]
+    result = profile(model, "cpu", precisions=("FP32",), progress=False, repeats=2)
+    assert "table/embedding_bag" in result.operators
