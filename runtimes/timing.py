@@ -6,6 +6,7 @@ with the lowest medians count, once two of them agree.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from qsync_opt.model import OpGraph, TensorSpec
 from qsync_opt.numerics import PrecisionFormats
 
+_LOGGER = logging.getLogger(__name__)
 MAX_SIZES = 6
 """Sizes that a cast is measured at: the smallest, the largest, and some between."""
 MAX_ROUNDS = 6
@@ -22,6 +24,8 @@ AGREEMENT = 0.04
 """Relative distance within which two rounds agree."""
 RESOLUTION_NS = 1000.0
 """Distance below which they agree in any case."""
+BUSY = 0.15
+"""Distance of the two lowest of all rounds, and share of measurements with such a distance, that is worth a warning."""
 
 
 def cast_pairs(formats: Mapping[str, PrecisionFormats]) -> tuple[tuple[str, str], ...]:
@@ -107,3 +111,20 @@ def steady_medians(run_round: Callable[[], Sequence[Sequence[float]]]) -> tuple[
 
 def _agree(low: float, high: float) -> bool:
     return high - low <= max(RESOLUTION_NS, AGREEMENT * abs(high))
+
+
+def warn_if_busy(apart: Mapping[str, float], total: int) -> None:
+    """Log a warning where many of ``total`` measurements did not settle, which are then as long as others made them.
+
+    Args:
+        apart: What was measured to the relative distance of its two lowest rounds, as far as there were two.
+        total: Number of measurements.
+    """
+    unsettled = {label: distance for label, distance in apart.items() if distance > BUSY}
+    if len(unsettled) > BUSY * total:
+        worst = max(unsettled, key=lambda label: unsettled[label])
+        _LOGGER.warning(
+            "the machine is busy: rounds of %d of %d measurements disagree, those of %r by %.0f %%; measure again when "
+            "nothing else runs, or expect times that are too long",
+            *(len(unsettled), total, worst, 100 * unsettled[worst]),
+        )

@@ -23,6 +23,7 @@ from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.quantize import clear_weights
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.plans import DevicePlans
+from qsync_opt.runtimes.timing import warn_if_busy
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution import FORM_OPTIONS, image_weights, under_plan
 from qsync_opt.runtimes.torch.interception import interception_of, share_to_compile
@@ -316,6 +317,8 @@ class _Timing:
                         else:
                             _LOGGER.warning("%s does not run and is left out: %s", mode.name, first_line(failure))
                 spent_ns[index] += 1e9 * (time.perf_counter() - began)
+        lowest = {mode.label: sorted(own)[:2] for mode, own in zip(modes, times_ns, strict=True) if len(own) > 1}
+        warn_if_busy({f"passes of {label}": 1 - low / high for label, (low, high) in lowest.items()}, len(lowest))
         return [
             replace(mode, pass_ns=round(statistics.median(own)) if own else 0, needed_bytes=needed)
             for mode, own, needed in zip(modes, times_ns, needs, strict=True)

@@ -32,7 +32,7 @@ from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, check_
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats, formats_for, is_eight_bit
-from qsync_opt.runtimes.timing import Rounds, cast_pairs, edge_sizes
+from qsync_opt.runtimes.timing import Rounds, cast_pairs, edge_sizes, warn_if_busy
 from qsync_opt.runtimes.torch.capture import CapturedModel, RecordedCall
 from qsync_opt.runtimes.torch.execution import device_formats, under_plan
 from qsync_opt.runtimes.torch.profiling.operators import OperatorBench, measure_optimizer, time_cast, time_gradient_sum
@@ -51,8 +51,6 @@ from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_
 _LOGGER = logging.getLogger(__name__)
 _PASSES_SHARE = 0.5
 """Most of a time limit that is reserved for whole iterations."""
-BUSY = 0.15
-"""Distance of the two lowest of all rounds, and share of measurements with such a distance, that is worth a warning."""
 _LEAST_RUNS = 6
 """Runs that the shortest measurement of an operator takes: memory, one to warm up, and one that counts."""
 
@@ -423,14 +421,7 @@ def profile(
             measured, busy = measure_uniform(example, result, captured.graph, options, repeats, end)
             result = calibrate(captured.graph, result, measured)
         report(total, total, "done")
-    unsettled = {label: apart for label, apart in {**run.disagreements, **busy}.items() if apart > BUSY}
-    if len(unsettled) > BUSY * total:
-        worst = max(unsettled, key=lambda label: unsettled[label])
-        _LOGGER.warning(
-            "the machine is busy: rounds of %d of %d measurements disagree, those of %r by %.0f %%; measure again when "
-            "nothing else runs, or expect times that are too long",
-            *(len(unsettled), total, worst, 100 * unsettled[worst]),
-        )
+    warn_if_busy({**run.disagreements, **busy}, total)
     if not (run.left_out or run.cut or (example is not None and len(measured) < len(formats))):
         return result
     note = _limited(run, tasks, seconds, None if example is None else tuple(measured), len(formats))

@@ -1,9 +1,12 @@
 """Which forms of execution modes are timed at all, by what was timed before; times here are set, not measured."""
 
+import contextlib
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from qsync_opt.runtimes.torch.job import FORMS, ExecutionMode
@@ -208,6 +211,21 @@ def test_a_model_that_repeats_a_few_blocks_is_compiled_as_a_whole(tried):
     given = [mode for mode in modes(a=1000) if not mode.captured]
     choose(given, model=nn.Sequential(*layers()[:6]))
     assert tried == ["a, compiled"]
+
+
+@pytest.mark.parametrize(("unsteady", "is_said"), [(1.0, False), (1.3, True)])
+def test_passes_that_do_not_settle_say_that_the_machine_is_busy(monkeypatch, caplog, unsteady, is_said):
+    times_ns = itertools.cycle([100.0 * unsteady**k for k in range(job_passes._ROUNDS)])
+    monkeypatch.setattr(job_passes, "carried_out", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(job_passes._Timing, "_passes_of_block", lambda self, scaled: 1)
+    monkeypatch.setattr(job_passes._Timing, "_pass_ns", lambda self, passes, scaled: next(times_ns))
+    own = timing()
+    own.example.device = torch.device("cpu")
+    results = own.in_turn(modes(a=0)[:1])
+    assert [mode.pass_ns for mode in results] == [round(100 * unsteady ** (job_passes._ROUNDS // 2))]
+    assert (
+        "the machine is busy: rounds of 1 of 1 measurements disagree, those of 'passes of a'" in caplog.text
+    ) is is_said
 
 
 def test_weights_lie_channels_last_where_that_is_faster(monkeypatch):
