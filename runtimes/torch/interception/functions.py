@@ -171,9 +171,7 @@ class TracedFunctionMode(FunctionMode):
     ) -> Any:
         if func is _CHECKPOINT:
             return checkpointed(self._interception, func, args, kwargs or {})
-        if (
-            func is Tensor.unflatten
-        ):  # written in Python; what it calls, super().unflatten, torch.compile does not trace
+        if func is Tensor.unflatten:  # written in Python: torch.compile does not trace its super().unflatten()
             func = torch.unflatten
         if self._interception.resting:
             return func(*args, **(kwargs or {}))
