@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import NotReadyError
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
-from qsync_opt.runtimes.torch.interception.regions import lay_masks_out
+from qsync_opt.runtimes.torch.interception import CompiledByBlocks, lay_masks_out, repeated_blocks
 
 pytestmark = [
     # torch's own, about a cache of constants.
