@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.runtimes.torch.interception.functions import functions_named
+    from qsync_opt.runtimes.torch.interception.functions import functions_named, numbers_in_range
     from qsync_opt.runtimes.torch.interception.interception import (
         Handler,
         Interception,
@@ -30,5 +30,6 @@ else:
 
 __all__ = [
     "CompiledByBlocks", "Handler", "Interception", "OperatorCall", "Run", "check_not_scripted", "functions_named",
-    "intercept", "interception_of", "lay_masks_out", "operator_name", "repeated_blocks", "share_to_compile",
+    "intercept", "interception_of", "lay_masks_out", "numbers_in_range", "operator_name",
+    "repeated_blocks", "share_to_compile",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ a plan may deliver 16 bits where the script expects FP32.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,35 @@ def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     return _cast(args, target), {name: _cast(value, target) for name, value in kwargs.items()}
 
 
+_FILLING = {
+    function: position
+    for kind, position in (("masked_fill", 2), ("masked_fill_", 2), ("full_like", 1))
+    for function in functions_named(kind)
+}
+"""Functions that write a number into a tensor of their first argument's type, and the number's position."""
+
+
+def numbers_in_range(
+    position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Arguments of a function that writes a number into a tensor of 16 bits, the number within the range of its type.
+
+    What FP32's least number hides from a softmax, the type's own least hides too, and of a row that is hidden whole no
+    NaN is made, which an infinity would.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or first.dtype not in HALF or kwargs.get("dtype") is not None:
+        return args, kwargs
+    most = torch.finfo(first.dtype).max
+
+    def within(value: Any) -> Any:
+        is_finite = isinstance(value, (int, float)) and math.isfinite(value)
+        return min(max(value, -most), most) if is_finite else value
+
+    named = {name: within(kwargs[name]) for name in ("value", "fill_value") if name in kwargs}
+    return tuple(within(arg) if at == position else arg for at, arg in enumerate(args)), {**kwargs, **named}
+
+
 def _enterable(function: Any) -> FunctionType:
     """Copy a torch Python function so that it does not dispatch to the mode again, while the calls inside it do."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -157,6 +187,8 @@ class FunctionMode(TorchFunctionMode):
                 return entered(*args, **kwargs)
         if func in _ONE_TYPE:
             args, kwargs = alike(func, args, kwargs)
+        elif func in _FILLING:
+            args, kwargs = numbers_in_range(_FILLING[func], args, kwargs)
         return func(*args, **kwargs)
 
 

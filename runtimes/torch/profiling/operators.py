@@ -25,6 +25,7 @@ from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.runtimes.timing import Rounds, steady_medians
 from qsync_opt.runtimes.torch.capture import OpaqueModule, RecordedCall, TensorArgument
+from qsync_opt.runtimes.torch.interception import numbers_in_range
 from qsync_opt.runtimes.torch.support import (
     Elapsed,
     Stopwatch,
@@ -133,6 +134,8 @@ class OperatorBench:
         passed = [t.clone() if self._in_place else t for t in tensors]
         remaining = iter(passed)
         args, kwargs = self._call.build(lambda _: next(remaining), self._device)
+        if self._operator.op_type in ("masked_fill", "masked_fill_"):
+            args, _ = numbers_in_range(2, args, {})  # a call that was recorded has no names here
         work = functools.partial(self._call.target, *args, **kwargs)
         if self._operator.role is Role.ADJUSTABLE:
             arguments = (self._operator.op_type, self._precision, self._call.target, args, kwargs, self._options)

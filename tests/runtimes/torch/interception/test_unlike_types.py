@@ -167,3 +167,28 @@ def test_interpolation_with_anti_aliasing_gets_full_precision_where_a_graph_has_
     apply(model, {"up/conv2d": "BF16"}, graph=graph)
     for _ in range(2):
         assert torch.allclose(model(x), plain, atol=0.05)  # not implemented for 16 bits on a CPU
+
+
+LEAST = torch.finfo(torch.float32).min
+FILLS = {
+    "masked_fill": lambda h, mask: h.masked_fill(mask, LEAST),
+    "masked_fill by name": lambda h, mask: h.masked_fill(mask=mask, value=LEAST),
+    "masked_fill_": lambda h, mask: h.clone().masked_fill_(mask, LEAST),
+    "torch.masked_fill": lambda h, mask: torch.masked_fill(h, mask, LEAST),
+    "full_like": lambda h, mask: torch.where(mask, torch.full_like(h, LEAST), h),
+    "infinity": lambda h, mask: h.masked_fill(mask, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_what_hides_in_fp32_hides_in_16_bits(name):
+    x, mask = torch.randn(4, 4), torch.eye(4, dtype=torch.bool)
+    model = Around(lambda h, x: FILLS[name](h, mask).softmax(-1))
+    plain = model(x)
+    apply(model, {"up/linear": "BF16"})
+    for _ in range(2):  # the second pass is prepared
+        result = model(x)
+        assert torch.allclose(result, plain, atol=0.05)
+        assert not result.diagonal().any()
+    result.square().sum().backward()
+    assert model.up.weight.grad.isfinite().all()

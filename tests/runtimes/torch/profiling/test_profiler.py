@@ -436,3 +436,22 @@ def test_bags_begin_at_rising_places(begins: list[int], options: dict[str, bool]
     ]
     result = profile(model, "cpu", precisions=("FP32",), progress=False, repeats=2)
     assert "table/embedding_bag" in result.operators
+
+
+class Causal(nn.Module):
+    """Attention by hand that hides with FP32's least number, which BF16 has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = self.query(x) @ self.key(x).mT
+        return scores.masked_fill(later, torch.finfo(torch.float32).min).softmax(-1) @ x
+
+
+def test_numbers_beyond_16_bits_are_profiled_there() -> None:
+    model = capture_model(Causal(), (torch.randn(2, 4, 8),))
+    result = profile(model, "cpu", precisions=("FP32", "BF16"), progress=False, repeats=2)
+    assert "masked_fill" in result.operators
