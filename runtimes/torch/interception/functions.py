@@ -111,25 +111,23 @@ def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     return _cast(args, target), {name: _cast(value, target) for name, value in kwargs.items()}
 
 
-_FILLING = {
-    function: position
-    for kind, position in (("masked_fill", 2), ("masked_fill_", 2), ("full_like", 1))
-    for function in functions_named(kind)
-}
-"""Functions that write a number into a tensor of their first argument's type, and the number's position."""
+_FILLING = {"masked_fill": 2, "masked_fill_": 2, "full_like": 1}
+"""Functions, by ATen name, that write a number into a tensor of their first argument's type; the number's position."""
+_FILLING_FUNCTIONS = {function: kind for kind in _FILLING for function in functions_named(kind)}
 
 
 def numbers_in_range(
-    position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Arguments of a function that writes a number into a tensor of 16 bits, the number within the range of its type.
+    kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a function that may write a number into a tensor of 16 bits, the number in the range of its type.
 
     What FP32's least number hides from a softmax, the type's own least hides too, and of a row that is hidden whole no
     NaN is made, which an infinity would.
     """
     first = args[0] if args else None
-    if not isinstance(first, Tensor) or first.dtype not in HALF or kwargs.get("dtype") is not None:
-        return args, kwargs
+    is_filling = kind in _FILLING and kwargs.get("dtype") is None
+    if not (is_filling and isinstance(first, Tensor) and first.dtype in HALF):
+        return args, {**kwargs}
     most = torch.finfo(first.dtype).max
 
     def within(value: Any) -> Any:
@@ -137,7 +135,7 @@ def numbers_in_range(
         return min(max(value, -most), most) if is_finite else value
 
     named = {name: within(kwargs[name]) for name in ("value", "fill_value") if name in kwargs}
-    return tuple(within(arg) if at == position else arg for at, arg in enumerate(args)), {**kwargs, **named}
+    return tuple(within(arg) if at == _FILLING[kind] else arg for at, arg in enumerate(args)), {**kwargs, **named}
 
 
 def _enterable(function: Any) -> FunctionType:
@@ -187,8 +185,8 @@ class FunctionMode(TorchFunctionMode):
                 return entered(*args, **kwargs)
         if func in _ONE_TYPE:
             args, kwargs = alike(func, args, kwargs)
-        elif func in _FILLING:
-            args, kwargs = numbers_in_range(_FILLING[func], args, kwargs)
+        elif func in _FILLING_FUNCTIONS:
+            args, kwargs = numbers_in_range(_FILLING_FUNCTIONS[func], args, kwargs)
         return func(*args, **kwargs)
 
 

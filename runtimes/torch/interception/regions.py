@@ -215,8 +215,7 @@ class CompiledByBlocks:
             block.repeats = block.interception.regional = repeats
 
     def _compiled(self) -> Callable[..., Any]:
-        one_graph = {} if self._whole else {"fullgraph": True}
-        run = torch.compile(self._model._call_impl, backend=_generate, **{**self._options, **one_graph})
+        run = torch.compile(self._model._call_impl, fullgraph=not self._whole, backend=_generate, **self._options)
         watched: Callable[..., Any] = dynamo.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)(run)
         return watched
 

@@ -305,8 +305,8 @@ class _Timing:
                     try:
                         if not turn and self.example.device.type == "cuda":
                             needs[index] = self._peak_bytes()
-                        passes[index] = passes[index] or self._passes_of_block(scaled=mode.needs_scaling)
-                        times_ns[index].append(self._pass_ns(passes[index], scaled=mode.needs_scaling))
+                        passes[index], pass_ns = self._pass_ns(passes[index], scaled=mode.needs_scaling)
+                        times_ns[index].append(pass_ns)
                     except RuntimeError as failure:
                         needs[index] = None
                         model.zero_grad()
@@ -500,9 +500,10 @@ class _Timing:
                     self._pass()  # with cached guards
                 if on_card and not mode.captured:
                     needed = self._peak_bytes()
-                began, passes = time.perf_counter(), self._passes_of_block(scaled=mode.needs_scaling)
+                began, passes = time.perf_counter(), 0
                 while len(times_ns) < (_ROUNDS if self.compiled else _CAPTURED_ROUNDS):
-                    times_ns.append(self._pass_ns(passes, scaled=mode.needs_scaling))
+                    passes, pass_ns = self._pass_ns(passes, scaled=mode.needs_scaling)
+                    times_ns.append(pass_ns)
                     if 1e9 * (time.perf_counter() - began) > _MODE_NS:
                         break
                 if mode.captured:  # graphs keep their memory, which steps do not allocate
@@ -529,19 +530,24 @@ class _Timing:
         _, allocation = allocation_of(self._pass, self.example.device)
         return resident_bytes(self.example.model) + allocation.peak_bytes + self.kept_bytes
 
-    def _passes_of_block(self, *, scaled: bool) -> int:
-        """How many passes that follow each other take about `_BLOCK_NS`; at least two are run to find out."""
-        self._block_ns(1, scaled=scaled)
-        pass_ns = self._block_ns(1, scaled=scaled)
-        return max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, pass_ns))))
-
-    def _pass_ns(self, passes: int, *, scaled: bool) -> float:
-        """Nanoseconds of a pass, the mean of some that follow each other and one that does not count.
+    def _pass_ns(self, passes: int, *, scaled: bool) -> tuple[int, float]:
+        """Nanoseconds of a pass, the mean of ``passes`` that follow each other; one before them does not count.
 
         With loss scaling, ``scaled``, the gradients are looked through and divided too, and the host waits for them.
+
+        Args:
+            passes: 0: as many as `_BLOCK_NS` allows.
+            scaled: Whether there is loss scaling.
+
+        Returns:
+            How many passes were timed, and the time of one.
         """
-        self._block_ns(1, scaled=scaled)
-        return self._block_ns(passes, scaled=scaled) / passes
+        first = self._block_ns(1, scaled=scaled)
+        if not passes:
+            if first <= _BLOCK_NS:  # else one pass more is as good as any
+                first = self._block_ns(1, scaled=scaled)
+            passes = max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, first))))
+        return passes, self._block_ns(passes, scaled=scaled) / passes
 
     def _block_ns(self, passes: int, *, scaled: bool) -> float:
         device = self.example.device

@@ -134,8 +134,7 @@ class OperatorBench:
         passed = [t.clone() if self._in_place else t for t in tensors]
         remaining = iter(passed)
         args, kwargs = self._call.build(lambda _: next(remaining), self._device)
-        if self._operator.op_type in ("masked_fill", "masked_fill_"):
-            args, _ = numbers_in_range(2, args, {})  # a call that was recorded has no names here
+        args, kwargs = numbers_in_range(self._operator.op_type, args, kwargs)
         work = functools.partial(self._call.target, *args, **kwargs)
         if self._operator.role is Role.ADJUSTABLE:
             arguments = (self._operator.op_type, self._precision, self._call.target, args, kwargs, self._options)

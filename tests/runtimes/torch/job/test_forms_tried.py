@@ -217,8 +217,7 @@ def test_a_model_that_repeats_a_few_blocks_is_compiled_as_a_whole(tried):
 def test_passes_that_do_not_settle_say_that_the_machine_is_busy(monkeypatch, caplog, unsteady, is_said):
     times_ns = itertools.cycle([100.0 * unsteady**k for k in range(job_passes._ROUNDS)])
     monkeypatch.setattr(job_passes, "carried_out", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(job_passes._Timing, "_passes_of_block", lambda self, scaled: 1)
-    monkeypatch.setattr(job_passes._Timing, "_pass_ns", lambda self, passes, scaled: next(times_ns))
+    monkeypatch.setattr(job_passes._Timing, "_pass_ns", lambda self, passes, scaled: (1, next(times_ns)))
     own = timing()
     own.example.device = torch.device("cpu")
     results = own.in_turn(modes(a=0)[:1])
