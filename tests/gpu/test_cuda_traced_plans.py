@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply
@@ -78,31 +77,41 @@ def test_a_captured_step_has_new_noise_and_the_present_weights():
 
 
 class _Masked(nn.Module):
-    """Attention whose mask, which hides nothing, is expanded along the keys."""
+    """Attention whose mask is expanded along the keys, and follows from no input unless ``shown`` is one."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.project = nn.Linear(64, 192)
 
-    def forward(self, x):
+    def forward(self, x, shown=None):
         positions = torch.arange(x.shape[1], device=x.device)
-        mask = (positions >= 0)[None, None, :, None].expand(x.shape[0], 1, -1, x.shape[1])
+        visible = positions >= 0 if shown is None else shown
+        mask = visible[None, None, :, None].expand(x.shape[0], 1, -1, x.shape[1])
         heads = self.project(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(*heads, attn_mask=mask)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def _fused(run):
+    """Whether attention runs in a fused kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return any(part in event.name for event in profile.events() for part in ("flash", "fmha"))
+
+
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("autocast", ["BF16", None])
-def test_attention_under_a_mask_that_is_expanded_along_the_keys_is_fused(autocast):
+def test_attention_under_a_mask_that_is_expanded_along_the_keys_is_fused(autocast, given):
     model, x = _Masked().to(CUDA), torch.randn(4, 128, 64, device=CUDA)
-    expected = model(x)
+    batch = (x, torch.ones(128, dtype=torch.bool, device=CUDA)) if given else (x,)
+    expected = model(*batch)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert not _fused(lambda: model(*batch))
     plan = {"project/linear": "BF16", "scaled_dot_product_attention": "BF16"}
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        with pytest.raises(RuntimeError, match="kernel"), pytest.warns(UserWarning):
-            model(x)
-        apply(model, plan, options=ApplyOptions(autocast=autocast, compiled=True))
-        result = model(x)
-        result.float().square().mean().backward()
+    apply(model, plan, options=ApplyOptions(autocast=autocast, compiled=True))
+    result = model(*batch)
+    result.float().square().mean().backward()
+    assert _fused(lambda: model(*batch))
     assert _norm_error(result, expected) < 0.02
     assert model.project.weight.grad.isfinite().all()

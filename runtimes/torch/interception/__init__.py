@@ -19,17 +19,13 @@ if TYPE_CHECKING:
         interception_of,
         operator_name,
     )
-    from qsync_opt.runtimes.torch.interception.regions import (
-        CompiledByBlocks,
-        lay_masks_out,
-        repeated_blocks,
-        share_to_compile,
-    )
+    from qsync_opt.runtimes.torch.interception.masks import simplify_masks
+    from qsync_opt.runtimes.torch.interception.regions import CompiledByBlocks, repeated_blocks, share_to_compile
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "CompiledByBlocks", "Handler", "Interception", "OperatorCall", "Run", "check_not_scripted", "functions_named",
-    "intercept", "interception_of", "lay_masks_out", "numbers_in_range", "operator_name",
-    "repeated_blocks", "share_to_compile",
+    "intercept", "interception_of", "numbers_in_range", "operator_name", "repeated_blocks", "share_to_compile",
+    "simplify_masks",
 ]  # fmt: skip

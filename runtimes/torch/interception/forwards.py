@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -228,14 +229,18 @@ class Forward:
     __reduce_ex__ = _refuse
 
 
+_NUMBER = itertools.count()
+
+
 def forward_of(interception: Interception, path: str, module: nn.Module) -> Forward:
     """A `Forward` with a code object of its own.
 
     ``torch.compile`` counts compilations per code object and gives up after 8; with one object for all modules and
-    plans, a job that compiles its layers one by one, or changes plans, would soon reach that.
+    plans, a job that compiles its layers one by one, or changes plans, would soon reach that. It also remembers shapes
+    by the object's name: a second model with batches of another size would be compiled for sizes that vary.
     """
     whole = Forward.__call__
-    code = whole.__code__.replace(co_name=f"forward of {path}" if path else "forward")
+    code = whole.__code__.replace(co_name=f"forward {next(_NUMBER)} of {path or type(module).__name__}")
     call = types.FunctionType(code, whole.__globals__, whole.__name__, whole.__defaults__, whole.__closure__)
     call.__kwdefaults__ = whole.__kwdefaults__
     kind: type[Forward] = type("Forward", (Forward,), {"__call__": call, "__doc__": Forward.__doc__})

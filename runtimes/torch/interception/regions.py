@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_opt.errors import QSyncError, UnsupportedError, first_line
 from qsync_opt.runtimes.torch.interception.forwards import Forward
+from qsync_opt.runtimes.torch.interception.masks import simplify_masks
+from qsync_opt.runtimes.torch.interception.randomness import DrawsError, WithoutRandomness
 from qsync_opt.runtimes.torch.support import first_device
 
 _LOGGER = logging.getLogger(__name__)
@@ -104,18 +104,6 @@ _CHECKPOINTS = "_gradient_checkpointing_func"
 """With what a layer of transformers checkpoints itself, where that is enabled."""
 
 
-class _Randomness(TorchDispatchMode):
-    """Notes whether an operator that runs inside draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.drawn = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        return func(*args, **(kwargs or {}))
-
-
 def _size(value: Any) -> int:
     """A traced number, or the one that it was for the pass that was traced."""
     return int(value.node.hint) if isinstance(value, torch.SymInt) else int(value)
@@ -139,30 +127,18 @@ def _draws_again(region: Any) -> bool:
         traced = [own.meta["example_value"] for own in recomputed.graph.nodes if own.op == "placeholder"]
         with detect_fake_mode() or FakeTensorMode():
             inputs = [_like(value) for value in traced]
-            with _Randomness() as seen:
-                recomputed(*inputs)
-        if seen.drawn:
-            return True
+            try:
+                with WithoutRandomness():
+                    recomputed(*inputs)
+            except DrawsError:
+                return True
     return False
 
 
-_ATTENTION: Any = F.scaled_dot_product_attention
-
-
-def lay_masks_out(graph: torch.fx.Graph) -> None:
-    """Copy the masks of attention on cards that are expanded along the keys, which no fused kernel takes.
-
-    Torch computes attention with such a mask product by product, in FP32. Transformers up to 5.17 gives one where
-    nothing is masked, when a model is compiled.
-    """
-    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
-        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-        value = mask.meta.get("example_value") if isinstance(mask, torch.fx.Node) else None
-        if not isinstance(value, torch.Tensor) or not value.is_cuda or value.dim() == 0 or value.stride(-1) == 1:
-            continue
-        with graph.inserting_before(node):
-            copy = graph.call_method("contiguous", (mask,))
-        node.replace_input_with(mask, copy)
+_WITHOUT_REUSE = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""Inductor's options that have every tensor written to memory of its own, which costs nothing but a call of the
+allocator: torch (2.11 and 2.13) overlooks that what a region keeps for its backward pass may be its input, and would
+write over it; gradients were wrong by half, and nothing said so."""
 
 
 def _generate(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -177,11 +153,9 @@ def _generate(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callab
     for name in dict.fromkeys(node.args[0].target for node in calls):
         if _draws_again(graph.get_submodule(name)):
             raise UnsupportedError("they draw random numbers, as dropout does, and their activations are checkpointed")
-    for part in graph.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            lay_masks_out(part.graph)
-            part.recompile()
-    run: Callable[..., Any] = lookup_backend("inductor")(graph, inputs)
+    simplify_masks(graph)
+    options = {"config_patches": _WITHOUT_REUSE} if calls else {}
+    run: Callable[..., Any] = lookup_backend("inductor")(graph, inputs, **options)
     return run
 
 

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import NotReadyError
 from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.interception import CompiledByBlocks, lay_masks_out, repeated_blocks
+from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blocks
 
 pytestmark = [
     # torch's own, about a cache of constants.
@@ -64,7 +63,7 @@ def uses(monkeypatch):
         for _, own in graph.named_children():  # what is checkpointed
             yield from nodes(own) if isinstance(own, torch.fx.GraphModule) else ()
 
-    def backend(graph, example):
+    def backend(graph, example, **_):
         calls = [node.args[1] for node in nodes(graph) if "invoke_subgraph" in str(node.target)]
         compilations.append(sorted(calls.count(name) for name in set(calls)))
         return lookup_backend("aot_eager")(graph, example)
@@ -118,6 +117,53 @@ def test_blocks_are_in_the_type_of_the_plans_autocast_and_not_of_the_process(use
     finally:
         torch.set_autocast_dtype(device, before)
     assert all(gradient.isfinite().all() for gradient in results[1])
+    torch.testing.assert_close(results, expected)
+
+
+def test_sizes_of_another_model_do_not_make_sizes_variable(monkeypatch):
+    sizes = []
+
+    def backend(graph, example):
+        sizes.extend(type(size) for node in graph.graph.nodes for size in getattr(node.meta.get("val"), "shape", ()))
+        sizes.extend(type(size) for value in example for size in getattr(value, "shape", (value,)))
+        return graph
+
+    torch.compiler.reset()
+    monkeypatch.setattr("qsync_opt.runtimes.torch.interception.regions.lookup_backend", lambda name: backend)
+    for rows in (4, 6):
+        model = apply(Model(), precisions("BF16"), options=ApplyOptions(compiled=True))
+        model(torch.randn(rows, 8))
+    assert sizes and set(sizes) == {int}
+
+
+class Gated(nn.Module):
+    """Keeps both its inputs, one of which all blocks share, for the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, gate):
+        return x * x + self.linear(x).sin() * gate
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_generated_blocks_leave_intact_what_they_keep(device):
+    torch.compiler.reset()
+
+    class Shared(Model):
+        def forward(self, x):
+            x = self.stem(x).sin()
+            gate = x.detach().cos()
+            for block in self.blocks:
+                x = block(x, gate)
+            return self.head(x.cos())
+
+    model, x = Shared(Gated).to(device), torch.randn(4, 8, device=device)
+    plan = {f"{name}/linear": "FP32" for name in ("stem", "head", *(f"blocks.{i}.linear" for i in range(BLOCKS)))}
+    expected = passes(apply(model, plan), x)
+    apply(undo(model), plan, options=ApplyOptions(compiled=True, regional=True))
+    results = passes(model, x)
     torch.testing.assert_close(results, expected)
 
 
@@ -284,35 +330,6 @@ def test_heads_are_split_off_within_one_graph(uses, options):
     apply(undo(model), plan, options=ApplyOptions(compiled=True, regional=True, **options))
     torch.testing.assert_close(passes(model, x), expected)
     assert uses == [[BLOCKS]]
-
-
-def attention_graph(mask, by_name):
-    """A graph of attention on a card as torch.compile traces it, with a mask of some layout."""
-    graph = torch.fx.Graph()
-    nodes = []
-    for name, value in {**{name: torch.empty(2, 3, 4, 8, device="cuda") for name in "qkv"}, "mask": mask}.items():
-        nodes.append(graph.placeholder(name))
-        nodes[-1].meta["example_value"] = value
-    arguments = (nodes[:3], {"attn_mask": nodes[3]}) if by_name else (nodes, {})
-    graph.output(graph.call_function(F.scaled_dot_product_attention, tuple(arguments[0]), arguments[1]))
-    return graph
-
-
-@pytest.mark.parametrize("by_name", [True, False])
-def test_masks_that_are_expanded_along_the_keys_are_laid_out_for_fused_kernels(by_name):
-    with FakeTensorMode():
-        rows = {device: torch.empty(1, 1, 4, 1, device=device, dtype=torch.bool) for device in ("cpu", "cuda")}
-        graph = attention_graph(rows["cuda"].expand(2, 1, 4, 4), by_name)
-        laid_out = torch.empty(2, 1, 4, 4, device="cuda", dtype=torch.bool)
-        others = [attention_graph(mask, by_name) for mask in (laid_out, rows["cpu"].expand(2, 1, 4, 4))]
-    lay_masks_out(graph)
-    (copy,) = graph.find_nodes(op="call_method", target="contiguous")
-    (attention,) = graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-    assert copy.args[0].name == "mask"
-    assert (attention.kwargs["attn_mask"] if by_name else attention.args[3]) is copy
-    for other in others:
-        lay_masks_out(other)
-        assert not other.find_nodes(op="call_method", target="contiguous")
 
 
 def tower():
