@@ -105,6 +105,17 @@ class Job:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)
 
+    def computation_ns(self) -> int:
+        """Of a step whose gradients are not reduced, on the slowest rank."""
+        with self.model.no_sync():
+            self.run(1)
+            dist.barrier()
+            began = time.perf_counter()
+            self.run(RECORDED)
+            spent = torch.tensor([(time.perf_counter() - began) / RECORDED])
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return round(1e9 * float(spent))
+
 
 def predicted(model: str) -> dict[str, Any]:
     """The plan of one combination and what is predicted of it and of every single scheme, on all ranks."""
@@ -119,9 +130,10 @@ def predicted(model: str) -> dict[str, Any]:
         with job.compression.recording():
             job.run(1 + RECORDED)
         records.append(job.compression.recorded())
+    computation_ns = job.computation_ns()
     found = None
     if dist.get_rank() == 0:
-        fitted, own = fit_reductions(records), job.compression.statistics()
+        fitted, own = fit_reductions(records, computation_ns), job.compression.statistics()
         plan = plan_reductions(fitted, own)
         found = {
             "plan": plan.to_json(),

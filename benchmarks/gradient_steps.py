@@ -2,7 +2,7 @@
 
 Two gloo ranks, one thread each, train a model under every scheme of the menu. For each scheme the model of steps
 (`qsync_opt.gradients.fit_reductions`) is fitted to the steps under the other schemes, and the scheme's own times and
-slowdown are those of `measure_schemes(..., beside=True)`: a reduction alone, and beside products of matrices.
+slowdown are those of `measure_schemes(..., beside=True)`: a reduction alone, and with products of matrices beside it.
 Predicted beside measured stand the step, the time of all reductions (codec and collectives), the part of it that the
 backward pass does not hide, and by how much longer the backward pass takes than alone.
 
@@ -62,16 +62,19 @@ def compared(model: str) -> list[dict[str, Any]]:
         with job.compression.recording():
             job.run(1 + RECORDED)
         recorded[name].append(job.compression.recorded())
+    computation_ns = job.computation_ns()
     sizes = sorted({1 << 12, *(job.compression.elements or ())})
     times = measure_schemes(MENU, sizes, beside=True)
     result = []
     for name in MENU:
-        fitted = fit_reductions(record for other in MENU if other != name for record in recorded[other])
+        others = [record for other in MENU if other != name for record in recorded[other]]
+        fitted = fit_reductions(others, computation_ns)
         own_ns = tuple(times.ns(name, size) for size in fitted.elements)
         whole = replace(
             fitted,
             times_ns={**fitted.times_ns, name: own_ns},
             slowdowns={**fitted.slowdowns, name: times.slowdowns[name]},
+            stretches={name: times.stretches[name]},
         )
         alone_ns = sum(fitted.segments_ns)
         measured = [parts_ms(record.usual(), alone_ns) for record in recorded[name]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,24 +22,36 @@ TIMES_FORMAT = "qsync-gradients-times/1"
 class SchemeTimes:
     """Measured nanoseconds of reducing buckets of some sizes, by scheme; codec included.
 
-    ``slowdowns`` are shares of a reduction's time by which computation beside it takes longer, where they were
-    measured. `ns` interpolates between sizes, and beyond the largest continues with the slope of the two largest.
+    Reductions were timed alone. `ns` interpolates between sizes, and beyond the largest continues with the slope of the
+    two largest.
+
+    Attributes:
+        slowdowns: Shares of the time of a reduction beside computation by which that takes longer, where they were
+            measured.
+        stretches: How many times as long a reduction takes beside computation, where that was measured.
     """
 
     workers: Annotated[int, Json(minimum=2)]
     elements: tuple[int, ...]
     times_ns: Mapping[str, tuple[int, ...]]
     slowdowns: Annotated[Mapping[str, float], Json(omitted=True, empty=True)] = field(default_factory=dict)
+    stretches: Annotated[Mapping[str, float], Json(omitted=True, empty=True)] = field(default_factory=dict)
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, "times of schemes")
-        freeze(self, "times_ns", "slowdowns", "extras")
+        freeze(self, "times_ns", "slowdowns", "stretches", "extras")
         for name, share in self.slowdowns.items():
             if name not in self.times_ns or not 0.0 <= share <= 1.0:
                 raise ProblemError(
                     f"times of schemes: the slowdown of {name!r} is {share}, but a share from 0 to 1 of a scheme that "
                     "was timed is needed"
+                )
+        for name, factor in self.stretches.items():
+            if name not in self.times_ns or not 1.0 <= factor < math.inf:
+                raise ProblemError(
+                    f"times of schemes: the stretch of {name!r} is {factor}, but a factor of at least 1 of a scheme "
+                    "that was timed is needed"
                 )
         if len(self.elements) < 2 or any(a >= b for a, b in zip(self.elements, self.elements[1:], strict=False)):
             raise ProblemError(f"times of schemes: elements are {list(self.elements)}, but two that rise are needed")
@@ -58,10 +71,10 @@ class SchemeTimes:
         return round(max(min(times), estimate)) if elements else 0
 
     def network(self, plan: Plan, elements: Sequence[int]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Each bucket's time under a plan, and the share of it by which computation beside it takes longer.
+        """Each bucket's time beside computation under a plan, and the share of it by which that takes longer.
 
         They are the ``allreduce_ns`` and ``share`` of `qsync_opt.steps.slowed_segments`, `network_tails` and
-        `cluster_step`; ``elements`` are the buckets' sizes. A slowdown that was not measured is 0.
+        `cluster_step`; ``elements`` are the buckets' sizes. A slowdown that was not measured is 0, a stretch 1.
 
         Raises:
             ProblemError: The plan has other buckets, or a scheme that was not timed.
@@ -72,7 +85,10 @@ class SchemeTimes:
         missing = next((name for name in names if name not in self.times_ns), None)
         if missing is not None:
             raise ProblemError(f"scheme {missing!r} was not timed; timed are {', '.join(self.times_ns)}")
-        times_ns = tuple(self.ns(name, size) for name, size in zip(names, elements, strict=True))
+        times_ns = tuple(
+            round(self.stretches.get(name, 1.0) * self.ns(name, size))
+            for name, size in zip(names, elements, strict=True)
+        )
         return times_ns, tuple(self.slowdowns.get(name, 0.0) for name in names)
 
     @classmethod

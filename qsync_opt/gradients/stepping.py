@@ -1,11 +1,11 @@
 """The time of a training step under any plan of schemes, predicted from steps that were recorded under some.
 
 Gradients are computed on one stream, buckets are reduced in order on another. While a reduction runs, its codec and its
-sums take processor (or multiprocessor) time from the computation beside it, which is slower by a share that depends on
-the scheme:
+sums take processor (or multiprocessor) time from the computation beside it, and the other way around: both are slower,
+by as much as the scheme says:
 
     ready_k = the computation up to bucket k, at speed 1, or 1 - slowdown of the scheme that is reduced meanwhile
-    start_k = max(ready_k, end_(k-1)),    end_k = start_k + time of bucket k under its scheme
+    start_k = max(ready_k, end_(k-1)),    end_k = the reduction of bucket k, at speed 1, or 1 / stretch beside those
 
 A step lasts from the end of the last reduction of the step before to the end of its own, so that the iteration is the
 last end.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,6 +38,8 @@ _FASTER = 0.02
 _CLEARLY_FASTER = 0.05
 """Share by which it must be faster if it has more variance."""
 _RIDGE = 1e-3
+_FIRM = 100.0
+"""Weight of a time that was measured of a whole step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class ReductionModel:
             before), with nothing beside it.
         times_ns: Of each bucket's reduction, by scheme.
         slowdowns: Share by which computation beside a reduction is slower, by scheme.
+        stretches: How many times as long a reduction takes beside computation, by scheme; 1 where it is not known, and
+            where ``times_ns`` are of steps, which contain it.
         error: Share by which predicted steps differ from recorded ones that they were not fitted to, a root mean
             square; 0 if it is not known.
     """
@@ -60,6 +64,7 @@ class ReductionModel:
     segments_ns: tuple[int, ...]
     times_ns: Mapping[str, tuple[int, ...]]
     slowdowns: Mapping[str, float]
+    stretches: Mapping[str, float] = field(default_factory=dict)
     error: float = 0.0
 
     @classmethod
@@ -67,7 +72,7 @@ class ReductionModel:
         """The model from schemes that were timed alone, and computation up to each bucket.
 
         Args:
-            times: Of the schemes, with the slowdowns that ``measure_schemes(..., beside=True)`` measures.
+            times: Of the schemes, with what ``measure_schemes(..., beside=True)`` measures.
             elements: Of each bucket.
             segments_ns: As of the class: such as the devices' times of `qsync_opt.steps.StepPredictor.segments_of`.
 
@@ -84,6 +89,7 @@ class ReductionModel:
             segments_ns=tuple(segments_ns),
             times_ns={name: tuple(times.ns(name, size) for size in elements) for name in times.times_ns},
             slowdowns={name: times.slowdowns.get(name, 0.0) for name in times.times_ns},
+            stretches=times.stretches,
         )
 
     def single(self, name: str) -> Plan:
@@ -102,35 +108,37 @@ class ReductionModel:
                 f"the plan has {len(names)} buckets of {plan.workers or 'some'} workers, but steps were recorded with "
                 f"{len(self.elements)} buckets and {self.workers} workers; record steps of this job"
             )
+        missing = next((name for name in names if name not in self.times_ns), None)
+        if missing is not None:
+            raise ProblemError(f"scheme {missing!r} was not recorded; recorded are {', '.join(self.times_ns)}")
+        work, reductions = [*map(float, self.segments_ns)], [float(self.times_ns[n][k]) for k, n in enumerate(names)]
+        ready: list[float] = []
         result: list[Reduction] = []
-        ready = free = 0
-        for k, (name, segment_ns) in enumerate(zip(names, self.segments_ns, strict=True)):
-            if name not in self.times_ns:
-                raise ProblemError(f"scheme {name!r} was not recorded; recorded are {', '.join(self.times_ns)}")
-            ready = self._advanced(ready, segment_ns, result)
-            start = max(ready, free)
-            free = start + self.times_ns[name][k]
-            result.append(Reduction(scheme=name, ready_ns=ready, start_ns=start, end_ns=free))
-        return tuple(result)
-
-    def _advanced(self, now_ns: int, work_ns: int, under_way: Sequence[Reduction]) -> int:
-        """When ``work_ns`` of computation is done that begins at ``now_ns``, beside these reductions."""
-        now, work = float(now_ns), float(work_ns)
-        for each in under_way:
-            if each.end_ns <= now:
+        now = start = 0.0
+        while len(result) < len(names):
+            k, own = len(ready), len(result)
+            computes, reduces = k < len(names), own < k
+            if computes and not work[k]:
+                ready.append(now)
+                start = start if reduces else now
                 continue
-            alone = max(0.0, each.start_ns - now)
-            if work <= alone:
-                break
-            now, work = now + alone, work - alone
-            speed = 1.0 - self.slowdowns[each.scheme]
-            beside = each.end_ns - now
-            if work <= 0:
-                return round(now)
-            if speed * beside >= work:
-                return round(now + work / speed)
-            now, work = now + beside, work - speed * beside
-        return round(now + work)
+            if reduces and not reductions[own]:
+                result.append(
+                    Reduction(scheme=names[own], ready_ns=round(ready[own]), start_ns=round(start), end_ns=round(now))
+                )
+                start = now
+                continue
+            speed = 1.0 - self.slowdowns[names[own]] if reduces else 1.0
+            pace = 1.0 / self.stretches.get(names[own], 1.0) if computes else 1.0
+            passed = min(
+                work[k] / speed if computes and speed else math.inf, reductions[own] / pace if reduces else math.inf
+            )
+            now += passed
+            if computes:
+                work[k] = 0.0 if passed == work[k] / (speed or 1.0) else max(0.0, work[k] - speed * passed)
+            if reduces:
+                reductions[own] = 0.0 if passed == reductions[own] / pace else max(0.0, reductions[own] - pace * passed)
+        return tuple(result)
 
     def problem(
         self,
@@ -158,14 +166,24 @@ class ReductionModel:
             )
         chosen = [scheme(name) for name in (self.times_ns if schemes is None else schemes)]
         predicted = self.predict(under)
+        compute_end_ns = predicted[-1].ready_ns
+
+        def time_ns(name: str, k: int) -> int:
+            """Of a bucket's reduction, as much of which is beside computation as under the plan."""
+            when, alone_ns, stretch = predicted[k], self.times_ns[name][k], self.stretches.get(name, 1.0)
+            if name == when.scheme:
+                return when.time_ns
+            whole_ns = max(1, self.times_ns[when.scheme][k])
+            beside_ns = max(0, min(when.end_ns, compute_end_ns) - when.start_ns)
+            share = min(1.0, beside_ns / self.stretches.get(when.scheme, 1.0) / whole_ns)
+            return round(alone_ns * (1 + (stretch - 1) * share))
+
         buckets = tuple(
             Bucket(
                 name=f"b{k}",
                 ready_ns=when.ready_ns,
                 choices={
-                    each.name: Choice(
-                        time_ns=self.times_ns[each.name][k], variance=each.mean_variance(bucket, self.workers)
-                    )
+                    each.name: Choice(time_ns=time_ns(each.name, k), variance=each.mean_variance(bucket, self.workers))
                     for each in chosen
                 },
             )
@@ -174,7 +192,7 @@ class ReductionModel:
         noise = math.fsum(bucket.noise for bucket in statistics)
         return Problem(
             name="recorded steps",
-            compute_end_ns=predicted[-1].ready_ns,
+            compute_end_ns=compute_end_ns,
             tail_ns=0,
             latency_limit_ns=latency_limit_ns,
             variance_limit=None if noise_share is None else noise_share * noise,
@@ -184,11 +202,16 @@ class ReductionModel:
         )
 
 
-def fit_reductions(records: Iterable[RecordedReductions]) -> ReductionModel:
+def fit_reductions(records: Iterable[RecordedReductions], computation_ns: int | None = None) -> ReductionModel:
     """The model of a job's steps, from some steps under each scheme (each record of one plan).
 
     Segments and slowdowns are those of the least squares ``gap_k = segment_k + sum of slowdown * time beside``, over
     the gaps between buckets in all records. A bucket's time under a scheme is the median of those recorded.
+
+    Args:
+        records: Of one job.
+        computation_ns: Of a step without reductions (under ``no_sync``), where it was timed: what segments add up to.
+            Where reductions fill every gap, nothing else tells segments from slowdowns.
 
     The model's ``error`` is cross-validated: each record is predicted from the others. Record every scheme twice, some
     steps apart: a record without which a scheme would be missing is predicted by the whole model, which errs less.
@@ -211,18 +234,20 @@ def fit_reductions(records: Iterable[RecordedReductions]) -> ReductionModel:
         for k in range(len(elements)):
             if not any(step[k].scheme == name for step in recorded):
                 raise ProblemError(f"scheme {name!r} was not recorded for bucket b{k}; record a step that has it there")
-    model = _model(workers, elements, recorded)
+    model = _model(workers, elements, recorded, computation_ns)
     squares = []
     for k, step in enumerate(recorded):
         rest = [*recorded[:k], *recorded[k + 1 :]]
         known = all(any(other[b].scheme == each.scheme for other in rest) for b, each in enumerate(step))
         plan = Plan(schemes={f"b{b}": each.scheme for b, each in enumerate(step)})
-        predicted = (_model(workers, elements, rest) if known else model).predict(plan)
+        predicted = (_model(workers, elements, rest, computation_ns) if known else model).predict(plan)
         squares.append((predicted[-1].end_ns / max(1, step[-1].end_ns) - 1) ** 2)
     return replace(model, error=math.sqrt(statistics.fmean(squares)))
 
 
-def _model(workers: int, elements: tuple[int, ...], recorded: Sequence[Sequence[Reduction]]) -> ReductionModel:
+def _model(
+    workers: int, elements: tuple[int, ...], recorded: Sequence[Sequence[Reduction]], computation_ns: int | None
+) -> ReductionModel:
     """The model fitted to some steps; schemes that a bucket lacks in all of them are left out."""
     count = len(elements)
     times_ns = {}
@@ -232,7 +257,7 @@ def _model(workers: int, elements: tuple[int, ...], recorded: Sequence[Sequence[
             times_ns[name] = tuple(round(statistics.median(each)) for each in own)
     names = list(dict.fromkeys(each.scheme for step in recorded for each in step))
     gaps, beside = zip(*(_gaps(step, names) for step in recorded), strict=True)
-    segments, slowdowns = _fitted(np.array(gaps), np.array(beside))
+    segments, slowdowns = _fitted(np.array(gaps), np.array(beside), computation_ns)
     return ReductionModel(
         workers=workers,
         elements=elements,
@@ -261,19 +286,24 @@ def _gaps(step: Sequence[Reduction], names: Sequence[str]) -> tuple[list[float],
     return gaps, beside
 
 
-def _fitted(gaps_RK: np.ndarray, beside_RKC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _fitted(gaps_RK: np.ndarray, beside_RKC: np.ndarray, computation_ns: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Segments, and the shares by which computation is slower."""
     records, buckets = gaps_RK.shape
     kinds = beside_RKC.shape[2]
     matrix = np.concatenate([np.tile(np.eye(buckets), (records, 1)), beside_RKC.reshape(-1, kinds)], axis=1)
+    values = gaps_RK.reshape(-1)
+    if computation_ns is not None:
+        whole = np.concatenate([np.ones(buckets), np.zeros(kinds)])
+        matrix, values = np.vstack([matrix, _FIRM * whole]), np.append(values, _FIRM * computation_ns)
     # Where every gap is filled by reductions, segments and shares are not told apart: the least shares then.
     scale = math.sqrt(_RIDGE) * float(np.linalg.norm(beside_RKC.reshape(-1, kinds), axis=0).max(initial=0.0))
     ridge = np.concatenate([np.zeros((kinds, buckets)), scale * np.eye(kinds)], axis=1)
-    solution = np.linalg.lstsq(
-        np.concatenate([matrix, ridge]), np.concatenate([gaps_RK.reshape(-1), np.zeros(kinds)]), rcond=None
-    )[0]
+    solution = np.linalg.lstsq(np.concatenate([matrix, ridge]), np.append(values, np.zeros(kinds)), rcond=None)[0]
     shares = np.clip(solution[buckets:], 0.0, 1.0)
-    return np.maximum(gaps_RK - beside_RKC @ shares, 0.0).mean(axis=0), shares
+    segments = np.maximum(gaps_RK - beside_RKC @ shares, 0.0).mean(axis=0)
+    if computation_ns is not None and segments.any():
+        segments *= computation_ns / segments.sum()
+    return segments, shares
 
 
 def plan_reductions(

@@ -6,7 +6,7 @@ import concurrent.futures
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from qsync_opt.kernels.gradients import Codec
 from qsync_opt.runtimes.torch.ddp import clamped_share
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
 
+_CACHES_BYTES = 64 << 20
+_LONGER = 4.0
+"""How many times as long as a reduction alone the products beside it take."""
 DEFAULT_ELEMENTS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 23)
 
 
@@ -40,8 +43,8 @@ def measure_schemes(
         device: Where gradients are.
         group: Process group; None: the default one.
         backend: Of the codec.
-        beside: Also measure by how much computation takes longer beside a reduction of the largest size, all workers
-            computing: on CPUs codec and sums take processor time from the backward pass.
+        beside: Also measure by how much computation, and a reduction of the largest size beside it, take longer, all
+            workers computing: on CPUs codec and sums take processor time from the backward pass, and it from them.
 
     Raises:
         NotReadyError: There is no process group, or it has one worker.
@@ -55,12 +58,16 @@ def measure_schemes(
     reducer = Reducer(group=group, codec=Codec(backend))
     chosen = [each for each in map(scheme, schemes) if each.supports(workers)]
     times: dict[str, list[int]] = {each.name: [] for each in chosen}
+    # In training, computation between two reductions leaves nothing of them in a processor's caches.
+    others = torch.zeros(_CACHES_BYTES // 4) if device.type == "cpu" else None
     for size in elements:
         gradient = torch.randn(size, device=device)
         samples: dict[str, list[float]] = {each.name: [] for each in chosen}
         # Schemes in turn, so that a busy moment does not fall on one of them; the first round warms up.
         for turn in range(repeats + 1):
             for each in chosen:
+                if others is not None:
+                    others.add_(1.0)
                 dist.barrier(group)
                 started = _now(device)
                 reducer.reduce(gradient, each, turn)
@@ -70,46 +77,69 @@ def measure_schemes(
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
         for each, seconds in zip(chosen, own.tolist(), strict=True):
             times[each.name].append(round(seconds * 1e9))
-    slowdowns = {}
+    slowdowns, stretches = {}, {}
     if beside:
         for each in chosen:
-            share = _slowdown(reducer, each, elements[-1], times[each.name][-1] / 1e9, repeats)
-            slowdowns[each.name] = clamped_share(share)
+            share, stretch = _beside(reducer, each, elements[-1], times[each.name][-1] / 1e9, repeats)
+            slowdowns[each.name], stretches[each.name] = clamped_share(share), max(1.0, stretch)
     return SchemeTimes(
         workers=workers,
         elements=tuple(elements),
         times_ns={name: tuple(own) for name, own in times.items()},
         slowdowns=slowdowns,
+        stretches=stretches,
     )
 
 
-def _slowdown(reducer: Reducer, each: GradientScheme, size: int, alone_s: float, repeats: int) -> float:
-    """Share of a reduction's time by which products of matrices beside it take longer; the mean over workers."""
-    gradient, a, b = torch.randn(size), torch.randn(128, 128), torch.randn(128, 128)
+def _beside(reducer: Reducer, each: GradientScheme, size: int, alone_s: float, repeats: int) -> tuple[float, float]:
+    """What a reduction and products of matrices beside it cost each other; the mean over workers.
 
-    def work(times: int) -> float:
+    Returns:
+        The share of the reduction's time that products lose, and how many times as long as alone it takes.
+    """
+    gradient, start = torch.randn(size), torch.randn(64, 768)
+    weight = torch.randn(768, 768, requires_grad=True)
+
+    def work(products: int) -> Callable[[], float]:
+        """A backward pass, which Python does not interrupt, and the seconds that it takes."""
+        x = start
+        for _ in range(products):
+            x = torch.tanh(x @ weight)
+        result = x.sum()
+
+        def run() -> float:
+            began = time.perf_counter()
+            result.backward()  # type: ignore[no-untyped-call]
+            return time.perf_counter() - began
+
+        return run
+
+    def reduce(turn: int) -> float:
         began = time.perf_counter()
-        for _ in range(times):
-            torch.tanh(a @ b)
+        reducer.reduce(gradient, each, turn)
         return time.perf_counter() - began
 
-    work(3)
-    # Longer than a reduction that is itself slowed down by as much.
-    own = torch.tensor([2.5 * alone_s / (work(16) / 16)], dtype=torch.float64)
+    work(3)()
+    # Longer than a reduction that is itself slowed down.
+    own = torch.tensor([_LONGER * alone_s / (work(16)() / 16)], dtype=torch.float64)
     dist.all_reduce(own, op=dist.ReduceOp.MAX, group=reducer.group)
-    times = max(1, math.ceil(float(own)))
-    longer = []
+    products = max(1, math.ceil(float(own)))
+    lost, longer = [], []
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         for turn in range(repeats):
+            alone, beside = work(products), work(products)
             dist.barrier(reducer.group)
-            without = work(times)
+            usual_s = alone()
             dist.barrier(reducer.group)
-            reducing = thread.submit(reducer.reduce, gradient, each, turn)
-            longer.append(work(times) - without)
-            reducing.result()
-    share = torch.tensor([statistics.median(longer) / alone_s], dtype=torch.float64)
-    dist.all_reduce(share, group=reducer.group)
-    return float(share) / dist.get_world_size(reducer.group)
+            reducing = thread.submit(reduce, turn)
+            took_s = beside()
+            reduced_s = reducing.result()
+            lost.append((took_s - usual_s) / min(took_s, reduced_s))
+            longer.append(reduced_s / alone_s)
+    both = torch.tensor([statistics.median(lost), statistics.median(longer)], dtype=torch.float64)
+    dist.all_reduce(both, group=reducer.group)
+    share, stretch = (both / dist.get_world_size(reducer.group)).tolist()
+    return share, stretch
 
 
 def _now(device: torch.device) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -40,7 +41,7 @@ from qsync_opt.runtimes.torch.gradients import (
 from qsync_opt.runtimes.torch.job.measuring import Job
 from qsync_opt.runtimes.torch.job.plan import JobPlan
 from qsync_opt.runtimes.torch.job.steps import parameters_put_back
-from qsync_opt.runtimes.torch.support import model_unchanged
+from qsync_opt.runtimes.torch.support import model_unchanged, synchronize
 from qsync_opt.training import evaluate as evaluate_precisions
 from qsync_opt.training import gradient_buckets
 
@@ -82,7 +83,8 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
         records = [] if training is None else training.records()
         if records and list(records[0].elements) != elements:
             records = []  # DDP groups its buckets in another way than was foreseen
-        sent = broadcast_json(together(lambda: _solved(job, plan, statistics, times, records)))
+        alone_ns = training.computation_ns() if training is not None and records else None
+        sent = broadcast_json(together(lambda: _solved(job, plan, statistics, times, records, alone_ns)))
         chosen, note = Plan.from_json(sent["plan"]), sent["note"]
         if training is not None and records:
             plain = [each.iteration_ns for each in records if each.steps[0][0].scheme == "FP32"]
@@ -113,6 +115,19 @@ class _Training:
         with self._compression.recording():
             self._run(1 + _RECORDED)
         return self._compression.recorded()
+
+    def computation_ns(self) -> int:
+        """Of a step without reductions, on the slowest worker."""
+        model, device = self._example.model, self._example.device
+        assert isinstance(model, DistributedDataParallel)
+        with model.no_sync():
+            self._run(1)
+            synchronize(device)
+            began = time.perf_counter_ns()
+            self._run(_RECORDED)
+            synchronize(device)
+            spent_ns = time.perf_counter_ns() - began
+        return int(max(gather_json(spent_ns // _RECORDED)))
 
     def records(self) -> list[RecordedReductions]:
         """Steps under every scheme, twice, so that a busy moment shows as an error of predictions."""
@@ -175,6 +190,7 @@ def _solved(
     statistics: Sequence[BucketStatistics],
     times: SchemeTimes,
     records: Sequence[RecordedReductions],
+    computation_ns: int | None,
 ) -> dict[str, object] | None:
     """The plan, what is said of it, the optimizer's time, and recorded times of buckets by scheme, on rank 0."""
     if plan.model is None or plan.problem is None:
@@ -182,7 +198,7 @@ def _solved(
     tail_ns, error = plan.problem.optimizer_ns, ""
     bucket_times_ns: Mapping[str, Sequence[int]] = {}
     if records:
-        model = fit_reductions(records)
+        model = fit_reductions(records, computation_ns)
         bucket_times_ns = model.times_ns
         chosen = plan_reductions(model, statistics, noise_share=job.options.noise_share)
         ns = [model.predict(each)[-1].end_ns for each in (chosen, model.single("FP32"))]

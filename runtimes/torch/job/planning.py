@@ -262,6 +262,8 @@ def _plan_with_trials(
         launched ones do not, but compiled ones, which keep less for the backward pass, may.
     """
     is_open = False
+    needed_bytes: dict[str, int] = {}
+    """Of a plan that fits by measurement, which no tighter limit is to forbid."""
     for attempt in range(_TRIALS):
         try:
             with stages("plan"):
@@ -269,9 +271,9 @@ def _plan_with_trials(
         except (ProblemError, NotReadyError):  # rank 0 found no plan, and the others hear of it
             with stages("trial"):
                 first = job.options.trial and not attempt
-                excess_bytes = _memory_excess(job, measured, types) if first else {}
+                excess_bytes, needed_bytes = _memory_excess(job, measured, types) if first else ({}, {})
                 if first and not excess_bytes and job.options.compare and job.options.allows(COMPILED):
-                    excess_bytes = _memory_excess(job, measured, types, compiled=True)
+                    excess_bytes, needed_bytes = _memory_excess(job, measured, types, compiled=True)
                     is_open = bool(excess_bytes)
             if not excess_bytes:
                 raise
@@ -283,7 +285,7 @@ def _plan_with_trials(
             short = _short_of_memory(job, measured, types, plan) if job.options.trial and plan.worthwhile else []
         if not short:
             return measured, plan, False
-        limits = {name: int(_TIGHTENED * measured.limits_bytes[name]) for name in short}
+        limits = {name: max(int(_TIGHTENED * measured.limits_bytes[name]), needed_bytes.get(name, 0)) for name in short}
         _LOGGER.warning(
             "trial %d: the plan needs more memory than predicted on %s; planning with %s",
             attempt + 1,
@@ -310,8 +312,10 @@ def _require_timed(plan: JobPlan) -> None:
         )
 
 
-def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes, *, compiled: bool = False) -> dict[str, int]:
-    """By device type, how far the sum of memory over operators is above a measured peak.
+def _memory_excess(
+    job: Job, measured: JobModel, types: DeviceTypes, *, compiled: bool = False
+) -> tuple[dict[str, int], dict[str, int]]:
+    """By device type, how far the sum of memory over operators is above a measured peak, and what is needed then.
 
     That of the most frugal uniform plan; compiled, of autocast, which is compiled in a fraction of the time. Empty
     where that does not fit either, all ranks having tried.
@@ -336,7 +340,7 @@ def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes, *, compiled
     proposed = together(uniform)
     sent = broadcast_json(None if proposed is None else [dict(proposed[0].devices[name]) for name in types.ranks])
     if sent is None:
-        return {}
+        return {}, {}
     mine = sent[[*types.ranks].index(types.mine)]
     kept_bytes = _kept_bytes(job, measured)
     room_bytes = measured.limits_bytes[types.mine] - kept_bytes[types.mine]
@@ -348,18 +352,17 @@ def _memory_excess(job: Job, measured: JobModel, types: DeviceTypes, *, compiled
 
     peaks_bytes = gather_json(together(try_it))
     excess_bytes: dict[str, int] = {}
+    needed_bytes: dict[str, int] = {}
     if proposed is not None:
         for name, ranks in types.ranks.items():
             own = [peaks_bytes[rank] for rank in ranks]
             if None not in own:
                 excess_bytes[name] = max(0, proposed[1][name] - max(own) - kept_bytes[name])
-        fits = all(
-            name in excess_bytes and proposed[1][name] - excess_bytes[name] <= limit
-            for name, limit in measured.limits_bytes.items()
-        )
-        excess_bytes = excess_bytes if fits else {}
-    result: dict[str, int] = broadcast_json(excess_bytes)
-    return result
+                needed_bytes[name] = proposed[1][name] - excess_bytes[name]
+        if not all(needed_bytes.get(name, limit + 1) <= limit for name, limit in measured.limits_bytes.items()):
+            excess_bytes = needed_bytes = {}
+    excess_bytes, needed_bytes = broadcast_json([excess_bytes, needed_bytes])
+    return excess_bytes, needed_bytes
 
 
 def _kept_bytes(job: Job, measured: JobModel) -> dict[str, int]:

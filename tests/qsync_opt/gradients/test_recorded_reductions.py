@@ -30,7 +30,7 @@ from qsync_opt.training import trace_json
 MENU = ("FP32", "sum16", "two8", "sum8")
 
 
-def model_of(segments, times, slowdowns):
+def model_of(segments, times, slowdowns, stretches=()):
     names = MENU[: len(slowdowns)]
     return ReductionModel(
         workers=2,
@@ -38,6 +38,7 @@ def model_of(segments, times, slowdowns):
         segments_ns=tuple(segments),
         times_ns=dict(zip(names, map(tuple, times), strict=True)),
         slowdowns=dict(zip(names, slowdowns, strict=True)),
+        stretches=dict(zip(names, stretches, strict=False)),
     )
 
 
@@ -55,13 +56,14 @@ def statistics(count, noise=1.0):
 
 
 @st.composite
-def models(draw, most_slowdown=0.8):
+def models(draw, most_slowdown=0.8, most_stretch=1.0):
     count, kinds = draw(st.integers(2, 5)), draw(st.integers(2, 4))
     times = st.lists(st.integers(0, 900_000), min_size=count, max_size=count)
     return model_of(
         draw(st.lists(st.integers(1000, 500_000), min_size=count, max_size=count)),
         [draw(times) for _ in range(kinds)],
         [draw(st.floats(0, most_slowdown)) for _ in range(kinds)],
+        [draw(st.floats(1, most_stretch)) for _ in range(kinds)] if most_stretch > 1 else (),
     )
 
 
@@ -79,6 +81,35 @@ def test_computation_beside_a_reduction_is_slower():
     assert [each.end_ns for each in mixed] == [150, 235, 307]
 
 
+def test_a_reduction_beside_computation_is_slower():
+    model = model_of([100, 100], [[50, 30], [150, 20]], [0.5, 0.0], [2.0, 1.5])
+    plain, other = (
+        [(each.ready_ns, each.start_ns, each.end_ns) for each in model.predict(model.single(name))]
+        for name in ("FP32", "sum16")
+    )
+    # The first takes twice its 50 ns, in which half of the computation is done; the second is beside nothing.
+    assert plain == [(100, 100, 200), (250, 250, 280)]
+    # Of 150 ns two thirds are done in 100 beside the computation, the rest alone.
+    assert other == [(100, 100, 283), (200, 283, 303)]
+    problem = model.problem(statistics(2), model.single("sum16"))
+    assert [bucket.choices["sum16"].time_ns for bucket in problem.buckets] == [183, 20]
+    # Four ninths of the first reduction's work are beside computation.
+    assert [bucket.choices["FP32"].time_ns for bucket in problem.buckets] == [72, 30]
+
+
+@given(models(most_stretch=3.0))
+@settings(max_examples=60, deadline=None)
+def test_no_work_is_lost_or_done_twice(model):
+    for name in model.times_ns:
+        step = model.predict(model.single(name))
+        share, stretch, end = model.slowdowns[name], model.stretches[name], step[-1].ready_ns
+        beside = sum(max(0, min(each.end_ns, end) - each.start_ns) for each in step)
+        done = sum(each.time_ns for each in step) - (1 - 1 / stretch) * beside
+        assert done == pytest.approx(sum(model.times_ns[name]), abs=4 * len(step))
+        assert end - share * beside == pytest.approx(sum(model.segments_ns), abs=4 * len(step))
+        assert all(a.end_ns <= b.start_ns and b.ready_ns <= b.start_ns for a, b in itertools.pairwise(step))
+
+
 @given(models())
 @settings(max_examples=60, deadline=None)
 def test_without_slowdowns_the_prediction_is_the_evaluation(model):
@@ -90,7 +121,7 @@ def test_without_slowdowns_the_prediction_is_the_evaluation(model):
     assert evaluate(problem, plan).iteration_ns == model.predict(plan)[-1].end_ns
 
 
-@given(models())
+@given(models(most_stretch=3.0))
 @settings(max_examples=60, deadline=None)
 def test_the_problem_under_a_plan_evaluates_that_plan_as_predicted(model):
     plan = plan_of(list(itertools.islice(itertools.cycle(model.times_ns), len(model.elements))))
@@ -108,6 +139,17 @@ def test_a_fitted_model_predicts_what_was_recorded_and_mixtures_too(model, draw)
         ours, theirs = fitted.predict(plan)[-1].end_ns, model.predict(plan)[-1].end_ns
         # Where a gap is filled by reductions under every scheme, segment and slowdown cannot be told apart.
         assert ours == pytest.approx(theirs, rel=0.35)
+
+
+def test_a_step_without_reductions_tells_computation_from_slowdown():
+    """All gaps are filled by reductions under the one scheme that there is."""
+    model = model_of([50_000, 200_000, 200_000], [[900_000] * 3], [0.5])
+    records = [recorded(model, model.single("FP32"), steps=2)]
+    assert sum(fit_reductions(records).segments_ns) > 1.5 * 450_000
+    fitted = fit_reductions(records, 450_000)
+    assert sum(fitted.segments_ns) == pytest.approx(450_000, abs=3)
+    assert fitted.slowdowns["FP32"] == pytest.approx(0.5, abs=0.02)
+    assert fitted.predict(fitted.single("FP32"))[-1].end_ns == pytest.approx(records[0].iteration_ns, rel=0.01)
 
 
 def test_slowdowns_are_found_where_buckets_differ():
@@ -272,6 +314,11 @@ def test_a_plan_as_the_network_of_the_step_predictor():
     )
     assert SchemeTimes.from_json(times.to_json()) == times
     assert times.network(plan_of(["sum8", "FP32"]), (1000, 10)) == ((300, 10), (0.25, 0.0))
+    stretched = replace(times, stretches={"sum8": 1.5})
+    assert SchemeTimes.from_json(stretched.to_json()) == stretched
+    assert stretched.network(plan_of(["sum8", "FP32"]), (1000, 10)) == ((450, 10), (0.25, 0.0))
+    with pytest.raises(ProblemError, match=r"the stretch of 'sum8' is 0\.5, but a factor of at least 1"):
+        replace(times, stretches={"sum8": 0.5})
     with pytest.raises(ProblemError, match="scheme 'two8' was not timed; timed are FP32, sum8"):
         times.network(plan_of(["two8"]), (10,))
     with pytest.raises(ProblemError, match="the plan has 1 buckets, but sizes are given of 2"):

@@ -131,6 +131,7 @@ def test_reductions_are_recorded_step_by_step(everything):
         assert len(one["elements"]) == one["buckets"] >= 3
         assert one["predicted"] > 0 and one["shortest"] > 0
         assert len(one["slowdowns"]) == 2 and all(0 <= share <= 1 for share in one["slowdowns"])
+        assert len(one["stretches"]) == 2 and all(factor >= 1 for factor in one["stretches"])
 
 
 def test_compression_is_closed_and_begun_anew(everything):

@@ -307,6 +307,7 @@ def recorded(rank):
         "schemes": [sorted({r.scheme for step in each.steps for r in step}) for each in records],
         "buckets": len(state.elements), "predicted": fitted.predict(mixture)[-1].end_ns,
         "shortest": min(each.iteration_ns for each in records), "slowdowns": list(times.slowdowns.values()),
+        "stretches": list(times.stretches.values()),
     }  # fmt: skip
 
 
