@@ -10,7 +10,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -246,10 +246,7 @@ def time_modes(
     with model_unchanged(example.model):
         if compiled:
             return [timing.once_prepared(mode) for mode in modes]
-        results = timing.captured_modes(timing.in_best_format(timing.in_turn(modes)), slack, until)
-        if any(mode.compiled for mode in modes):
-            results = timing.compiled_modes(results, until, slack, limit_bytes)
-        return results
+        return timing.in_other_forms(timing.in_best_format(timing.in_turn(modes)), until, slack, limit_bytes)
 
 
 def _could_be_chosen_ns(fastest_ns: float, slack: float) -> float:
@@ -277,6 +274,21 @@ def _frugal(modes: Sequence[ExecutionMode]) -> list[str]:
 
 def _not_timed(mode: ExecutionMode) -> ExecutionMode:
     return replace(mode, pass_ns=0, needed_bytes=None)
+
+
+@dataclass(slots=True)
+class _Compiling:
+    """What is known of compiling a model.
+
+    Attributes:
+        builds: By blocks (True), as a whole, or both: from the first mode that was timed in both on, the faster one.
+        share: As `share_to_compile` says.
+        took_s: Longest so far, by blocks and as a whole, for a mode that torch carries out by itself.
+    """
+
+    builds: list[bool]
+    share: float
+    took_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,26 +363,49 @@ class _Timing:
 
         return [best(mode) for mode in modes]
 
-    def captured_modes(
-        self, modes: Sequence[ExecutionMode], slack: float | None, until: float = math.inf
+    def in_other_forms(
+        self,
+        modes: Sequence[ExecutionMode],
+        until: float = math.inf,
+        slack: float | None = None,
+        limit_bytes: float = math.inf,
     ) -> list[ExecutionMode]:
-        """The modes with times of captured passes of those that could be chosen; launched ones are timed already.
+        """The modes with times of captured and compiled passes; launched ones are timed already.
+
+        Arguments are those of `time_modes`.
+        """
+        results, compiles = [*modes], any(mode.compiled for mode in modes)
+        compiling = _Compiling(builds_of(self.example.model), share_to_compile(self.example.model))
+        # What torch carries out by itself first: it compiles faster, and says what others have to reach.
+        for carried in (True, False):
+            results = self.captured_modes(results, carried, slack, until)
+            if compiles:
+                results = self.compiled_modes(results, carried, compiling, until, slack, limit_bytes)
+        if compiles:
+            results = self.compiled_and_launched(results, compiling, until)
+            torch.compiler.reset()
+        return results
+
+    def captured_modes(
+        self, modes: Sequence[ExecutionMode], carried: bool, slack: float | None, until: float = math.inf
+    ) -> list[ExecutionMode]:
+        """The modes with times of captured passes of one kind that could be chosen; launched ones are timed already.
 
         Capturing saves what a device waits for its host. Of modes that torch carries out by itself, and of those that
         run operator by operator, the host launches about as many operators each: a mode whose passes take longer waits
         no longer than the fastest of its kind.
         """
         launched_ns = {mode.name: mode.pass_ns for mode in modes if mode.form == LAUNCHED and mode.pass_ns}
-        fastest_ns = min(launched_ns.values(), default=0)
-        saved_ns: dict[bool, int] = {}
+        fastest_ns = min((mode.pass_ns for mode in modes if mode.pass_ns), default=0)
+        saved_ns: int | None = None
         results = {mode.label: mode for mode in modes}
         for mode in sorted(modes, key=lambda mode: launched_ns.get(mode.name, 0)):
-            if mode.form != CAPTURED:
+            if mode.form != CAPTURED or (mode.carrier is not None) is not carried:
                 continue
-            own_ns, carried = launched_ns.get(mode.name), mode.carrier is not None
+            own_ns = launched_ns.get(mode.name)
             bound_ns = 0.0
-            if own_ns is not None and carried in saved_ns:
-                bound_ns = own_ns - _MORE_SAVED * saved_ns[carried]
+            if own_ns is not None and saved_ns is not None:
+                bound_ns = own_ns - _MORE_SAVED * saved_ns
             if launched_ns and (own_ns is None or own_ns >= _FAR_SLOWER * min(launched_ns.values())):
                 results[mode.label] = _not_timed(mode)  # the host is not what it waits for
             elif time.perf_counter() > until:
@@ -381,71 +416,44 @@ class _Timing:
             else:
                 captured = results[mode.label] = self.once_prepared(mode)
                 if captured.pass_ns and own_ns is not None:
-                    saved_ns[carried] = max(saved_ns.get(carried, 0), own_ns - captured.pass_ns)
+                    saved_ns = max(saved_ns or 0, own_ns - captured.pass_ns)
                     fastest_ns = min(fastest_ns, captured.pass_ns)
         return [results[mode.label] for mode in modes]
 
     def compiled_modes(
         self,
         modes: Sequence[ExecutionMode],
+        carried: bool,
+        compiling: _Compiling,
         until: float,
         slack: float | None = None,
         limit_bytes: float = math.inf,
     ) -> list[ExecutionMode]:
-        """The modes with times of compiled passes of those that are fastest otherwise, as far as time allows.
+        """The modes with times of compiled passes of those of one kind that are fastest otherwise, as time allows.
 
-        Where none of the others keeps the memory limit: of those that are likely to need least.
+        Where none of the others keeps the memory limit: of those that are likely to need least, whatever their kind.
 
         Args:
-            modes: In all forms; launched and captured ones are timed already.
+            modes: In all forms; launched ones are timed already, and captured ones of this kind.
+            carried: Whether of those that torch carries out by itself; they come first.
+            compiling: What is known of compiling this model.
             until: As in `time_modes`.
             slack: As in `time_modes`.
             limit_bytes: As in `time_modes`.
         """
         of_form = {form: {m.name: m.pass_ns for m in modes if m.form == form and m.pass_ns} for form in FORMS}
         fastest_ns: dict[str, int] = {}
-        carried: dict[str, bool] = {}
+        kinds = {mode.name: mode.carrier is not None for mode in modes}
         for mode in modes:
-            carried[mode.name] = mode.carrier is not None
             if mode.pass_ns and mode.needed_bytes is not None and not mode.compiled:
                 fastest_ns[mode.name] = min(mode.pass_ns, fastest_ns.get(mode.name, mode.pass_ns))
         near_ns = _NEAR_FASTEST * min(fastest_ns.values(), default=0)
-        near = [name for name, ns in fastest_ns.items() if ns <= near_ns]
-        # What torch carries out by itself first: it compiles faster.
-        chosen = sorted(near, key=lambda name: (not carried[name], fastest_ns[name]))[:_MOST_COMPILED]
+        near = sorted((n for n, ns in fastest_ns.items() if ns <= near_ns), key=lambda n: (not kinds[n], fastest_ns[n]))
+        chosen = [name for name in near[:_MOST_COMPILED] if kinds[name] is carried]
         tight = not any(mode.pass_ns and mode.fits(limit_bytes) for mode in modes if not mode.compiled)
         if tight:
-            chosen, slack = _frugal([mode for mode in modes if mode.form == COMPILED]), None
-        results = {mode.label: _not_timed(mode) if mode.compiled else mode for mode in modes}
-        # By blocks or as a whole: from the first mode that was timed in both on, only the faster one.
-        builds, to_compile = builds_of(self.example.model), share_to_compile(self.example.model)
-        # Longest so far, by blocks and as a whole, for a mode that torch carries out by itself.
-        took_s = {True: 0.0, False: 0.0}
-
-        def order(mode: ExecutionMode) -> tuple[bool, int]:
-            return not mode.fits(limit_bytes), mode.pass_ns
-
-        def compile_and_time(mode: ExecutionMode) -> None:
-            factor, timed_in = 1.0 if carried[mode.name] else _OPERATOR_BY_OPERATOR, 0
-            for regional in (*builds,):
-                own = replace(mode, regional=regional)
-                # At most: what does not depend on a model's size is in the time of its blocks too.
-                expected_s = factor * (took_s[regional] or took_s[True] / to_compile)
-                if time.perf_counter() + expected_s > until:
-                    _LOGGER.info("%s is not timed: planning_seconds would not suffice", own.label)
-                    continue
-                began = time.perf_counter()
-                timed, before = self.once_prepared(own), results[mode.label]
-                if regional and not timed.regional and timed.pass_ns:  # torch refused its blocks, as it does for others
-                    builds[:], results[mode.label] = [False], timed
-                    took_s[False] = max(took_s[False], (time.perf_counter() - began) / factor)
-                    return
-                took_s[regional] = max(took_s[regional], (time.perf_counter() - began) / factor)
-                timed_in += timed.pass_ns > 0
-                if timed.pass_ns and not (before.pass_ns and order(before) <= order(timed)):
-                    results[mode.label] = timed
-            if timed_in == 2:
-                builds[:] = [results[mode.label].regional]
+            chosen, slack = _frugal([mode for mode in modes if mode.form == COMPILED]) if carried else [], None
+        results = {mode.label: mode for mode in modes}
 
         def capturing_pays(name: str) -> bool:
             launched, captured = of_form[LAUNCHED].get(name), of_form[CAPTURED].get(name)
@@ -453,12 +461,12 @@ class _Timing:
             return not (launched and captured) or abs(1 - captured / launched) >= _CAPTURING_PAYS
 
         compiled = {(mode.name, mode.captured): mode for mode in modes if mode.compiled}
-        ready: list[ExecutionMode] = []
-        left: dict[bool, float] = {}
-        """Least share of the time that compiling left, by whether torch carries out the mode by itself."""
+        ready = [mode for mode in modes if mode.compiled and mode.pass_ns]
+        left: float | None = None
+        """Least share of the time that compiling left."""
         for name in chosen:
-            if slack is not None and carried[name] in left:
-                least_ns = (left[carried[name]] - _FURTHER_SAVED) * fastest_ns[name]
+            if slack is not None and left is not None:
+                least_ns = (left - _FURTHER_SAVED) * fastest_ns[name]
                 if least_ns > _could_be_chosen_ns(min(mode.pass_ns for mode in ready), slack):
                     continue
             # Launched passes are seldom faster than captured ones: they are for where no graph can be captured.
@@ -467,19 +475,61 @@ class _Timing:
                 wanted = compiled.get((name, captured))
                 if wanted is None or any(other.name == name for other in ready):
                     continue
-                compile_and_time(wanted)
-                if own_ns := results[wanted.label].pass_ns:
-                    ready.append(results[wanted.label])
-                    if tight:
-                        continue
-                    share = own_ns / fastest_ns[name]
-                    left[carried[name]] = min(share, left.get(carried[name], share))
-        # Of the fastest launched ones too, from the compiler's cache: they need less memory, and shapes may change.
-        fastest = min(ready, key=lambda mode: mode.pass_ns, default=None)
-        if fastest is not None and fastest.captured and (fastest.name, False) in compiled:
-            compile_and_time(compiled[fastest.name, False])
-        torch.compiler.reset()
+                timed = results[wanted.label] = self.compiled_and_timed(wanted, compiling, until, limit_bytes)
+                if timed.pass_ns:
+                    ready.append(timed)
+                    if not tight:
+                        left = min(timed.pass_ns / fastest_ns[name], 1.0 if left is None else left)
         return [results[mode.label] for mode in modes]
+
+    def compiled_and_timed(
+        self, mode: ExecutionMode, compiling: _Compiling, until: float, limit_bytes: float = math.inf
+    ) -> ExecutionMode:
+        """A compiled mode with its time, by blocks or as a whole, whichever is faster; not timed for lack of time."""
+
+        def order(mode: ExecutionMode) -> tuple[bool, int]:
+            return not mode.fits(limit_bytes), mode.pass_ns
+
+        best = _not_timed(mode)
+        factor, timed_in = 1.0 if mode.carrier is not None else _OPERATOR_BY_OPERATOR, 0
+        for regional in (*compiling.builds,):
+            own = replace(mode, regional=regional)
+            # At most: what does not depend on a model's size is in the time of its blocks too.
+            expected_s = factor * (compiling.took_s[regional] or compiling.took_s[True] / compiling.share)
+            if time.perf_counter() + expected_s > until:
+                _LOGGER.info("%s is not timed: planning_seconds would not suffice", own.label)
+                continue
+            began = time.perf_counter()
+            timed = self.once_prepared(own)
+            refused = regional and not timed.regional and timed.pass_ns > 0  # as torch does for other modes
+            kind = regional and not refused
+            compiling.took_s[kind] = max(compiling.took_s[kind], (time.perf_counter() - began) / factor)
+            if refused:
+                compiling.builds[:] = [False]
+                return timed
+            timed_in += timed.pass_ns > 0
+            if timed.pass_ns and not (best.pass_ns and order(best) <= order(timed)):
+                best = timed
+        if timed_in == 2:
+            compiling.builds[:] = [best.regional]
+        return best
+
+    def compiled_and_launched(
+        self, modes: Sequence[ExecutionMode], compiling: _Compiling, until: float
+    ) -> list[ExecutionMode]:
+        """The modes with the time of launched passes of the fastest compiled one too, from the compiler's cache.
+
+        They need less memory than captured ones, and shapes may change. What is compiled and has no time is not chosen.
+        """
+        fastest = min((mode for mode in modes if mode.compiled and mode.pass_ns), key=lambda m: m.pass_ns, default=None)
+        results = []
+        for mode in modes:
+            if mode.compiled and not mode.pass_ns:
+                wanted = fastest is not None and fastest.captured and mode.form == COMPILED
+                taken = wanted and fastest is not None and mode.name == fastest.name
+                mode = self.compiled_and_timed(mode, compiling, until) if taken else _not_timed(mode)
+            results.append(mode)
+        return results
 
     def once_prepared(self, mode: ExecutionMode) -> ExecutionMode:
         """A mode timed with compiled passes, or captured ones: prepared once, which takes far longer than a pass.
