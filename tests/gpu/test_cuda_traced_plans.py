@@ -94,7 +94,7 @@ class _Masked(nn.Module):
 
 def _fused(run):
     """Whether attention runs in a fused kernel."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
     return any(part in event.name for event in profile.events() for part in ("flash", "fmha"))

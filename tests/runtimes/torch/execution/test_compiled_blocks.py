@@ -16,6 +16,8 @@ from qsync_opt.runtimes.torch.interception import CompiledByBlocks, repeated_blo
 pytestmark = [
     # torch's own, about a cache of constants.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    # torch's own, which advises TF32 on a card.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
     # torch's own, where a layer's input is another layer's result.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
