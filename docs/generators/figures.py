@@ -41,6 +41,7 @@ def figures() -> dict[str, str]:
         **quality_figures(results["quality.json"]),
         **runtime_figures(results["runtime.json"]),
         **_by_hand(results["by-hand.json"]),
+        **_gradient_steps(results["gradient-steps.json"]),
         **_onnx_runtime(results["onnx-runtime.json"]),
         **_eight_bit(results["eight-bit-training.json"]),
         **_checkpoints(results["checkpoints-h200.json"], results["checkpoints-h200-stall.json"]),
@@ -217,6 +218,14 @@ def _repeated(summary: Record, rounds: int) -> str:
         return "every plan was measured in one round, so that how far it repeats itself is not known"
     spread = f"{100 * summary['spread_of_rounds']:.0f} % on average and {100 * summary['worst_spread']:.0f} % at most"
     return f"{rounds} rounds of the same plan differed by {spread}"
+
+
+def _gradient_steps(result: Record) -> dict[str, str]:
+    errors = [abs(row["predicted_ms"]["step"] / row["measured_ms"]["step"] - 1) for row in result["records"]]
+    return {
+        "gradient-steps.kept": f"{sum(error <= 0.1 for error in errors)} of {len(errors)}",
+        "gradient-steps.median": percent(statistics.median(errors)),
+    }
 
 
 def _by_hand(data: Record) -> dict[str, str]:

@@ -53,19 +53,34 @@ def simplify_masks(root: fx.GraphModule) -> None:
 
 def _left_out(node: fx.Node, given: dict[str, Any], mask: Tensor | None) -> bool:
     """Whether attention does without its mask, whose value is given if it is a constant."""
-    if mask is None:
+    try:
+        kind = None if mask is None else _kind(mask)
+    except torch.OutOfMemoryError as failure:
+        _LOGGER.debug("a mask is kept: %s", first_line(failure))
         return False
-    visible = mask if mask.dtype is torch.bool else mask == 0
-    causal = bool(visible.dim() > 1 and visible.shape[-2] == visible.shape[-1])
-    causal = causal and bool((visible == torch.ones_like(visible).tril()).all())
-    if not (causal or visible.all()):
+    if kind is None:
         return False
-    if mask.dtype is not torch.bool and not (mask[~visible] <= torch.finfo(mask.dtype).min).all():
-        return False  # a bias, which hides nothing
-    # One query and one key are both: such a mask hides nothing.
-    given |= {"attn_mask": None, "is_causal": causal and not bool(visible.all())}
+    given |= {"attn_mask": None, "is_causal": kind == _CAUSAL}
     node.args, node.kwargs = tuple(given.pop(name) for name in _OPERANDS[:3]), given
     return True
+
+
+_NOTHING, _CAUSAL = "hides nothing", "is the lower triangle"
+
+
+def _kind(mask: Tensor) -> str | None:
+    """Which of the masks it is that a kernel does without."""
+    mask = mask[tuple(slice(0, 1 if stride == 0 else None) for stride in mask.stride()[:-2])]  # expanded: all the same
+    visible = mask if mask.dtype is torch.bool else mask == 0
+    if visible.all():
+        return _NOTHING
+    if visible.dim() < 2 or visible.shape[-2] != visible.shape[-1]:
+        return None
+    if not (visible == torch.ones_like(visible).tril()).all():
+        return None
+    if mask.dtype is not torch.bool and not (mask[~visible] <= torch.finfo(mask.dtype).min).all():
+        return None  # a bias, which hides nothing
+    return _CAUSAL
 
 
 def _laid_out(node: fx.Node, mask: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qsync_opt.runtimes.torch.interception import simplify_masks
+from qsync_opt.runtimes.torch.interception import masks, simplify_masks
 
 ATTENTION = F.scaled_dot_product_attention
 ROWS = 4
@@ -96,6 +96,14 @@ CASES = {
 def test_masks_that_are_constants_are_left_out(name):
     mask, expected = CASES[name]
     assert what_became_of(traced(mask)) == expected
+
+
+def test_a_mask_is_kept_where_memory_does_not_suffice_for_a_look_at_it(monkeypatch):
+    def out_of_memory(mask):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(masks, "_kind", out_of_memory)
+    assert what_became_of(traced(visible)) == KEPT
 
 
 def test_no_random_numbers_are_drawn_for_a_look_at_a_mask():
