@@ -21,6 +21,7 @@ from qsync_opt.runtimes.torch.job import (
     verdict,
 )
 from qsync_opt.runtimes.torch.job import measuring as job_measuring
+from qsync_opt.runtimes.torch.job import planning as job_planning
 from qsync_opt.runtimes.torch.job import steps as job_steps
 from qsync_opt.runtimes.torch.profiling import try_plan
 from qsync_opt.runtimes.torch.sensitivity import collect_statistics
@@ -218,6 +219,26 @@ def test_where_only_the_bound_is_above_the_limit_a_measured_peak_replaces_it(opt
         memory_breakdown(plan.problem, evaluate(plan.problem, plan.plan).devices[plan.device_type]).total_bytes <= limit
     )
     assert plan.peak_bytes == plan.memory_bytes  # no passes were timed
+
+
+def test_tighter_limits_leave_a_plan_that_fits_by_measurement(options, monkeypatch, caplog):
+    """The first trial of a plan fails, and the limit that is tightened for it would fall below what is needed."""
+    peak_bytes, trials = 1_000_000, []
+
+    def peak(job, plan, measured):
+        if isinstance(plan, dict):  # the most frugal plan
+            return peak_bytes
+        trials.append(plan)
+        return peak_bytes if len(trials) > 1 else 1 << 40
+
+    monkeypatch.setattr(job_planning, "_peak_bytes", peak)
+    model, x = Net(), torch.randn(256, 64)
+    needed = peak_bytes + 2 * sum(p.numel() * p.element_size() for p in model.parameters())  # AdamW keeps two
+    with caplog.at_level(logging.WARNING):
+        plan = auto_plan(model, x, loss=cross_entropy, options=options(least_gain=0.0, memory=int(1.07 * needed)))
+    assert len(trials) == 2
+    assert "the plan needs more memory than predicted" in caplog.text
+    assert plan.memory_bytes[plan.device_type] <= 1.01 * needed
 
 
 def test_statistics_of_a_batch_that_does_not_fit_are_those_of_a_part(options, monkeypatch):
