@@ -2,7 +2,7 @@
 
 Two gloo ranks, one thread each, train a model under every scheme of the menu. For each scheme the model of steps
 (`qsync_opt.gradients.fit_reductions`) is fitted to the steps under the other schemes, and the scheme's own times and
-slowdown are those of `measure_schemes(..., beside=True)`: a reduction alone, and with products of matrices beside it.
+slowdown are those of `measure_schemes(..., beside=True)`: a reduction alone, and beside a backward pass.
 Predicted beside measured stand the step, the time of all reductions (codec and collectives), the part of it that the
 backward pass does not hide, and by how much longer the backward pass takes than alone.
 

@@ -210,8 +210,8 @@ def fit_reductions(records: Iterable[RecordedReductions], computation_ns: int | 
 
     Args:
         records: Of one job.
-        computation_ns: Of a step without reductions (under ``no_sync``), where it was timed: what segments add up to.
-            Where reductions fill every gap, nothing else tells segments from slowdowns.
+        computation_ns: Of a step without reductions (`GradientCompression.idle`), where it was timed: what segments add
+            up to. Where reductions fill every gap, nothing else tells segments from slowdowns.
 
     The model's ``error`` is cross-validated: each record is predicted from the others. Record every scheme twice, some
     steps apart: a record without which a scheme would be missing is predicted by the whole model, which errs less.

@@ -42,6 +42,7 @@ class GradientCompression(PlannedReductions):
         super().__init__(workers=dist.get_world_size(group), seed=seed, group=group)
         self.step = 0
         self._seen: list[int] = []
+        self._idle = False
         self._codec = Codec(backend)
         self.use(plan)
         self._direct = "nccl" in dist.get_backend(group)
@@ -57,6 +58,18 @@ class GradientCompression(PlannedReductions):
     def seed(self) -> int:
         """Seed of the random streams, the same on all ranks."""
         return self._seed
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Reduce nothing within the block, to time steps without reductions: every rank keeps its own gradients.
+
+        Unlike ``no_sync``, DDP does all else that it does for each bucket.
+        """
+        self._idle = True
+        try:
+            yield
+        finally:
+            self._idle = False
 
     def close(self) -> None:
         """End the thread that reduces, and its process group if all ranks are in it; all call it, or none."""
@@ -103,7 +116,7 @@ class GradientCompression(PlannedReductions):
         record = self._records.step_at(index) if settled and self._records.recording else None
         ready = None if record is None else time_mark(gradient.device)
         self._count(index, gradient.numel(), bucket.is_last())
-        if self.workers == 1 and not sample:
+        if self._idle or (self.workers == 1 and not sample):
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(gradient)
             return done

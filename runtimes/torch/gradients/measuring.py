@@ -6,7 +6,7 @@ import concurrent.futures
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from qsync_opt.runtimes.torch.gradients.transports import Reducer
 
 _CACHES_BYTES = 64 << 20
 _LONGER = 4.0
-"""How many times as long as a reduction alone the products beside it take."""
+"""How many times as long as a reduction alone the computation beside it takes."""
+_LAYERS = 8
+"""Of the model whose backward pass that is."""
 DEFAULT_ELEMENTS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 23)
 
 
@@ -92,47 +94,42 @@ def measure_schemes(
 
 
 def _beside(reducer: Reducer, each: GradientScheme, size: int, alone_s: float, repeats: int) -> tuple[float, float]:
-    """What a reduction and products of matrices beside it cost each other; the mean over workers.
+    """What a reduction and a backward pass beside it cost each other; the mean over workers.
 
     Returns:
-        The share of the reduction's time that products lose, and how many times as long as alone it takes.
+        The share of the reduction's time that the pass loses, and how many times as long as alone the reduction takes.
     """
-    gradient, start = torch.randn(size), torch.randn(64, 768)
+    gradient, x = torch.randn(size), torch.randn(64, 768)
     weight = torch.randn(768, 768, requires_grad=True)
+    for _ in range(_LAYERS):
+        x = torch.tanh(x @ weight)
+    result = x.sum()
 
-    def work(products: int) -> Callable[[], float]:
-        """A backward pass, which Python does not interrupt, and the seconds that it takes."""
-        x = start
-        for _ in range(products):
-            x = torch.tanh(x @ weight)
-        result = x.sum()
-
-        def run() -> float:
-            began = time.perf_counter()
-            result.backward()  # type: ignore[no-untyped-call]
-            return time.perf_counter() - began
-
-        return run
+    def work(passes: int) -> float:
+        """Seconds of some backward passes, which Python does not interrupt."""
+        began = time.perf_counter()
+        for _ in range(passes):
+            result.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return time.perf_counter() - began
 
     def reduce(turn: int) -> float:
         began = time.perf_counter()
         reducer.reduce(gradient, each, turn)
         return time.perf_counter() - began
 
-    work(3)()
+    work(1)
     # Longer than a reduction that is itself slowed down.
-    own = torch.tensor([_LONGER * alone_s / (work(16)() / 16)], dtype=torch.float64)
+    own = torch.tensor([_LONGER * alone_s / (work(4) / 4)], dtype=torch.float64)
     dist.all_reduce(own, op=dist.ReduceOp.MAX, group=reducer.group)
-    products = max(1, math.ceil(float(own)))
+    passes = max(1, math.ceil(float(own)))
     lost, longer = [], []
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         for turn in range(repeats):
-            alone, beside = work(products), work(products)
             dist.barrier(reducer.group)
-            usual_s = alone()
+            usual_s = work(passes)
             dist.barrier(reducer.group)
             reducing = thread.submit(reduce, turn)
-            took_s = beside()
+            took_s = work(passes)
             reduced_s = reducing.result()
             lost.append((took_s - usual_s) / min(took_s, reduced_s))
             longer.append(reduced_s / alone_s)

@@ -144,6 +144,8 @@ class _Constants:
                 return None
         if any(user not in needed and _writes(user) for node in (*needed, *values) for user in node.users):
             return None
+        if values and any(map(_writes, needed)):  # into what other calls are passed
+            return None
         try:
             with unset_fake_temporarily(), torch.no_grad(), WithoutRandomness():
                 for node in result.graph.nodes:

@@ -85,6 +85,11 @@ def test_accumulated_gradients_are_compressed_once(everything):
     assert one["step"] == 2
 
 
+def test_nothing_is_reduced_by_an_idle_hook(everything):
+    same(everything, "idle", "bits")
+    assert all(outcome["idle"]["own"] and outcome["idle"]["step"] == 3 for outcome in everything)
+
+
 def test_a_gradient_that_is_not_finite_is_so_on_all_ranks(everything):
     assert same(everything, "not_finite")
 

@@ -138,10 +138,11 @@ def test_a_lower_triangle_of_other_numbers_of_queries_and_keys_is_none(rows):
     assert node.args == (*nodes, mask)
 
 
-def regions(*masks):
+def regions(*masks, inside=lambda mask: mask):
     """Two calls of a region, whose attention masks what each is passed."""
     inner = torch.fx.Graph()
     operands = [inner.placeholder(name) for name in ("q", "k", "v", "mask")]
+    operands[3] = inside(operands[3])
     inner.output((inner.call_function(ATTENTION, tuple(operands)),))
     root, outer = nn.Module(), torch.fx.Graph()
     root.region = torch.fx.GraphModule(nn.Module(), inner)
@@ -169,6 +170,9 @@ def everything(graph):
 def test_regions_do_without_the_mask_that_all_calls_pass():
     assert regions(triangle, triangle).kwargs == {"attn_mask": None, "is_causal": True}
     assert len(regions(triangle, everything).args) == 4
+    narrowed = regions(triangle, triangle, inside=lambda mask: mask.graph.call_method("clone", (mask,)))
+    assert narrowed.kwargs == {"attn_mask": None, "is_causal": True}
+    assert len(regions(everything, everything, inside=lambda mask: mask.graph.call_method("tril_", (mask,))).args) == 4
     assert len(regions(triangle, lambda graph: graph.placeholder("mask")).args) == 4
 
 

@@ -166,6 +166,21 @@ def accumulated(rank):
     return {"error": error, "nonzero": error > 0, "step": state.step, "bits": bits(gradients(compressed))}
 
 
+def idle(rank):
+    """Whether gradients are the rank's own inside the block, and those of all after it."""
+    model, alone = wrapped(), net()
+    state = qsync_opt.compress_gradients(model, "sum8")
+    step_of(model, rank, 0)
+    model.zero_grad()
+    with state.idle():
+        step_of(model, rank, 1)
+    step_of(alone, rank, 1)
+    own = all(torch.allclose(a, b) for a, b in zip(gradients(model), gradients(alone), strict=True))
+    model.zero_grad()
+    step_of(model, rank, 2)
+    return {"own": own, "step": state.step, "bits": bits(gradients(model))}
+
+
 def not_finite(rank):
     model = wrapped()
     qsync_opt.compress_gradients(model, "sum8")
@@ -366,7 +381,7 @@ def main():
         if what == "everything":
             result |= {
                 "trained": trained(rank), "plain": plain_equals_ddp(rank), "accumulated": accumulated(rank),
-                "not_finite": not_finite(rank), "half": half(rank), "refused": refused(rank, size),
+                "idle": idle(rank), "not_finite": not_finite(rank), "half": half(rank), "refused": refused(rank, size),
                 "planned": planned(rank), "pieces": in_pieces(rank, size), "by_the_job": planned_by_the_job(rank),
                 "recorded": recorded(rank), "closed": closed_and_begun(rank),
             }  # fmt: skip
