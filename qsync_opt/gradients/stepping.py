@@ -123,9 +123,10 @@ class ReductionModel:
                 start = start if reduces else now
                 continue
             if reduces and not reductions[own]:
-                result.append(
-                    Reduction(scheme=names[own], ready_ns=round(ready[own]), start_ns=round(start), end_ns=round(now))
-                )
+                ready_ns = round(ready[own])
+                start_ns = max(ready_ns, result[-1].end_ns if result else 0)
+                end_ns = start_ns + round(now - start)
+                result.append(Reduction(scheme=names[own], ready_ns=ready_ns, start_ns=start_ns, end_ns=end_ns))
                 start = now
                 continue
             speed = 1.0 - self.slowdowns[names[own]] if reduces else 1.0

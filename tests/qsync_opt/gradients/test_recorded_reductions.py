@@ -2,10 +2,11 @@
 
 import itertools
 import json
+import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qsync_opt.errors import ProblemError
@@ -130,6 +131,7 @@ def test_the_problem_under_a_plan_evaluates_that_plan_as_predicted(model):
 
 
 @given(models(), st.randoms(use_true_random=False))
+@example(model_of([1000, 1000], [[0, 0], [1, 1]], [0.0, 0.5]), random.Random(0))
 @settings(max_examples=60, deadline=None)
 def test_a_fitted_model_predicts_what_was_recorded_and_mixtures_too(model, draw):
     fitted = fit_reductions([recorded(model, model.single(name)) for name in model.times_ns])
