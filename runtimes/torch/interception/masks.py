@@ -120,10 +120,10 @@ class _Constants:
 
     def _passed(self, placeholder: fx.Node) -> Tensor | None:
         """What every call of a region passes, if all pass the same constant."""
-        own = placeholder.graph.find_nodes(op="placeholder")
-        place = own.index(placeholder) - len(own)  # inputs come last among the arguments of a call
-        given = dict.fromkeys(None if call is None else call.args[place] for call in self._calls[placeholder.graph])
-        values = [self.value(node) if isinstance(node, fx.Node) else None for node in given]
+        inputs = placeholder.graph.find_nodes(op="placeholder")
+        index = inputs.index(placeholder) - len(inputs)  # they come last among the arguments of a call
+        operands = dict.fromkeys(None if call is None else call.args[index] for call in self._calls[placeholder.graph])
+        values = [self.value(node) if isinstance(node, fx.Node) else None for node in operands]
         first = values[0] if values else None
         if first is None or any(other is None or not torch.equal(first, other) for other in values[1:]):
             return None

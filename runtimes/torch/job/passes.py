@@ -522,12 +522,12 @@ class _Timing:
         They need less memory than captured ones, and shapes may change. What is compiled and has no time is not chosen.
         """
         fastest = min((mode for mode in modes if mode.compiled and mode.pass_ns), key=lambda m: m.pass_ns, default=None)
+        name = fastest.name if fastest is not None and fastest.captured else None
         results = []
         for mode in modes:
             if mode.compiled and not mode.pass_ns:
-                wanted = fastest is not None and fastest.captured and mode.form == COMPILED
-                taken = wanted and fastest is not None and mode.name == fastest.name
-                mode = self.compiled_and_timed(mode, compiling, until) if taken else _not_timed(mode)
+                is_its_launched_form = mode.name == name and mode.form == COMPILED
+                mode = self.compiled_and_timed(mode, compiling, until) if is_its_launched_form else _not_timed(mode)
             results.append(mode)
         return results
 
