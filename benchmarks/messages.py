@@ -65,7 +65,7 @@ OTHER = {"late": {"late": True}, "sampled": {"share": 1 / 8}}
 GROUPED_S = 10.0
 ALONE = ("FP32", "BF16", "uniform 4", "planned")
 ALONE_REPEATS = 15
-CALIBRATION_EPOCHS = 16
+CALIBRATION_EPOCHS = 66
 CALIBRATION_BITS = 4
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",

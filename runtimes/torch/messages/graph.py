@@ -36,7 +36,7 @@ from qsync_opt.messages import (
     variance_factor,
 )
 from qsync_opt.runtimes.torch.ddp import companion_group, together
-from qsync_opt.runtimes.torch.messages.exchange import EXACT, REMEMBERED, WORD_BYTES, Direction, HaloExchange
+from qsync_opt.runtimes.torch.messages.exchange import EXACT, WORD_BYTES, Direction, HaloExchange
 from qsync_opt.runtimes.torch.messages.links import Codec, probe_codec, probe_links
 from qsync_opt.runtimes.torch.messages.partition import Part
 from qsync_opt.runtimes.torch.messages.prediction import StepTimes, codec_by_worker
@@ -82,6 +82,8 @@ class MessageOptions:
             raise UnsupportedError(f"links is {self.links!r}, but allowed are {', '.join(_ROUNDS)}")
 
 
+_TIMED_STEPS = 64
+"""Latest steps of which times are kept: single ones differ by a tenth and more where workers share processors."""
 _ROUNDS = {"ring": ring_rounds, "all-to-all": all_to_all_round}
 
 
@@ -158,7 +160,7 @@ class FullGraph:
         self.send_counts = self._counts()
         self.links: list[list[tuple[int, float]]] | None = None
         self.codec: list[Codec] | None = None
-        self._step_s: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._step_s: deque[tuple[float, float]] = deque(maxlen=_TIMED_STEPS)
         self._began: float | None = None
         self._inner, self._outer = self._subgraphs()
         is_gcn = any(layer.kind == "gcn" for layer in self.layers)

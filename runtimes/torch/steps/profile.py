@@ -315,13 +315,13 @@ def record_plan(
     model, options = stepper.example.model, options or RecordingOptions()
     with _applied(model, graph, plan, kernels) as interception:
         may_rest, interception.may_rest = interception.may_rest, None
-        for _ in range(options.warm_up):
+        for _ in range(options.warm_up - 1):
             stepper.step()
+        outputs, kept = watch_tensors(stepper, graph)  # warms up too
         measured = stepper.measure(options.repeats)
         with step_labels(model, graph):
             spans = traced_spans(stepper, options.traced, memory=False)
             memory = traced_spans(stepper, 1, memory=True)
-        outputs, kept = watch_tensors(stepper, graph)
         sample = StepSample(
             name=label,
             precisions=dict(plan),

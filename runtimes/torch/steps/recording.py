@@ -185,6 +185,8 @@ def read_events(profiler: torch.profiler.profile, *, memory: bool = False) -> St
 
 FORMAT_OF: dict[torch.dtype, str] = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 _UNITS, _CALLS_PER_UNIT = 9, 64
+_LONG_NS, _FAR_AHEAD = 0.2e9, 4.0
+"""A step of which the host needs so small a part takes as long from an idle device as among others, if it is long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,29 +302,24 @@ class Stepper:
             name: statistics.median(column) for name, column in zip(PHASES, zip(*rows, strict=True), strict=True)
         }, wholes
 
-    def peak_bytes(self) -> tuple[int, int]:
-        """Bytes in use between steps, and at the peak of one.
-
-        On a cpu, whose allocator does not count: what model and optimizer keep, and what the profiler reports.
-        """
-        if self.device.type != "cuda":
-            resident = resident_bytes(self.example.model) + state_bytes(self.optimizer)
-            _, allocation = allocation_of(self.step, self.device)
-            return resident, resident + allocation.peak_bytes
-        torch.cuda.synchronize(self.device)
-        resident = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.step()
-        torch.cuda.synchronize(self.device)
-        return resident, torch.cuda.max_memory_allocated(self.device)
-
     def measure(self, repeats: int) -> dict[str, Any]:
         """Times and memory of steps without a profiler, as fields of `StepSample`."""
+        is_cuda = self.device.type == "cuda"
         before_ns = self.host_unit_ns()
+        if is_cuda:
+            self.synchronize()
+            resident = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
         host_ns, wholes = self.host_ns(repeats)
-        iteration_ns = statistics.median(self.paced_ns(repeats))
+        iteration_ns = statistics.median(wholes)
+        if iteration_ns < max(_LONG_NS, _FAR_AHEAD * sum(host_ns.values())):
+            iteration_ns = statistics.median(self.paced_ns(repeats))
         after_ns = self.host_unit_ns()
-        resident, peak = self.peak_bytes()
+        if is_cuda:
+            peak = torch.cuda.max_memory_allocated(self.device)
+        else:  # whose allocator does not count: what model and optimizer keep, and what the profiler reports
+            resident = resident_bytes(self.example.model) + state_bytes(self.optimizer)
+            peak = resident + allocation_of(self.step, self.device)[1].peak_bytes
         return {
             "host_ns": host_ns,
             "iteration_ns": iteration_ns,

@@ -100,6 +100,17 @@ def test_the_host_is_timed_in_as_many_rounds_as_asked_for(setting, monkeypatch):
         assert sample.resting_ns or sample.iteration_ns == 5e12 * told[0]
 
 
+@pytest.mark.parametrize(
+    ("whole_ns", "host_ns", "expected_ns"),
+    [(0.3e9, 0.01e9, 0.3e9), (0.3e9, 0.2e9, 0.25e9), (0.1e9, 0.01e9, 0.25e9)],
+    ids=["long and far behind the host", "the host is slow", "short"],
+)
+def test_only_long_steps_are_not_timed_among_others(setting, monkeypatch, whole_ns, host_ns, expected_ns):
+    monkeypatch.setattr(setting.stepper, "host_ns", lambda steps: ({"forward": host_ns}, [whole_ns]))
+    monkeypatch.setattr(setting.stepper, "paced_ns", lambda steps: [0.25e9])
+    assert setting.stepper.measure(1)["iteration_ns"] == expected_ns
+
+
 def short_of_memory(most, *, never=()):
     """Recording that runs out of memory where a plan has more than some operators in FP32, or a certain one."""
     record = step_profile.record_plan
