@@ -3,8 +3,8 @@
 A combination is a link, a model and a number of workers (processes of this machine with one thread each). For each,
 steps under every scheme of the menu are recorded and fitted (`qsync_opt.gradients.fit_reductions`), and
 `plan_reductions` plans the mixture of least variance that is as fast as the fastest scheme, or that scheme where the
-mixture gains less than the model errs. Links of so many Gbit/s are
-network namespaces that this script makes (it needs root and ``tc``) and removes.
+mixture gains less than the model errs. Links of so many Gbit/s are network namespaces that this script makes (it needs
+root and ``tc``) and removes.
 
     python benchmarks/gradient_mixtures.py --predict     # plans and predictions, to be committed before
     python benchmarks/gradient_mixtures.py               # writes benchmarks/results/gradient-mixtures.json
@@ -15,6 +15,7 @@ network namespaces that this script makes (it needs root and ``tc``) and removes
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -34,7 +35,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
-from qsync_opt.gradients import Plan, fit_reductions, plan_reductions, scheme
+from qsync_opt.gradients import Plan, RecordedReductions, fit_reductions, plan_reductions, scheme
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.ddp import broadcast_json
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
@@ -49,6 +50,8 @@ COMBINATIONS = [
 ]
 CAP_MB = 1.0
 SETTLING, SAMPLED, RECORDED = 3, 2, 5
+ROUNDS = 4
+"""Records of each scheme."""
 BLOCK_STEPS = 3
 MIXTURE = "mixture"
 
@@ -107,14 +110,19 @@ class Job:
 
     def computation_ns(self) -> int:
         """Of a step whose gradients are not reduced, on the slowest rank."""
-        with self.compression.idle():
-            self.run(1)
-            dist.barrier()
-            began = time.perf_counter()
-            self.run(RECORDED)
-            spent = torch.tensor([(time.perf_counter() - began) / RECORDED])
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        return round(1e9 * float(spent))
+        return self.compression.computation_ns(lambda: self.run(1), ROUNDS * RECORDED)
+
+    def recorded(self) -> dict[str, list[RecordedReductions]]:
+        """Steps under every scheme, a few at a time in turn, so that a busy moment does not fall on one of them."""
+        records: dict[str, list[RecordedReductions]] = {name: [] for name in MENU}
+        for _ in range(ROUNDS):
+            for name in MENU:
+                self.compression.use(name)
+                self.run(2)
+                with self.compression.recording():
+                    self.run(1 + RECORDED)
+                records[name].append(self.compression.recorded())
+        return records
 
 
 def predicted(model: str) -> dict[str, Any]:
@@ -123,17 +131,12 @@ def predicted(model: str) -> dict[str, Any]:
     job.run(SETTLING)
     with job.compression.sampling():
         job.run(SAMPLED)
-    records = []
-    for name in (*MENU, *MENU):  # twice, so that a busy moment does not fall on one of them
-        job.compression.use(name)
-        job.run(2)
-        with job.compression.recording():
-            job.run(1 + RECORDED)
-        records.append(job.compression.recorded())
+    records = job.recorded()
     computation_ns = job.computation_ns()
     found = None
     if dist.get_rank() == 0:
-        fitted, own = fit_reductions(records, computation_ns), job.compression.statistics()
+        fitted = fit_reductions([*itertools.chain.from_iterable(records.values())], computation_ns)
+        own = job.compression.statistics()
         plan = plan_reductions(fitted, own)
         found = {
             "plan": plan.to_json(),
@@ -142,8 +145,7 @@ def predicted(model: str) -> dict[str, Any]:
                 for name, each in ((*((name, fitted.single(name)) for name in MENU), (MIXTURE, plan)))
             },
             "recorded_ms": {
-                name: [round(records[i].iteration_ns / 1e6, 3) for i in (k, k + len(MENU))]
-                for k, name in enumerate(MENU)
+                name: [round(each.iteration_ns / 1e6, 3) for each in steps] for name, steps in records.items()
             },
             "variance": {
                 MIXTURE: sum(
@@ -265,7 +267,7 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--workers", default="2,3,4")
     parser.add_argument("--links", default=",".join(LINKS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--merge", type=Path, nargs="+", default=[])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from gradient_mixtures import MENU, RECORDED, SETTLING, Job
+from gradient_mixtures import MENU, SETTLING, Job
 from links import records_of_ranks
 from results_head import processors, results_head
 
@@ -55,13 +55,7 @@ def compared(model: str) -> list[dict[str, Any]]:
     """One record for each scheme."""
     job = Job(model)
     job.run(SETTLING)
-    recorded = {name: [] for name in MENU}
-    for name in (*MENU, *MENU):  # twice, so that a busy moment does not fall on one of them
-        job.compression.use(name)
-        job.run(2)
-        with job.compression.recording():
-            job.run(1 + RECORDED)
-        recorded[name].append(job.compression.recorded())
+    recorded = job.recorded()
     computation_ns = job.computation_ns()
     sizes = sorted({1 << 12, *(job.compression.elements or ())})
     times = measure_schemes(MENU, sizes, beside=True)

@@ -3,11 +3,12 @@
 Two processes, one thread each, train a GCN on a stochastic block model, each on its part. Links of so many Gbit/s are
 pairs of network namespaces (root and ``tc`` are needed), and what a plain connection carries over each is measured
 first. Two graphs: of ``cut`` most nodes have neighbours elsewhere, so that nothing hides an exchange; of ``local`` few
-do. For each link one calibrating run in 4 bits measures ranges, links, packing and computation; from it every
-subject's epoch is predicted and printed. Only then subjects are measured in the same processes, one after another:
-FP32, BF16, uniform 8, 4 and 2 bits, the plan of ``threshold``, its widths in random order (the same bytes a pair), the
-mended grouping of the paper, all with the exposed time of uniform 4 bits as limit; FP32 one epoch late; and an eighth
-of FP32's rows, drawn anew in each epoch (the bytes of uniform 4 bits).
+do. For each link a calibrating run in 4 bits measures ranges, links, packing and computation, and some epochs in FP32
+what computation takes after long waits; from them every subject's epoch is predicted and printed. Only then subjects
+are measured in the same processes, one after another: FP32, BF16, uniform 8, 4 and 2 bits, the plan of ``threshold``,
+its widths in random order (the same bytes a pair), the mended grouping of the paper, all with the exposed time of
+uniform 4 bits as limit; FP32 one epoch late; and an eighth of FP32's rows, drawn anew in each epoch (the bytes of
+uniform 4 bits).
 
 Exchanges of FP32, BF16, uniform 4 bits and the plan are measured alone too, in turn, packed and from a common start:
 in an epoch, what an exchange takes is also the wait for a worker that computes longer. Accuracy and gradients are those
@@ -65,8 +66,8 @@ OTHER = {"late": {"late": True}, "sampled": {"share": 1 / 8}}
 GROUPED_S = 10.0
 ALONE = ("FP32", "BF16", "uniform 4", "planned")
 ALONE_REPEATS = 15
-CALIBRATION_EPOCHS = 66
-CALIBRATION_BITS = 4
+CALIBRATION_EPOCHS = {4: 66, 32: 26}
+"""Width to epochs in it; the problem is that of the first."""
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
@@ -99,21 +100,30 @@ def plans(problem: Problem, wanted: tuple[str, ...]) -> dict[str, Plan]:
     return {name: Plan.from_json(data) for name, data in broadcast_json(result).items() if name in wanted}
 
 
-def calibrate(part: Any, options: TrainingOptions) -> tuple[Problem, StepTimes]:
-    """Problem and times of the steps of a calibrating run, the same on every rank."""
+def calibrate(part: Any, options: TrainingOptions) -> tuple[Problem, list[StepTimes]]:
+    """Problem and times of the steps of calibrating runs, the same on every rank."""
     torch.manual_seed(options.seed)
     classes = torch.tensor([int(part.y.max()) + 1])
     dist.all_reduce(classes, dist.ReduceOp.MAX)
     model = NodeClassifier(options, part.x.shape[1], int(classes))
-    full = full_graph(model, part, options=replace(options.messages, initial_bits=CALIBRATION_BITS, replan_steps=0))
+    bits, *others = CALIBRATION_EPOCHS
+    full = full_graph(model, part, options=replace(options.messages, initial_bits=bits, replan_steps=0))
     optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
-    for _ in range(CALIBRATION_EPOCHS):
-        optimizer.zero_grad()
-        full.loss(full()).backward()
-        optimizer.step()
+
+    def run(epochs: int) -> None:
+        for _ in range(epochs):
+            optimizer.zero_grad()
+            full.loss(full()).backward()
+            optimizer.step()
+
+    run(CALIBRATION_EPOCHS[bits])
     full.measure_sensitivities()
     problem = Problem.from_json(broadcast_json(full.build_problem().to_json()))
-    times = full.step_times(problem)
+    times = [full.step_times(problem)]
+    for width in others:
+        full.use(uniform_plan(problem, width))
+        run(CALIBRATION_EPOCHS[width])
+        times.append(full.step_times(problem))
     full.close()
     return problem, times
 
@@ -134,7 +144,7 @@ def subjects(
             runs[name] = uniform(UNIFORM[name]), None, uniform_plan(problem, UNIFORM[name])
     for name, plan in plans(problem, tuple(name for name in wanted if name in PLANNED)).items():
         runs[name] = uniform(8), plan, plan
-    predicted = {name: predict_epoch(problem, plan, times) for name, (_, _, plan) in runs.items()}
+    predicted = {name: predict_epoch(problem, plan, *times) for name, (_, _, plan) in runs.items()}
     if dist.get_rank() == 0:
         for name, epoch in predicted.items():
             print(f"{place}, {name}: predicted epoch {1e3 * epoch.epoch_s:.2f} ms, {epoch}", flush=True)
@@ -342,8 +352,8 @@ def main() -> None:
     parser.add_argument("--links", default="0.1,1,10", help="Gbit/s")
     parser.add_argument("--nodes", type=int, default=4000)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=12, help="of each subject and link")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each subject whose times are averaged")
+    parser.add_argument("--epochs", type=int, default=20, help="of each subject and link")
+    parser.add_argument("--rounds", type=int, default=6, help="runs of each subject whose times are averaged")
     parser.add_argument("--join", type=Path, nargs="+", help="outputs for single links whose records are joined")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

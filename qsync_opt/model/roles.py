@@ -51,8 +51,9 @@ ADJUSTABLE = """
 """
 
 # They always run in FP32. First normalizations, softmax and losses, whose sums and quotients need the mantissa; then
-# functions whose result leaves the range of FP16 or loses its meaning near 0; then accumulations; last, products and
-# indexed writes for which there is no low-precision implementation here or that refuse operands of unlike types.
+# functions whose result leaves the range of FP16 or loses its meaning near 0; then accumulations; then products and
+# indexed writes for which there is no low-precision implementation here or that refuse operands of unlike types; last,
+# sampling at coordinates, which 8 bits of mantissa place beside the right pixel of an image of some hundred.
 FIXED = """
     input
     layer_norm rms_norm group_norm instance_norm batch_norm local_response_norm normalize cosine_similarity
@@ -72,6 +73,7 @@ FIXED = """
     linalg_inv linalg_solve linalg_cholesky linalg_qr linalg_svd linalg_eigh linalg_det inverse matrix_exp
     view_as_complex complex polar _weight_norm _weight_norm_interface
     fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 stft istft
+    grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator
 
     LayerNormalization RMSNormalization GroupNormalization InstanceNormalization BatchNormalization LRN
     LpNormalization MeanVarianceNormalization SimplifiedLayerNormalization SkipLayerNormalization
@@ -80,6 +82,7 @@ FIXED = """
     ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceSumSquare CumSum Sum
     LSTM GRU RNN PRelu ScatterElements ScatterND Scatter TensorScatter Det DFT STFT MelWeightMatrix
     QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger ConvInteger QLinearMatMul QLinearConv
+    GridSample AffineGrid
 """
 
 # Kinds that multiply matrices or convolve, so that they have FLOPs; all adjustable ones but the look-up are such.
@@ -115,7 +118,7 @@ DEPENDENT = """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d upsample_linear1d
-    upsample_trilinear3d _upsample_nearest_exact2d grid_sampler grid_sampler_2d affine_grid_generator
+    upsample_trilinear3d _upsample_nearest_exact2d
     eq ne lt le gt ge equal isnan isinf isfinite isin isclose allclose logical_and logical_or logical_xor logical_not
     bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift any all count_nonzero
     nonzero one_hot bucketize searchsorted broadcast_tensors meshgrid cartesian_prod cumulative_trapezoid
@@ -129,7 +132,7 @@ DEPENDENT = """
     RandomNormal RandomNormalLike RandomUniform RandomUniformLike Bernoulli Multinomial OneHot NonZero Trilu
     ReduceMean ReduceMax ReduceMin ArgMax ArgMin TopK Unique ReverseSequence RotaryEmbedding
     AveragePool MaxPool GlobalAveragePool GlobalMaxPool GlobalLpPool LpPool MaxUnpool MaxRoiPool RoiAlign
-    Resize Upsample GridSample AffineGrid DepthToSpace SpaceToDepth Col2Im CenterCropPad Optional OptionalGetElement
+    Resize Upsample DepthToSpace SpaceToDepth Col2Im CenterCropPad Optional OptionalGetElement
     Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not BitwiseAnd BitwiseOr BitwiseXor BitwiseNot
     IsNaN IsInf NonMaxSuppression
 """

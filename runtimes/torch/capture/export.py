@@ -24,6 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 from onnxscript import ir, opset18
 from torch import nn
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import ModelError
@@ -267,6 +268,8 @@ def _tensors_of(output: Any) -> list[torch.Tensor]:
             tensors.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             tensors += _tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        elif isinstance(leaf, Distribution):  # its parameters, and those of distributions inside it
+            tensors += _tensors_of(list(vars(leaf).values()))
     return tensors
 
 
@@ -278,8 +281,19 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     """
     with _quiet(), locating(model, "torch.export stopped"), contextlib.ExitStack() as stack:
         stack.callback(model.register_forward_hook(_tensors_only).remove)
-        with _SeparateIdentities(), _one_tf32_setting():
+        with _SeparateIdentities(), _one_tf32_setting(), _unchecked_distributions():
             return torch.export.export(model, args, dict(kwargs), strict=False)
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Do not check the parameters of distributions: that depends on their values, and changes nothing if they hold."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager
@@ -324,7 +338,7 @@ def export_onnx(program: Any) -> Any:
             origin = nodes.get(call.split(" ", 1)[0])
             raise ModelError(
                 f"the ONNX form of {_where_of(origin)} has branches ({node.op_type}), which cannot be planned"
-                f"{_line_of(origin)}"
+                f"{line_of(origin)}"
             )
     return onnx_program
 
@@ -341,7 +355,7 @@ def _translated(program: Any) -> Any:
             )
     except Exception as error:
         node = _failed_node(program, error)
-        raise ModelError(f"the ONNX exporter stopped in {_where_of(node)}: {_reason(error)}{_line_of(node)}") from error
+        raise ModelError(f"the ONNX exporter stopped in {_where_of(node)}: {_reason(error)}{line_of(node)}") from error
 
 
 def _where_of(node: Any) -> str:
@@ -350,7 +364,7 @@ def _where_of(node: Any) -> str:
     return describe_module(*list(stack.values())[-1]) if stack else "the model"
 
 
-def _line_of(node: Any) -> str:
+def line_of(node: Any) -> str:
     """File and line of the model's code that a node stems from, as an addition to a reason, else nothing."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     lines = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', trace)

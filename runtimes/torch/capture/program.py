@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from qsync_opt.errors import ModelError
 from qsync_opt.model import DTYPE_BYTES, TensorSpec
 from qsync_opt.runtimes.torch.capture.calls import TensorArgument
-from qsync_opt.runtimes.torch.capture.export import LocatedError, describe_module
+from qsync_opt.runtimes.torch.capture.export import LocatedError, describe_module, line_of
 
 NO_GRADIENT = "qsync_opt.no_gradient"
 """Metadata key of nodes that run where gradients are disabled."""
@@ -168,8 +168,10 @@ def tensor_spec(tensor: torch.Tensor, node: fx.Node) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not all(isinstance(size, int) for size in shape):
         raise ModelError(
-            f"{_where(node)} yields a tensor {node.name!r} of shape {list(map(str, shape))}, which depends on the "
-            "data: only models with fixed shapes can be planned"
+            f"{_where(node)} yields a tensor {node.name!r} of shape {list(map(str, shape))}{line_of(node)}, "
+            "which depends on the data: only models with fixed shapes can be planned; give rows the weight 0 instead "
+            "of selecting others (x[mask], nonzero, unique), or move this into a module of its own that returns fixed "
+            "shapes, which then stays in FP32, or, such as a loss, out of the model"
         )
     if dtype not in DTYPE_BYTES:
         raise ModelError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from qsync_opt.runtimes.torch.ddp import companion_group, naming_lost_ranks, req
 from qsync_opt.runtimes.torch.gradients.planned import ADVICE, PlannedReductions
 from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
-from qsync_opt.runtimes.torch.support import time_mark
+from qsync_opt.runtimes.torch.support import synchronize, time_mark
 
 
 class GradientCompression(PlannedReductions):
@@ -70,6 +71,27 @@ class GradientCompression(PlannedReductions):
             yield
         finally:
             self._idle = False
+
+    def computation_ns(self, step: Callable[[], object], steps: int, device: torch.device | str = "cpu") -> int:
+        """Mean time of some steps on the slowest worker while nothing is reduced; every rank must call it.
+
+        Args:
+            step: Runs a forward and a backward pass of the model on ``device``.
+            steps: How many are timed, after one that is not.
+            device: Where the gradients are.
+        """
+        device = torch.device(device)
+        with self.idle():
+            step()
+            dist.barrier(self.group)
+            synchronize(device)
+            began = time.perf_counter()
+            for _ in range(steps):
+                step()
+            synchronize(device)
+            spent_s = torch.tensor([(time.perf_counter() - began) / steps], dtype=torch.float64, device=device)
+        dist.all_reduce(spent_s, op=dist.ReduceOp.MAX, group=self.group)
+        return round(1e9 * float(spent_s))
 
     def close(self) -> None:
         """End the thread that reduces, and its process group if all ranks are in it; all call it, or none."""

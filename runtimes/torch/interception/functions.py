@@ -36,6 +36,8 @@ _RENAMED: dict[str, tuple[Any, ...]] = {
     "cross_entropy_loss": (F.cross_entropy,),
     "nll_loss_nd": (F.nll_loss,),
     "pow": (Tensor.__pow__, Tensor.__rpow__),
+    "grid_sampler": (F.grid_sample,),
+    "affine_grid_generator": (F.affine_grid,),
     # Only where a captured graph has the kind, which the role table does not know.
     "_upsample_bilinear2d_aa": (F.interpolate,),
     "_upsample_bicubic2d_aa": (F.interpolate,),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -41,7 +40,7 @@ from qsync_opt.runtimes.torch.gradients import (
 from qsync_opt.runtimes.torch.job.measuring import Job
 from qsync_opt.runtimes.torch.job.plan import JobPlan
 from qsync_opt.runtimes.torch.job.steps import parameters_put_back
-from qsync_opt.runtimes.torch.support import model_unchanged, synchronize
+from qsync_opt.runtimes.torch.support import model_unchanged
 from qsync_opt.training import evaluate as evaluate_precisions
 from qsync_opt.training import gradient_buckets
 
@@ -118,15 +117,7 @@ class _Training:
 
     def computation_ns(self) -> int:
         """Of a step without reductions, on the slowest worker."""
-        device = self._example.device
-        with self._compression.idle():
-            self._run(1)
-            synchronize(device)
-            began = time.perf_counter_ns()
-            self._run(_RECORDED)
-            synchronize(device)
-            spent_ns = time.perf_counter_ns() - began
-        return int(max(gather_json(spent_ns // _RECORDED)))
+        return self._compression.computation_ns(lambda: self._run(1), _RECORDED, self._example.device)
 
     def records(self) -> list[RecordedReductions]:
         """Steps under every scheme, twice, so that a busy moment shows as an error of predictions."""

@@ -421,9 +421,10 @@ class FullGraph:
     def step_times(self, problem: Problem) -> StepTimes:
         """What the latest training steps took beside their exchanges, the same on every rank; all ranks must call it.
 
-        Together with a problem of this job it predicts epochs under any plan (`predict_epoch`). Computation is what a
-        step took beyond packing and what the problem says of exchanges in the widths of these steps: so it holds the
-        time for which workers wait for each other because they are not equally fast.
+        Together with a problem of this job it predicts epochs under any plan (`predict_epoch`), the better the more
+        widths steps are timed in (`use` changes them). Computation is what a step took beyond packing and what the
+        problem says of exchanges in the widths of these steps: so it holds the time for which workers wait for each
+        other because they are not equally fast.
 
         Args:
             problem: What `build_problem` gave, with the widths of these steps on its menu.
@@ -445,7 +446,8 @@ class FullGraph:
         own_s = statistics.median(seconds for _, seconds in self._step_s)
         fixed_s = torch.tensor(max(own_s - by_width / 1e9, 0.0), dtype=torch.float64, device=device)
         dist.all_reduce(fixed_s, dist.ReduceOp.MAX, group=self.group)
-        return StepTimes(max(step_s - codec_s - exposed_s, 0.0), float(fixed_s), tuple(self.codec))
+        compute_s = max(step_s - codec_s - exposed_s, 0.0)
+        return StepTimes(exposed_s, compute_s, float(fixed_s), tuple(self.codec))
 
     def _own_betas(self, direction: Direction) -> Tensor:
         """Scores of the messages that this rank sends."""

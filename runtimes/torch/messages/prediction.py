@@ -1,8 +1,10 @@
-"""What an epoch under a plan takes, from an epoch that was measured under other widths.
+"""What an epoch under a plan takes, from epochs that were measured under other widths.
 
 epoch = computation + packing and unpacking + what of the exchanges nothing hides. Exchanges are those of the problem
 (links and hidden times of this job), packing is timed for each width, and computation is what remains of a measured
-step without the other two.
+step without the other two. A processor that has waited computes more slowly for a while: its caches are cold, and a
+virtual machine lends it to others meanwhile. What steps in some widths took is therefore interpolated by how long
+workers wait in them.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ class StepTimes:
     """What a step takes beside its exchanges, of the slowest worker.
 
     Attributes:
+        exposed_s: Seconds for which it waits for messages, as the problem says.
         compute_s: Seconds without packing, unpacking and messages.
         codec_s: Seconds of packing and unpacking that do not depend on widths.
         codecs: What the rest of packing and unpacking takes on each worker.
     """
 
+    exposed_s: float
     compute_s: float
     codec_s: float
     codecs: tuple[Codec, ...]
@@ -47,15 +51,27 @@ class PredictedEpoch:
         return self.compute_s + self.codec_s + self.exposed_s
 
 
-def predict_epoch(problem: Problem, plan: Plan, times: StepTimes) -> PredictedEpoch:
+def predict_epoch(problem: Problem, plan: Plan, *times: StepTimes) -> PredictedEpoch:
     """The time of an epoch under a plan.
+
+    Args:
+        problem: Of this job.
+        plan: Of this problem.
+        times: Of steps in some widths, at least one: in narrow and in wide ones where links are slow. Computation and
+            packing are interpolated between those that wait shorter and longer than the plan, and are those of the
+            nearest where there is none.
 
     Raises:
         ProblemError: The plan is not of this problem, or has a width in which packing was not measured.
     """
     evaluation = evaluate(problem, plan)
-    codec_s = times.codec_s + 1e-9 * max(codec_by_worker(problem, plan, times.codecs).values(), default=0.0)
-    return PredictedEpoch(times.compute_s, codec_s, evaluation.waiting_ns / 1e9, evaluation.time_ns / 1e9)
+    exposed_s = evaluation.waiting_ns / 1e9
+    ordered = sorted(times, key=lambda each: each.exposed_s)
+    measured_s = [each.exposed_s for each in ordered]
+    compute_s = float(np.interp(exposed_s, measured_s, [each.compute_s for each in ordered]))
+    codec_s = float(np.interp(exposed_s, measured_s, [each.codec_s for each in ordered]))
+    codec_s += 1e-9 * max(codec_by_worker(problem, plan, ordered[0].codecs).values(), default=0.0)
+    return PredictedEpoch(compute_s, codec_s, exposed_s, evaluation.time_ns / 1e9)
 
 
 def codec_by_worker(problem: Problem, plan: Plan, codecs: Sequence[Codec]) -> dict[int, float]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from example_models import NAMES, Example
-from torch import nn
+from torch import distributions, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -409,3 +409,48 @@ for precision in ("ieee", "tf32"):
         count, *flags = line.split()
         assert int(count) >= 1
         assert flags == [precision, "ieee"]
+
+
+class Twice(nn.Module):
+    """One network for two views, as contrastive losses and discriminators have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(a), self.net(b)
+
+
+def test_a_normalization_may_be_called_twice() -> None:
+    torch.manual_seed(0)
+    model, a, b = Twice(), torch.randn(8, 4), torch.randn(8, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    graph = capture(model, (a, b))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert graph["net.1/batch_norm"].inputs == ("net.0/linear",)
+    assert graph["net.1/batch_norm_1"].inputs == ("net.0/linear_1",)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h: distributions.Normal(h[:, :2], h[:, 2:].exp()),
+        lambda h: distributions.Independent(distributions.Normal(h[:, :2], h[:, 2:].exp()), 1),
+        lambda h: distributions.Categorical(logits=h),
+    ],
+    ids=["normal", "independent", "categorical"],
+)
+def test_a_model_may_return_a_distribution(make: Callable[[torch.Tensor], distributions.Distribution]) -> None:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> distributions.Distribution:
+            return make(self.linear(x))
+
+    checks = distributions.Distribution._validate_args
+    graph = capture(Policy(), (torch.randn(8, 4),))
+    assert [operator.name for operator in graph.by_role(Role.ADJUSTABLE)] == ["linear/linear"]
+    assert distributions.Distribution._validate_args is checks

@@ -119,6 +119,20 @@ def test_what_depends_on_the_data_is_refused_with_file_and_line_and_a_remedy() -
     assert "(torch.where instead of a branch), move them into a module of their own, which then stays in FP32" in text
 
 
+class Unequal(nn.Module):
+    """Selects rows in the model itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x.sum(1) > 0] + 1
+
+
+def test_sizes_that_depend_on_the_data_have_file_and_line_and_a_remedy() -> None:
+    text = refusal(Unequal(), X)
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "x[x.sum(1)" in text)
+    assert f"(at {__file__}:{line}: return x[x.sum(1) > 0] + 1)" in text
+    assert "give rows the weight 0 instead of selecting others" in text
+
+
 class Config:
     layerdrop = 0.5
 

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from qsync_opt.model import Role
 from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.execution import apply
+from qsync_opt.runtimes.torch.execution import apply, undo
 from qsync_opt.runtimes.torch.interception.functions import alike
 
 ROWS = torch.arange(4)
@@ -59,6 +60,29 @@ def test_operands_are_made_alike(name):
         assert torch.allclose(result, plain, atol=0.05)
     result.sum().backward()
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_coordinates_are_computed_and_sampled_at_in_full_precision():
+    class Transformer(nn.Module):
+        """Turns an image by an angle that a linear layer gives."""
+
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(6, 6)
+
+        def forward(self, theta, image):
+            grid, turned = F.affine_grid(self.up(theta).view(1, 2, 3), image.shape, align_corners=False), self.up(image)
+            return grid, F.grid_sample(turned, grid.to(turned.dtype), align_corners=False)
+
+    torch.manual_seed(0)
+    model, theta, image = Transformer(), torch.randn(1, 6), torch.randn(1, 1, 6, 6)
+    graph = capture(model, (theta, image))
+    apply(model, dict.fromkeys((o.name for o in graph.by_role(Role.ADJUSTABLE)), "BF16"), graph=graph)
+    rounded = model.up(theta).detach().float()
+    grid, sampled = model(theta, image)
+    assert grid.dtype is sampled.dtype is torch.float32
+    undo(model)
+    assert torch.equal(grid, F.affine_grid(rounded.view(1, 2, 3), image.shape, align_corners=False))
 
 
 def test_what_is_written_to_keeps_its_type():
