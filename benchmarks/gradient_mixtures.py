@@ -35,7 +35,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
-from qsync_opt.gradients import Plan, RecordedReductions, fit_reductions, plan_reductions, scheme
+from qsync_opt.gradients import Computation, Plan, RecordedReductions, fit_reductions, plan_reductions, scheme
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.ddp import broadcast_json
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
@@ -108,9 +108,9 @@ class Job:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)
 
-    def computation_ns(self) -> int:
-        """Of a step whose gradients are not reduced, on the slowest rank."""
-        return self.compression.computation_ns(lambda: self.run(1), ROUNDS * RECORDED)
+    def computation(self) -> Computation:
+        """Steps whose gradients are not reduced."""
+        return self.compression.computation(lambda: self.run(1), ROUNDS * RECORDED)
 
     def recorded(self) -> dict[str, list[RecordedReductions]]:
         """Steps under every scheme, a few at a time in turn, so that a busy moment does not fall on one of them."""
@@ -132,10 +132,10 @@ def predicted(model: str) -> dict[str, Any]:
     with job.compression.sampling():
         job.run(SAMPLED)
     records = job.recorded()
-    computation_ns = job.computation_ns()
+    computation = job.computation()
     found = None
     if dist.get_rank() == 0:
-        fitted = fit_reductions([*itertools.chain.from_iterable(records.values())], computation_ns)
+        fitted = fit_reductions([*itertools.chain.from_iterable(records.values())], computation)
         own = job.compression.statistics()
         plan = plan_reductions(fitted, own)
         found = {

@@ -56,13 +56,13 @@ def compared(model: str) -> list[dict[str, Any]]:
     job = Job(model)
     job.run(SETTLING)
     recorded = job.recorded()
-    computation_ns = job.computation_ns()
+    computation = job.computation()
     sizes = sorted({1 << 12, *(job.compression.elements or ())})
-    times = measure_schemes(MENU, sizes, beside=True)
+    times = measure_schemes(MENU, sizes, repeats=15, beside=True)
     result = []
     for name in MENU:
         others = [record for other in MENU if other != name for record in recorded[other]]
-        fitted = fit_reductions(others, computation_ns)
+        fitted = fit_reductions(others, computation)
         own_ns = tuple(times.ns(name, size) for size in fitted.elements)
         whole = replace(
             fitted,

@@ -46,13 +46,13 @@ if TYPE_CHECKING:
         predicted_reductions,
         reductions_timeline,
     )
-    from qsync_opt.gradients.stepping import ReductionModel, fit_reductions, plan_reductions
+    from qsync_opt.gradients.stepping import Computation, ReductionModel, fit_reductions, plan_reductions
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "BLOCK", "GRADIENT_COSTS_FORMAT", "LEAST_EXPONENT", "PLAN_FORMAT", "PROBLEM_FORMAT", "RECORDED_FORMAT",
-    "VARIANCE_SLACK", "Bucket", "BucketExplanation", "BucketStatistics", "Choice", "Code", "Evaluation",
+    "VARIANCE_SLACK", "Bucket", "BucketExplanation", "BucketStatistics", "Choice", "Code", "Computation", "Evaluation",
     "GradientCosts", "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments", "Objective",
     "OtherScheme", "Plan", "Problem", "RecordedReductions", "Reduction", "ReductionModel", "Scheme", "SchemeTimes",
     "Transport", "build_joint_problem", "build_problem", "communication_problem", "evaluate", "evaluate_choices",

@@ -8,7 +8,8 @@ by as much as the scheme says:
     start_k = max(ready_k, end_(k-1)),    end_k = the reduction of bucket k, at speed 1, or 1 / stretch beside those
 
 A step lasts from the end of the last reduction of the step before to the end of its own, so that the iteration is the
-last end.
+last end. Where a processor has waited for that one, its caches are cold and others may have had it: computation begins
+later, by a time that is measured after pauses (`Computation`).
 
 Source: ours.
 """
@@ -43,6 +44,23 @@ _FIRM = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """Steps without reductions (`qsync_opt.runtimes.torch.gradients.GradientCompression.computation`).
+
+    Attributes:
+        alone_ns: Of one among others.
+        later_ns: By how much longer one takes after a pause, by the pause in nanoseconds, rising.
+    """
+
+    alone_ns: int
+    later_ns: Mapping[int, int] = field(default_factory=dict)
+
+    def after_ns(self, pause_ns: float) -> float:
+        """By how much longer a step takes after a pause, between those measured; beyond, as after the longest."""
+        return float(np.interp(pause_ns, [0, *self.later_ns], [0, *self.later_ns.values()]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionModel:
     """What steps are predicted from: see `fit_reductions`.
 
@@ -55,6 +73,7 @@ class ReductionModel:
         slowdowns: Share by which computation beside a reduction is slower, by scheme.
         stretches: How many times as long a reduction takes beside computation, by scheme; 1 where it is not known, and
             where ``times_ns`` are of steps, which contain it.
+        computation: Of whole steps, where they were timed.
         error: Share by which predicted steps differ from recorded ones that they were not fitted to, a root mean
             square; 0 if it is not known.
     """
@@ -65,6 +84,7 @@ class ReductionModel:
     times_ns: Mapping[str, tuple[int, ...]]
     slowdowns: Mapping[str, float]
     stretches: Mapping[str, float] = field(default_factory=dict)
+    computation: Computation | None = None
     error: float = 0.0
 
     @classmethod
@@ -139,7 +159,19 @@ class ReductionModel:
                 work[k] = 0.0 if passed == work[k] / (speed or 1.0) else max(0.0, work[k] - speed * passed)
             if reduces:
                 reductions[own] = 0.0 if passed == reductions[own] / pace else max(0.0, reductions[own] - pace * passed)
-        return tuple(result)
+        if self.computation is None:
+            return tuple(result)
+        # As long as each step of this plan waits at its end, the next begins later.
+        later_ns = round(self.computation.after_ns(_waited_ns(result)))
+        return tuple(
+            replace(
+                each,
+                ready_ns=each.ready_ns + later_ns,
+                start_ns=each.start_ns + later_ns,
+                end_ns=each.end_ns + later_ns,
+            )
+            for each in result
+        )
 
     def problem(
         self,
@@ -203,7 +235,12 @@ class ReductionModel:
         )
 
 
-def fit_reductions(records: Iterable[RecordedReductions], computation_ns: int | None = None) -> ReductionModel:
+def _waited_ns(step: Sequence[Reduction]) -> int:
+    """For how long nothing is computed at the end of a step."""
+    return max(0, step[-1].end_ns - step[-1].ready_ns)
+
+
+def fit_reductions(records: Iterable[RecordedReductions], computation: Computation | None = None) -> ReductionModel:
     """The model of a job's steps, from some steps under each scheme (each record of one plan).
 
     Segments and slowdowns are those of the least squares ``gap_k = segment_k + sum of slowdown * time beside``, over
@@ -211,8 +248,8 @@ def fit_reductions(records: Iterable[RecordedReductions], computation_ns: int | 
 
     Args:
         records: Of one job.
-        computation_ns: Of a step without reductions (`GradientCompression.idle`), where it was timed: what segments add
-            up to. Where reductions fill every gap, nothing else tells segments from slowdowns.
+        computation: Of steps without reductions, where they were timed: what segments add up to, and how much later
+            they begin. Where reductions fill every gap, nothing else tells segments from slowdowns.
 
     The model's ``error`` is cross-validated: each record is predicted from the others. Record every scheme twice, some
     steps apart: a record without which a scheme would be missing is predicted by the whole model, which errs less.
@@ -235,19 +272,19 @@ def fit_reductions(records: Iterable[RecordedReductions], computation_ns: int | 
         for k in range(len(elements)):
             if not any(step[k].scheme == name for step in recorded):
                 raise ProblemError(f"scheme {name!r} was not recorded for bucket b{k}; record a step that has it there")
-    model = _model(workers, elements, recorded, computation_ns)
+    model = _model(workers, elements, recorded, computation)
     squares = []
     for k, step in enumerate(recorded):
         rest = [*recorded[:k], *recorded[k + 1 :]]
         known = all(any(other[b].scheme == each.scheme for other in rest) for b, each in enumerate(step))
         plan = Plan(schemes={f"b{b}": each.scheme for b, each in enumerate(step)})
-        predicted = (_model(workers, elements, rest, computation_ns) if known else model).predict(plan)
+        predicted = (_model(workers, elements, rest, computation) if known else model).predict(plan)
         squares.append((predicted[-1].end_ns / max(1, step[-1].end_ns) - 1) ** 2)
     return replace(model, error=math.sqrt(statistics.fmean(squares)))
 
 
 def _model(
-    workers: int, elements: tuple[int, ...], recorded: Sequence[Sequence[Reduction]], computation_ns: int | None
+    workers: int, elements: tuple[int, ...], recorded: Sequence[Sequence[Reduction]], computation: Computation | None
 ) -> ReductionModel:
     """The model fitted to some steps; schemes that a bucket lacks in all of them are left out."""
     count = len(elements)
@@ -258,13 +295,18 @@ def _model(
             times_ns[name] = tuple(round(statistics.median(each)) for each in own)
     names = list(dict.fromkeys(each.scheme for step in recorded for each in step))
     gaps, beside = zip(*(_gaps(step, names) for step in recorded), strict=True)
-    segments, slowdowns = _fitted(np.array(gaps), np.array(beside), computation_ns)
+    gaps_RK, alone_ns = np.array(gaps), None
+    if computation is not None:
+        alone_ns = computation.alone_ns
+        gaps_RK[:, 0] = np.maximum(gaps_RK[:, 0] - [computation.after_ns(_waited_ns(step)) for step in recorded], 0.0)
+    segments, slowdowns = _fitted(gaps_RK, np.array(beside), alone_ns)
     return ReductionModel(
         workers=workers,
         elements=elements,
         segments_ns=tuple(round(float(segment)) for segment in segments),
         times_ns=times_ns,
         slowdowns={name: float(share) for name, share in zip(names, slowdowns, strict=True)},
+        computation=computation,
     )
 
 

@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.gradients import GradientScheme, Plan, Transport, scheme
+from qsync_opt.gradients import Computation, GradientScheme, Plan, Transport, scheme
 from qsync_opt.kernels.gradients import Codec
 from qsync_opt.runtimes.torch.ddp import companion_group, naming_lost_ranks, require_agreement, together
 from qsync_opt.runtimes.torch.gradients.planned import ADVICE, PlannedReductions
 from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
 from qsync_opt.runtimes.torch.support import synchronize, time_mark
+
+_PAUSES = (0.25, 1.0, 4.0)
+"""Times a step for which one waits, by default, to see how much longer it takes then."""
 
 
 class GradientCompression(PlannedReductions):
@@ -72,26 +75,48 @@ class GradientCompression(PlannedReductions):
         finally:
             self._idle = False
 
-    def computation_ns(self, step: Callable[[], object], steps: int, device: torch.device | str = "cpu") -> int:
-        """Mean time of some steps on the slowest worker while nothing is reduced; every rank must call it.
+    def computation(
+        self, step: Callable[[], object], steps: int, device: torch.device | str = "cpu", pauses_s: Sequence[float] = ()
+    ) -> Computation:
+        """Time steps that reduce nothing; every rank must call it.
 
         Args:
             step: Runs a forward and a backward pass of the model on ``device``.
             steps: How many are timed, after one that is not.
             device: Where the gradients are.
+            pauses_s: Seconds to wait before a step, as steps do for reductions, rising. By default a quarter of a step,
+                a step, and four.
+
+        Returns:
+            Means over steps, of the slowest worker.
         """
         device = torch.device(device)
+
+        def seconds(count: int, pause_s: float = 0.0) -> float:
+            synchronize(device)
+            time.sleep(pause_s)
+            began = time.perf_counter()
+            for _ in range(count):
+                step()
+            synchronize(device)
+            return time.perf_counter() - began
+
+        def slowest_ns(spent_s: Sequence[float]) -> list[int]:
+            means = torch.tensor([each / steps for each in spent_s], dtype=torch.float64, device=device)
+            dist.all_reduce(means, op=dist.ReduceOp.MAX, group=self.group)
+            return [round(1e9 * each) for each in means.tolist()]
+
         with self.idle():
             step()
             dist.barrier(self.group)
-            synchronize(device)
-            began = time.perf_counter()
-            for _ in range(steps):
-                step()
-            synchronize(device)
-            spent_s = torch.tensor([(time.perf_counter() - began) / steps], dtype=torch.float64, device=device)
-        dist.all_reduce(spent_s, op=dist.ReduceOp.MAX, group=self.group)
-        return round(1e9 * float(spent_s))
+            (alone_ns,) = slowest_ns([seconds(steps)])
+            pauses_s = pauses_s or [share * alone_ns / 1e9 for share in _PAUSES]
+            dist.barrier(self.group)
+            # In turn, so that a busy moment does not fall on one of them.
+            each_s = [[seconds(1, pause_s) for pause_s in (0.0, *pauses_s)] for _ in range(steps)]
+            at_once_ns, *after_ns = slowest_ns([sum(column) for column in zip(*each_s, strict=True)])
+        later_ns = {round(1e9 * p): max(0, own - at_once_ns) for p, own in zip(pauses_s, after_ns, strict=True)}
+        return Computation(alone_ns=alone_ns, later_ns=later_ns)
 
     def close(self) -> None:
         """End the thread that reduces, and its process group if all ranks are in it; all call it, or none."""

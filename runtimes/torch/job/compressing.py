@@ -16,6 +16,7 @@ from qsync_opt import solve
 from qsync_opt.errors import ProblemError
 from qsync_opt.gradients import (
     BucketStatistics,
+    Computation,
     GradientCosts,
     Plan,
     Problem,
@@ -82,8 +83,8 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
         records = [] if training is None else training.records()
         if records and list(records[0].elements) != elements:
             records = []  # DDP groups its buckets in another way than was foreseen
-        alone_ns = training.computation_ns() if training is not None and records else None
-        sent = broadcast_json(together(lambda: _solved(job, plan, statistics, times, records, alone_ns)))
+        computation = training.computation() if training is not None and records else None
+        sent = broadcast_json(together(lambda: _solved(job, plan, statistics, times, records, computation)))
         chosen, note = Plan.from_json(sent["plan"]), sent["note"]
         if training is not None and records:
             plain = [each.iteration_ns for each in records if each.steps[0][0].scheme == "FP32"]
@@ -115,9 +116,9 @@ class _Training:
             self._run(1 + _RECORDED)
         return self._compression.recorded()
 
-    def computation_ns(self) -> int:
-        """Of a step without reductions, on the slowest worker."""
-        return self._compression.computation_ns(lambda: self._run(1), _RECORDED, self._example.device)
+    def computation(self) -> Computation:
+        """Steps without reductions."""
+        return self._compression.computation(lambda: self._run(1), _RECORDED, self._example.device)
 
     def records(self) -> list[RecordedReductions]:
         """Steps under every scheme, twice, so that a busy moment shows as an error of predictions."""
@@ -180,7 +181,7 @@ def _solved(
     statistics: Sequence[BucketStatistics],
     times: SchemeTimes,
     records: Sequence[RecordedReductions],
-    computation_ns: int | None,
+    computation: Computation | None,
 ) -> dict[str, object] | None:
     """The plan, what is said of it, the optimizer's time, and recorded times of buckets by scheme, on rank 0."""
     if plan.model is None or plan.problem is None:
@@ -188,7 +189,7 @@ def _solved(
     tail_ns, error = plan.problem.optimizer_ns, ""
     bucket_times_ns: Mapping[str, Sequence[int]] = {}
     if records:
-        model = fit_reductions(records, computation_ns)
+        model = fit_reductions(records, computation)
         bucket_times_ns = model.times_ns
         chosen = plan_reductions(model, statistics, noise_share=job.options.noise_share)
         ns = [model.predict(each)[-1].end_ns for each in (chosen, model.single("FP32"))]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from qsync_opt.errors import ProblemError
 from qsync_opt.gradients import (
     BucketStatistics,
+    Computation,
     Moments,
     Plan,
     RecordedReductions,
@@ -148,10 +149,32 @@ def test_a_step_without_reductions_tells_computation_from_slowdown():
     model = model_of([50_000, 200_000, 200_000], [[900_000] * 3], [0.5])
     records = [recorded(model, model.single("FP32"), steps=2)]
     assert sum(fit_reductions(records).segments_ns) > 1.5 * 450_000
-    fitted = fit_reductions(records, 450_000)
+    fitted = fit_reductions(records, Computation(alone_ns=450_000))
     assert sum(fitted.segments_ns) == pytest.approx(450_000, abs=3)
     assert fitted.slowdowns["FP32"] == pytest.approx(0.5, abs=0.02)
     assert fitted.predict(fitted.single("FP32"))[-1].end_ns == pytest.approx(records[0].iteration_ns, rel=0.01)
+
+
+def test_computation_begins_later_after_a_pause():
+    computation = Computation(alone_ns=300_000, later_ns={100_000: 20_000, 400_000: 50_000})
+    assert [computation.after_ns(pause) for pause in (0, 50_000, 100_000, 250_000, 10**9)] == [
+        0,
+        10e3,
+        20e3,
+        35e3,
+        50e3,
+    ]
+    short, long = [20_000] * 3, [20_000, 20_000, 250_000]
+    without = model_of([100_000] * 3, [short, long], [0.0, 0.0])
+    model = replace(without, computation=computation)
+    for name, later_ns in (("FP32", 4_000), ("sum16", 35_000)):  # after pauses of 20 and 250 microseconds
+        for before, after in zip(*(each.predict(model.single(name)) for each in (without, model)), strict=True):
+            assert after.ready_ns - before.ready_ns == after.end_ns - before.end_ns == later_ns
+    fitted = fit_reductions([recorded(model, model.single(name), steps=2) for name in model.times_ns], computation)
+    assert fitted.segments_ns == pytest.approx(without.segments_ns, abs=3)
+    assert max(fitted.slowdowns.values()) < 1e-3
+    mixed = plan_of(["sum16", "FP32", "sum16"])
+    assert fitted.predict(mixed)[-1].end_ns == pytest.approx(model.predict(mixed)[-1].end_ns, abs=10)
 
 
 def test_slowdowns_are_found_where_buckets_differ():
