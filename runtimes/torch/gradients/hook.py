@@ -28,8 +28,8 @@ from qsync_opt.runtimes.torch.gradients.statistics import bucket_statistics
 from qsync_opt.runtimes.torch.gradients.transports import Reducer
 from qsync_opt.runtimes.torch.support import synchronize, time_mark
 
-_PAUSES = (0.25, 1.0, 4.0)
-"""Times a step for which one waits, by default, to see how much longer it takes then."""
+_PAUSES_S = (0.005, 0.02, 0.08)
+"""Pauses after which a step is timed: what is lost grows with them up to about the longest."""
 
 
 class GradientCompression(PlannedReductions):
@@ -75,20 +75,16 @@ class GradientCompression(PlannedReductions):
         finally:
             self._idle = False
 
-    def computation(
-        self, step: Callable[[], object], steps: int, device: torch.device | str = "cpu", pauses_s: Sequence[float] = ()
-    ) -> Computation:
+    def computation(self, step: Callable[[], object], steps: int, device: torch.device | str = "cpu") -> Computation:
         """Time steps that reduce nothing; every rank must call it.
 
         Args:
             step: Runs a forward and a backward pass of the model on ``device``.
             steps: How many are timed, after one that is not.
             device: Where the gradients are.
-            pauses_s: Seconds to wait before a step, as steps do for reductions, rising. By default a quarter of a step,
-                a step, and four.
 
         Returns:
-            Means over steps, of the slowest worker.
+            Means over steps, of the slowest worker: among other steps, and after pauses, as steps wait for reductions.
         """
         device = torch.device(device)
 
@@ -110,12 +106,11 @@ class GradientCompression(PlannedReductions):
             step()
             dist.barrier(self.group)
             (alone_ns,) = slowest_ns([seconds(steps)])
-            pauses_s = pauses_s or [share * alone_ns / 1e9 for share in _PAUSES]
             dist.barrier(self.group)
             # In turn, so that a busy moment does not fall on one of them.
-            each_s = [[seconds(1, pause_s) for pause_s in (0.0, *pauses_s)] for _ in range(steps)]
+            each_s = [[seconds(1, pause_s) for pause_s in (0.0, *_PAUSES_S)] for _ in range(steps)]
             at_once_ns, *after_ns = slowest_ns([sum(column) for column in zip(*each_s, strict=True)])
-        later_ns = {round(1e9 * p): max(0, own - at_once_ns) for p, own in zip(pauses_s, after_ns, strict=True)}
+        later_ns = {round(1e9 * p): max(0, own - at_once_ns) for p, own in zip(_PAUSES_S, after_ns, strict=True)}
         return Computation(alone_ns=alone_ns, later_ns=later_ns)
 
     def close(self) -> None:

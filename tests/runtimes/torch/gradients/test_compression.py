@@ -90,6 +90,13 @@ def test_nothing_is_reduced_by_an_idle_hook(everything):
     assert all(outcome["idle"]["own"] and outcome["idle"]["step"] == 3 for outcome in everything)
 
 
+def test_computation_is_timed_on_the_slowest_rank_and_after_pauses(everything):
+    alone_ns, *later_ns = same(everything, "idle", "times")
+    assert alone_ns >= 20e6 * (len(everything) - 1)
+    assert [pause_ns for pause_ns, _ in later_ns] == [5e6, 20e6, 80e6]
+    assert all(later >= 0 for _, later in later_ns)
+
+
 def test_a_gradient_that_is_not_finite_is_so_on_all_ranks(everything):
     assert same(everything, "not_finite")
 

@@ -178,7 +178,9 @@ def idle(rank):
     own = all(torch.allclose(a, b) for a, b in zip(gradients(model), gradients(alone), strict=True))
     model.zero_grad()
     step_of(model, rank, 2)
-    return {"own": own, "step": state.step, "bits": bits(gradients(model))}
+    result = {"own": own, "step": state.step, "bits": bits(gradients(model))}
+    timed = state.computation(lambda: time.sleep(0.02 * rank), 2)
+    return {**result, "times": [timed.alone_ns, *timed.later_ns.items()]}
 
 
 def not_finite(rank):
