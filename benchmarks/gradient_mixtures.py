@@ -135,7 +135,7 @@ def predicted(model: str) -> dict[str, Any]:
     computation = job.computation()
     found = None
     if dist.get_rank() == 0:
-        fitted = fit_reductions([*itertools.chain.from_iterable(records.values())], computation)
+        fitted = fit_reductions(itertools.chain.from_iterable(records.values()), computation)
         own = job.compression.statistics()
         plan = plan_reductions(fitted, own)
         found = {

@@ -237,7 +237,7 @@ class ReductionModel:
 
 def _waited_ns(step: Sequence[Reduction]) -> int:
     """For how long nothing is computed at the end of a step."""
-    return max(0, step[-1].end_ns - step[-1].ready_ns)
+    return step[-1].end_ns - step[-1].ready_ns
 
 
 def fit_reductions(records: Iterable[RecordedReductions], computation: Computation | None = None) -> ReductionModel:

@@ -157,13 +157,8 @@ def test_a_step_without_reductions_tells_computation_from_slowdown():
 
 def test_computation_begins_later_after_a_pause():
     computation = Computation(alone_ns=300_000, later_ns={100_000: 20_000, 400_000: 50_000})
-    assert [computation.after_ns(pause) for pause in (0, 50_000, 100_000, 250_000, 10**9)] == [
-        0,
-        10e3,
-        20e3,
-        35e3,
-        50e3,
-    ]
+    pauses_ns, later_ns = (0, 50_000, 100_000, 250_000, 10**9), [0, 10e3, 20e3, 35e3, 50e3]
+    assert [*map(computation.after_ns, pauses_ns)] == later_ns
     short, long = [20_000] * 3, [20_000, 20_000, 250_000]
     without = model_of([100_000] * 3, [short, long], [0.0, 0.0])
     model = replace(without, computation=computation)

@@ -22,7 +22,7 @@ def problem():
     )  # fmt: skip
 
 
-def measured(bits, compute_s, codec_s):
+def step_times(bits, compute_s, codec_s):
     waiting_s = evaluate(problem(), uniform_plan(problem(), bits)).waiting_ns / 1e9
     return StepTimes(waiting_s, compute_s, codec_s, (CODEC, CODEC))
 
@@ -32,24 +32,24 @@ def epoch(bits, *times):
 
 
 def test_steps_that_wait_longer_and_shorter_are_interpolated():
-    narrow, wide = measured(2, 1.0, 0.1), measured(32, 3.0, 0.4)
-    between = measured(8, 0.0, 0.0).exposed_s
+    narrow, wide = step_times(2, 1.0, 0.1), step_times(32, 3.0, 0.4)
+    between = step_times(8, 0.0, 0.0).exposed_s
     assert narrow.exposed_s < between < wide.exposed_s
     share = (between - narrow.exposed_s) / (wide.exposed_s - narrow.exposed_s)
-    found = epoch(8, wide, narrow)
-    assert found.compute_s == pytest.approx(1.0 + 2.0 * share)
+    predicted = epoch(8, wide, narrow)
+    assert predicted.compute_s == pytest.approx(1.0 + 2.0 * share)
     widths_s = 1e-9 * (1000 + 2000 + (1 + 2) * 16 * 50)  # packing 50 rows of 16 numbers, and unpacking as many
-    assert found.codec_s == pytest.approx(0.1 + 0.3 * share + widths_s)
-    assert found.exposed_s == between
-    assert epoch(8, narrow, wide) == found
+    assert predicted.codec_s == pytest.approx(0.1 + 0.3 * share + widths_s)
+    assert predicted.exposed_s == between
+    assert epoch(8, narrow, wide) == predicted
 
 
-@pytest.mark.parametrize(("bits", "expected_s"), [(2, 1.0), (8, 1.0), (32, 1.0)])
-def test_one_measurement_is_that_of_every_plan(bits, expected_s):
-    assert epoch(bits, measured(8, 1.0, 0.1)).compute_s == expected_s
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_one_measurement_is_that_of_every_plan(bits):
+    assert epoch(bits, step_times(8, 1.0, 0.1)).compute_s == 1.0
 
 
 def test_beyond_what_was_measured_the_nearest_counts():
-    times = measured(2, 1.0, 0.1), measured(8, 2.0, 0.1)
+    times = step_times(2, 1.0, 0.1), step_times(8, 2.0, 0.1)
     assert epoch(32, *times).compute_s == 2.0
     assert epoch(2, *times[1:]).compute_s == 2.0
