@@ -15,6 +15,7 @@ import numpy as np
 from qsync_opt.formulations.assignment import PROOF, BoundAndFix, Effort, Outcome
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.infeasible import explain
+from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import graph_tables, peers_ns
 from qsync_opt.training import PROOF_GAP, Answer, Plan, Problem, SolveOptions, TerminationStatus, relative_gap
 
@@ -23,6 +24,9 @@ _SMALL = 60
 
 _FULL_SIZE, _LARGEST = 1500, 5
 """A problem of fewer nodes than this gets a tree larger in proportion, up to a factor: its nodes are bounded sooner."""
+
+_FASTEST_S = 60.0
+"""Seconds to look for the fastest plan, where no other was found."""
 
 
 @dataclass(slots=True)
@@ -42,6 +46,20 @@ class DeviceSearch:
     def name(self) -> str:
         """Name of the device type."""
         return self.collapsed.device.name
+
+    def start_from_fastest(self, effort: Effort, deadline: float) -> None:
+        """Find the fastest plan within memory, and search again from it if it keeps the latency limit too.
+
+        For limits so tight that no plan was found under both, such as the time of the fastest plan itself.
+        """
+        until = min(deadline, time.monotonic() + _FASTEST_S)
+        low_ns, reached_ns, labels_N = least_latency(self.collapsed, until, Effort())
+        if low_ns > self.collapsed.latency_limit_ns:
+            self.outcome.proved_infeasible = True
+        elif labels_N is not None and reached_ns <= self.collapsed.latency_limit_ns:
+            devices = {self.name: self.collapsed.choices(labels_N)}
+            start = Plan(problem=self.collapsed.problem.name, devices=devices)
+            self.advance(effort, 0.0, start=start, deadline=deadline)
 
     def advance(self, effort: Effort, aim: float, *, start: Plan | None = None, deadline: float = math.inf) -> bool:
         """Search with more effort than before; returns whether that settles this device type.
@@ -131,6 +149,12 @@ def _advance(
             break
         if any(search.outcome.interrupted for search in searches):
             break
+    for search in searches:
+        outcome = search.outcome
+        if outcome.labels_N is None and not (outcome.interrupted or outcome.out_of_time):
+            search.start_from_fastest(stages[-1], deadline)
+            if search.outcome.proved_infeasible:
+                return search
     return None
 
 

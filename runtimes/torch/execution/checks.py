@@ -192,18 +192,13 @@ def check_capturable(model: nn.Module) -> None:
     """Refuse models that are known not to be capturable.
 
     Raises:
-        UnsupportedError: The model is not on a card, is sharded, or has recurrent layers or SyncBatchNorm.
+        UnsupportedError: The model is not on a card, is sharded, or has SyncBatchNorm.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedError(
                 f"graphed: {name or 'the model'!r} is a SyncBatchNorm, whose passes wait for the other workers, but "
                 "capturing runs passes that the others do not: use BatchNorm, or run this model operator by operator"
-            )
-        if isinstance(module, nn.RNNBase):
-            raise UnsupportedError(
-                f"graphed: {name or 'the model'!r} is a recurrent layer, which also keeps its parameters in a flat "
-                "buffer, so that a captured pass would lose their gradients: run this model operator by operator"
             )
     if is_sharded(model):
         raise UnsupportedError("graphed: the model is sharded (FSDP): its weights move, which a captured pass cannot")

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +69,8 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
 
     Raises:
         NotReadyError: No plan is applied, or the model is in evaluation mode.
-        UnsupportedError: The model is not on a card, is sharded, has recurrent layers or SyncBatchNorm, or returns
-            other objects than tensors.
+        UnsupportedError: The model is not on a card, is sharded, has SyncBatchNorm, or returns other objects than
+            tensors.
 
     Source:
         See the module's text.
@@ -273,8 +274,10 @@ class CapturedPasses:
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
 
         def run(parameters: Sequence[Tensor]) -> tuple[list[Any], TreeSpec]:
-            replaced = {names[id(own)]: other for own, other in zip(self._parameters, parameters, strict=True)}
-            return tree_flatten(functional_call(self._model, replaced, args, kwargs))
+            others = {id(own): other for own, other in zip(self._parameters, parameters, strict=True)}
+            replaced = {names[own]: other for own, other in others.items()}
+            with _recurrent_weights(self._model, others):
+                return tree_flatten(functional_call(self._model, replaced, args, kwargs))
 
         def both(parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
             outputs = _differentiable(run(parameters)[0])
@@ -302,6 +305,26 @@ class CapturedPasses:
                 "lost: run it operator by operator"
             )
         return passes
+
+
+@contextlib.contextmanager
+def _recurrent_weights(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let recurrent layers read ``others``, by the parameters' identities, in place of their parameters.
+
+    They keep a list of their weights of their own. Where a parameter is not the one in that list, they would move all
+    of them to new memory, which a captured pass would read ever after.
+    """
+    before = [(m, m._flat_weights, m._flat_weight_refs) for m in model.modules() if isinstance(m, nn.RNNBase)]
+    try:
+        for module, *_ in before:
+            own = [getattr(module, name, None) for name in module._flat_weights_names]
+            weights = [others.get(id(weight), weight) for weight in own]
+            module._flat_weights = weights
+            module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
+        yield
+    finally:
+        for module, weights, references in before:
+            module._flat_weights, module._flat_weight_refs = weights, references
 
 
 def _record(

@@ -56,6 +56,8 @@ class ExecutionMode:
         compiled: Whether the model is compiled.
         regional: Whether its repeated blocks are then compiled once for all of them.
         channels_last: Whether weights of convolutions lie channels last.
+        waits_for_host: Whether the device had nothing left to do when the host had launched the timed passes, so that
+            ``pass_ns`` of launched passes says nothing of how long it computes.
     """
 
     name: str
@@ -68,6 +70,7 @@ class ExecutionMode:
     compiled: Annotated[bool, Json(omitted=True)] = False
     regional: Annotated[bool, Json(omitted=True)] = False
     channels_last: Annotated[bool, Json(omitted=True)] = False
+    waits_for_host: Annotated[bool, Json(omitted=True)] = False
 
     def __post_init__(self) -> None:
         freeze(self, "precisions")

@@ -68,6 +68,8 @@ as many modes at most: what compiling saves differs little between precisions.""
 _MORE_SAVED = 1.5
 """How many times the nanoseconds that capturing saved at most so far it is thought to save of a slower mode: the host
 launches as many operators, and the device keeps it waiting for longer."""
+_BACKLOG = 0.1
+"""Share of a pass that a device still has to compute when the host has launched timed passes, if it never waits."""
 _FURTHER_SAVED = 0.05
 """Share of a mode's time that compiling is thought to save beyond what it saved of another mode of its kind."""
 _CAPTURING_PAYS = 0.015
@@ -308,6 +310,7 @@ class _Timing:
         spent_ns = [0.0 for _ in modes]
         passes = [0 for _ in modes]
         needs = [mode.needed_bytes for mode in modes]
+        waits = [False for _ in modes]
         for turn in range(_ROUNDS):
             for index, mode in enumerate(modes):
                 if mode.form != LAUNCHED or needs[index] is None or spent_ns[index] > _MODE_NS:
@@ -317,8 +320,9 @@ class _Timing:
                     try:
                         if not turn and self.example.device.type == "cuda":
                             needs[index] = self._peak_bytes()
-                        passes[index], pass_ns = self._pass_ns(passes[index], scaled=mode.needs_scaling)
+                        passes[index], pass_ns, backlog = self._pass_ns(passes[index], scaled=mode.needs_scaling)
                         times_ns[index].append(pass_ns)
+                        waits[index] = backlog < _BACKLOG and not mode.needs_scaling  # looking for overflows waits too
                     except RuntimeError as failure:
                         needs[index] = None
                         model.zero_grad()
@@ -332,8 +336,13 @@ class _Timing:
         lowest = {mode.label: sorted(own)[:2] for mode, own in zip(modes, times_ns, strict=True) if len(own) > 1}
         warn_if_busy({f"passes of {label}": 1 - low / high for label, (low, high) in lowest.items()}, len(lowest))
         return [
-            replace(mode, pass_ns=round(statistics.median(own)) if own else 0, needed_bytes=needed)
-            for mode, own, needed in zip(modes, times_ns, needs, strict=True)
+            replace(
+                mode,
+                pass_ns=round(statistics.median(own)) if own else 0,
+                needed_bytes=needed,
+                waits_for_host=waited and self.example.device.type == "cuda",
+            )
+            for mode, own, needed, waited in zip(modes, times_ns, needs, waits, strict=True)
         ]
 
     def in_best_format(self, modes: Sequence[ExecutionMode]) -> list[ExecutionMode]:
@@ -391,11 +400,13 @@ class _Timing:
     ) -> list[ExecutionMode]:
         """The modes with times of captured passes of one kind that could be chosen; launched ones are timed already.
 
-        Capturing saves what a device waits for its host. Of modes that torch carries out by itself, and of those that
-        run operator by operator, the host launches about as many operators each: a mode whose passes take longer waits
-        no longer than the fastest of its kind.
+        Capturing saves what a device waits for its host. What torch carries out by itself and waits for its host is
+        captured in any case: casts may make it launch far more than another mode of its kind, and compute far less. Of
+        others of a kind the host launches about as many operators each: a mode whose passes take longer waits no longer
+        than the fastest one.
         """
         launched_ns = {mode.name: mode.pass_ns for mode in modes if mode.form == LAUNCHED and mode.pass_ns}
+        waiting = {mode.name for mode in modes if mode.form == LAUNCHED and mode.waits_for_host}
         fastest_ns = min((mode.pass_ns for mode in modes if mode.pass_ns), default=0)
         saved_ns: int | None = None
         results = {mode.label: mode for mode in modes}
@@ -404,7 +415,7 @@ class _Timing:
                 continue
             own_ns = launched_ns.get(mode.name)
             bound_ns = 0.0
-            if own_ns is not None and saved_ns is not None:
+            if own_ns is not None and saved_ns is not None and not (carried and mode.name in waiting):
                 bound_ns = own_ns - _MORE_SAVED * saved_ns
             if launched_ns and (own_ns is None or own_ns >= _FAR_SLOWER * min(launched_ns.values())):
                 results[mode.label] = _not_timed(mode)  # the host is not what it waits for
@@ -559,7 +570,7 @@ class _Timing:
                     needed = self._peak_bytes()
                 began, passes = time.perf_counter(), 0
                 while len(times_ns) < (_ROUNDS if self.compiled else _CAPTURED_ROUNDS):
-                    passes, pass_ns = self._pass_ns(passes, scaled=mode.needs_scaling)
+                    passes, pass_ns, _ = self._pass_ns(passes, scaled=mode.needs_scaling)
                     times_ns.append(pass_ns)
                     if 1e9 * (time.perf_counter() - began) > _MODE_NS:
                         break
@@ -587,7 +598,7 @@ class _Timing:
         _, allocation = allocation_of(self._pass, self.example.device)
         return resident_bytes(self.example.model) + allocation.peak_bytes + self.kept_bytes
 
-    def _pass_ns(self, passes: int, *, scaled: bool) -> tuple[int, float]:
+    def _pass_ns(self, passes: int, *, scaled: bool) -> tuple[int, float, float]:
         """Nanoseconds of a pass, the mean of ``passes`` that follow each other; one before them does not count.
 
         With loss scaling, ``scaled``, the gradients are looked through and divided too, and the host waits for them.
@@ -597,23 +608,28 @@ class _Timing:
             scaled: Whether there is loss scaling.
 
         Returns:
-            How many passes were timed, and the time of one.
+            How many passes were timed, the time of one, and the share of it that the device still computed when the
+            last one was launched.
         """
-        first = self._block_ns(1, scaled=scaled)
+        first, _ = self._block_ns(1, scaled=scaled)
         if not passes:
             if first <= _BLOCK_NS:  # else one pass more is as good as any
-                first = self._block_ns(1, scaled=scaled)
+                first, _ = self._block_ns(1, scaled=scaled)
             passes = max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, first))))
-        return passes, self._block_ns(passes, scaled=scaled) / passes
+        block_ns, left_ns = self._block_ns(passes, scaled=scaled)
+        return passes, block_ns / passes, left_ns * passes / max(1.0, block_ns)
 
-    def _block_ns(self, passes: int, *, scaled: bool) -> float:
+    def _block_ns(self, passes: int, *, scaled: bool) -> tuple[float, float]:
+        """Nanoseconds of passes that follow each other, and how much of it came after the last one was launched."""
         device = self.example.device
         clock: Callable[[], int] = time.perf_counter_ns if device.type == "cuda" else cpu_clock()
         began = clock()
         for _ in range(passes):
             self._pass(scaled=scaled)
+        launched = clock()
         synchronize(device)
-        return float(clock() - began)
+        ended = clock()
+        return float(ended - began), float(ended - launched)
 
 
 def unscale_gradients(model: nn.Module) -> bool:

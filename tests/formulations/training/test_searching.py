@@ -17,14 +17,26 @@ from qsync_opt.formulations.training import (
     paper_greedy,
     recover,
 )
+from qsync_opt.formulations.training.certified import DeviceSearch
 from qsync_opt.formulations.training.ilp import solve as whole_program
-from qsync_opt.testing import cast_coupling, chain, diamond, no_memory, random_plan, random_problem, skipped_level
+from qsync_opt.testing import (
+    cast_coupling,
+    chain,
+    diamond,
+    no_memory,
+    random_plan,
+    random_problem,
+    skipped_level,
+    stacked_problem,
+)
 from qsync_opt.training import (
+    NO_LIMIT_NS,
     Plan,
     SolveOptions,
     TerminationStatus,
     evaluate,
     evaluate_device,
+    fastest,
     iteration_time,
     load_problem,
     propagate,
@@ -199,3 +211,22 @@ def test_infeasibility_that_a_solver_proves_is_explained(monkeypatch):
     solution = solve(no_memory().problem, "ilp", solver=solver)
     assert solution.termination is TerminationStatus.INFEASIBLE
     assert "no time to find out which limit" in solution.reason
+
+
+@pytest.mark.parametrize("above_ns", [-1, 0, 1000])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_no_plan_was_found_the_search_starts_from_the_fastest_one(seed, above_ns, monkeypatch):
+    """As under the fastest plan's own time and a memory limit that is nearly as tight."""
+    problem = stacked_problem(2, seed=seed)
+    found = fastest(replace(problem, latency_limit_ns=NO_LIMIT_NS))
+    tight = replace(problem, latency_limit_ns=found.iteration_ns + above_ns)
+    plain = DeviceSearch.advance
+    monkeypatch.setattr(
+        DeviceSearch, "advance", lambda self, *args, start=None, **how: start and plain(self, *args, start=start, **how)
+    )
+    solution = solve(tight, "greedy")
+    if above_ns < 0:
+        assert solution.termination is TerminationStatus.INFEASIBLE
+        assert "latency limit" in solution.reason
+        return
+    assert evaluate(tight, solution.plan).feasible

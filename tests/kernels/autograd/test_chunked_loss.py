@@ -100,6 +100,20 @@ def test_gradients_in_8_bits_are_unbiased(precision, backward):
         assert float(shift.max()) < 0.04 * float(true.abs().max())
 
 
+@pytest.mark.parametrize("precision", ["INT8", "FP8"])
+def test_a_weight_gradient_that_is_added_in_parts_is_the_same(precision, monkeypatch):
+    x, w = torch.randn(96, 32), torch.randn(600, 32, requires_grad=True)
+    target = torch.randint(0, 600, (96,))
+
+    def gradient():
+        options = KernelOptions(backward="eight", weight_granularity="tensor")
+        return torch.autograd.grad(_chunked(x, w, None, target, 32, precision, options), w)[0]
+
+    in_parts = gradient()
+    monkeypatch.setattr("qsync_opt.kernels.autograd.chunked_loss._PARTS", 1)
+    assert torch.equal(in_parts, gradient())
+
+
 def test_logits_of_all_tokens_never_exist(monkeypatch):
     softened, plain = [], F.log_softmax
 

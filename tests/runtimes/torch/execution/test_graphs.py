@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import qsync_opt
 from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.runtimes.torch.execution.graphs import _recurrent_weights
 from qsync_opt.runtimes.torch.job import host_bound_words
 
 
@@ -16,21 +18,26 @@ def test_a_plan_comes_first():
         qsync_opt.graphed(nn.Linear(4, 4), torch.zeros(2, 4))
 
 
-def test_recurrent_layers_and_evaluation_are_refused():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.out = nn.LSTM(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.out(self.lstm(x)[0])
-
-    model = qsync_opt.apply(Recurrent(), {"out/linear": "FP32"})
-    with pytest.raises(UnsupportedError, match=r"'lstm' is a recurrent layer.*operator by operator"):
-        qsync_opt.graphed(model, torch.zeros(2, 4))
+def test_evaluation_is_refused():
     resting = qsync_opt.apply(nn.Sequential(nn.Linear(4, 4)), {"0/linear": "FP32"}).eval()
     with pytest.raises(NotReadyError, match=r"evaluation mode.*model.train\(\)"):
         qsync_opt.graphed(resting, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_read_replaced_parameters_where_they_are(kind):
+    model = nn.Sequential(nn.Linear(4, 4), kind(4, 4, 2))
+    others = {id(own): own.detach().requires_grad_() for own in model.parameters()}
+    replaced = {name: others[id(own)] for name, own in model.named_parameters()}
+    kept = model[1]._flat_weights
+    with _recurrent_weights(model, others):
+        listed = model[1]._flat_weights
+        output = functional_call(model, replaced, torch.randn(3, 2, 4))[0]
+        assert model[1]._flat_weights is listed  # they were not moved to memory of their own
+    gradients = torch.autograd.grad(output.sum(), list(others.values()))
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+    assert model[1]._flat_weights is kept
+    assert not model[1]._weights_have_changed()
 
 
 def test_a_model_on_the_host_cannot_be_captured():

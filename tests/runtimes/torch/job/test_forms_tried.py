@@ -68,6 +68,17 @@ def test_modes_that_wait_for_their_host_are_all_captured(tried):
     assert tried == ["a, captured", "b, captured"]  # c would need 900, more than 8 % above 400
 
 
+def test_what_torch_carries_out_and_waits_for_its_host_is_captured_whatever_another_mode_saved(tried):
+    """TF32 beside autocast, whose casts the host has to launch."""
+    tried.times = {"a, captured": 1140, "b, captured": 980, "d_, captured": 1100}
+    given = [
+        replace(m, waits_for_host=m.form == LAUNCHED and m.name != "a") for m in uncompiled(a=1200, b=1500, d_=1500)
+    ]
+    results = choose(given)
+    assert tried == ["a, captured", "b, captured", "d_, captured"]
+    assert next(mode for mode in results if mode.label == "b, captured").pass_ns == 980
+
+
 def test_nothing_is_captured_when_the_time_is_over(tried):
     results = choose(uncompiled(a=1000, b=1050), until=0.0)
     assert not tried
@@ -229,7 +240,7 @@ def test_a_model_that_repeats_a_few_blocks_is_compiled_as_a_whole(tried):
 def test_passes_that_do_not_settle_say_that_the_machine_is_busy(monkeypatch, caplog, unsteady, is_said):
     times_ns = itertools.cycle([100.0 * unsteady**k for k in range(job_passes._ROUNDS)])
     monkeypatch.setattr(job_passes, "carried_out", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(job_passes._Timing, "_pass_ns", lambda self, passes, scaled: (1, next(times_ns)))
+    monkeypatch.setattr(job_passes._Timing, "_pass_ns", lambda self, passes, scaled: (1, next(times_ns), 1.0))
     own = timing()
     own.example.device = torch.device("cpu")
     results = own.in_turn(modes(a=0)[:1])
