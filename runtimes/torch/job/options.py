@@ -39,8 +39,8 @@ class PlanningOptions:
         costs: ``"steps"`` records whole training steps of the model under a few plans (`profile_steps`) and
             ``"operators"`` measures operator by operator (`profile`); ``"auto"`` does the first on CUDA and the second
             on a CPU. Where steps cannot be recorded, operators are measured, and the plan says why.
-        profile_seconds: With recorded steps, the time after which no plan beyond the uniform ones is started; operator
-            by operator, the ``seconds`` of `profile`.
+        profile_seconds: With recorded steps, the time after which no plan beyond the uniform ones is started, and no
+            part of one that does not fit into memory; operator by operator, the ``seconds`` of `profile`.
         indicator: What sensitivities are measured by, as in `sensitivities`: ``"progress"``, the share of every step's
             progress that noise costs Adam and those like it; ``"probed"``, the variance that it adds to the gradient;
             or ``"propagated"``, the same by formula. ``"auto"`` takes the first if the optimizer has ``betas`` (or none

@@ -295,13 +295,14 @@ class _Compiling:
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """What all modes are timed with; the arguments of `time_modes`."""
+    """What all modes are timed with, the arguments of `time_modes`; and the names of those that do not run."""
 
     example: TrainingExample
     graph: OpGraph | None
     kernels: KernelOptions
     kept_bytes: int
     compiled: bool
+    refused: set[str] = field(default_factory=set)
 
     def in_turn(self, modes: Sequence[ExecutionMode]) -> list[ExecutionMode]:
         """The launched modes timed in rounds; captured ones are left as they are."""
@@ -331,6 +332,7 @@ class _Timing:
                         elif mode.is_plain:
                             raise
                         else:
+                            self.refused.add(mode.name)
                             _LOGGER.warning("%s does not run and is left out: %s", mode.name, first_line(failure))
                 spent_ns[index] += 1e9 * (time.perf_counter() - began)
         lowest = {mode.label: sorted(own)[:2] for mode, own in zip(modes, times_ns, strict=True) if len(own) > 1}
@@ -443,6 +445,7 @@ class _Timing:
         """The modes with times of compiled passes of those of one kind that are fastest otherwise, as time allows.
 
         Where none of the others keeps the memory limit: of those that are likely to need least, whatever their kind.
+        Where none that torch carries out by itself is near the fastest, because all ran out of memory: autocast.
 
         Args:
             modes: In all forms; launched ones are timed already, and captured ones of this kind.
@@ -462,8 +465,11 @@ class _Timing:
         near = sorted((n for n, ns in fastest_ns.items() if ns <= near_ns), key=lambda n: (not kinds[n], fastest_ns[n]))
         chosen = [name for name in near[:_MOST_COMPILED] if kinds[name] is carried]
         tight = not any(mode.pass_ns and mode.fits(limit_bytes) for mode in modes if not mode.compiled)
+        frugal = _frugal([mode for mode in modes if mode.form == COMPILED]) if carried else []
         if tight:
-            chosen, slack = _frugal([mode for mode in modes if mode.form == COMPILED]) if carried else [], None
+            chosen, slack = frugal, None
+        elif not chosen and frugal and kinds[frugal[0]] and frugal[0] not in {*fastest_ns, *self.refused}:
+            chosen = frugal[:1]  # compiled, what ran out of memory as launched passes may fit
         results = {mode.label: mode for mode in modes}
 
         def capturing_pays(name: str) -> bool:
@@ -476,7 +482,7 @@ class _Timing:
         left: float | None = None
         """Least share of the time that compiling left."""
         for name in chosen:
-            if slack is not None and left is not None:
+            if slack is not None and left is not None and name in fastest_ns:
                 least_ns = (left - _FURTHER_SAVED) * fastest_ns[name]
                 if least_ns > _could_be_chosen_ns(min(mode.pass_ns for mode in ready), slack):
                     continue
@@ -489,7 +495,7 @@ class _Timing:
                 timed = results[wanted.label] = self.compiled_and_timed(wanted, compiling, until, limit_bytes)
                 if timed.pass_ns:
                     ready.append(timed)
-                    if not tight:
+                    if not tight and name in fastest_ns:
                         left = min(timed.pass_ns / fastest_ns[name], 1.0 if left is None else left)
         return [results[mode.label] for mode in modes]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import statistics
 import time
 import warnings
@@ -52,6 +53,9 @@ _RUNS = 10
 
 _FAR_ABOVE = 2.0
 """A step that takes this many times its host time is not bound by the host."""
+
+_PART_REPEATS = 2
+"""Timed steps of a part of a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +128,8 @@ def record_steps(
         kernels: Options of the 8-bit kernels, as in training.
         progress: As in `profile`.
         name: Of the device, instead of the hardware's, for a partition of a card.
-        budget_s: Seconds after which no further mixed plan is begun; None: all are recorded.
+        budget_s: Seconds after which no further mixed plan is begun, and no part of one that does not fit; None: all
+            are recorded.
         compiled: Compile the model under every plan, as one graph for the forward and one for the backward pass, inside
             ``DistributedDataParallel``, for the costs of a model that is compiled so after `apply`. Earlier
             compilations of this process are dropped.
@@ -138,8 +143,8 @@ def record_steps(
         ProblemError: No compiled step could be charged to operators. A single such plan is left out with a warning, and
             cases that only it has are scaled as below.
         NotReadyError: No plan fits into the device's memory. A uniform plan that does not is recorded in parts, a few
-            operators at a time; cases that do not fit even so are scaled from another precision and marked
-            (`CaseCost.scaled_from`). A warning names both.
+            operators at a time; cases that do not fit even so, or for which the time does not suffice, are scaled from
+            another precision and marked (`CaseCost.scaled_from`). A warning names both.
 
     Source: QSync and dPRO profile whole runs as well (IPDPS 2024, MLSys 2022) and match kernels by name and order;
         charging by autograd's numbers, cases, and the two queues are ours.
@@ -154,18 +159,15 @@ def record_steps(
     # Copies of the batch are not part of compiled graphs.
     stepper = Stepper(example.moved() if compiled else example, optimizer, clip_norm)
     recorder = _Recorder(stepper, graph, options, kernels, compiled)
-    start = time.perf_counter()
+    deadline = math.inf if budget_s is None else time.perf_counter() + budget_s
     with reporting(progress, "steps") as report:
         for done, (label, plan) in enumerate(plans.items()):
             report(done, len(plans) + 1, label)
-            late = budget_s is not None and time.perf_counter() - start > budget_s
-            if not (late and label.startswith(MIXED)):
+            if not (label.startswith(MIXED) and time.perf_counter() > deadline):
                 recorder.record(label, plan)
-        recorder.record_lost_in_parts(available)
+        recorder.record_lost_in_parts(available, deadline)
         if not compiled:
-            recorder.time_hosts_again(
-                budget_s and start + budget_s, lambda label: report(len(plans), len(plans) + 1, label)
-            )
+            recorder.time_hosts_again(deadline, lambda label: report(len(plans), len(plans) + 1, label))
         report(len(plans), len(plans) + 1, "casts")
         # A compiler fuses casts: those that were not recorded cost next to nothing.
         casts, cast_host_ns = ({}, 0) if compiled else _time_casts(device, tuple(formats), kernels)
@@ -223,12 +225,16 @@ class _Recorder:
         self.samples: list[StepSample] = []
         self._lost: dict[str, Mapping[str, str]] = {}
 
-    def record(self, label: str, plan: Mapping[str, str]) -> bool:
-        """Record a plan; False if memory runs out, or if a compiled step cannot be charged to operators."""
+    def record(self, label: str, plan: Mapping[str, str], options: RecordingOptions | None = None) -> bool:
+        """Record a plan; False if memory runs out, or if a compiled step cannot be charged to operators.
+
+        ``options`` are instead of those of all plans.
+        """
         sample = None
         try:
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                sample = self._record(self._stepper, self._graph, label, plan, self._options, self._kernels)
+                own = options or self._options
+                sample = self._record(self._stepper, self._graph, label, plan, own, self._kernels)
         except ProblemError as error:
             if not self._compiled:
                 raise
@@ -245,21 +251,23 @@ class _Recorder:
         self._met |= {(self._signature[name], precision) for name, precision in plan.items()}
         return True
 
-    def time_hosts_again(self, deadline: float | None, report: Callable[[str], None]) -> None:
+    def time_hosts_again(self, deadline: float, report: Callable[[str], None]) -> None:
         """Time the host under every plan in further rounds; the median of all rounds counts."""
         options = self._options or RecordingOptions()
         rounds = {sample.name: [(sample.host_ns, sample.iteration_ns)] for sample in self.samples}
         for _ in range(options.rounds - 1):
             for sample in self.samples:
-                if deadline is not None and time.perf_counter() > deadline:
+                if time.perf_counter() > deadline:
                     break
                 if sample.iteration_ns < _FAR_ABOVE * sum(sample.host_ns.values()):
                     report(f"{sample.name}, host")
                     rounds[sample.name].append(_time_host(self._stepper, self._graph, sample, options, self._kernels))
         self.samples = [_over_rounds(sample, rounds[sample.name]) for sample in self.samples]
 
-    def record_lost_in_parts(self, available: Mapping[str, Sequence[str]]) -> None:
+    def record_lost_in_parts(self, available: Mapping[str, Sequence[str]], deadline: float) -> None:
         """Record the uniform plans that ran out of memory a few operators at a time, on top of the smallest plan.
+
+        No part is begun after ``deadline`` on ``time.perf_counter``'s clock.
 
         Raises:
             NotReadyError: Nothing was recorded at all.
@@ -273,7 +281,7 @@ class _Recorder:
         base = min(self.samples, key=lambda sample: sample.memory.peak_bytes).precisions
         for label, plan in lost.items():
             if not label.startswith(MIXED):
-                self._record_parts(label, plan, base)
+                self._record_parts(label, plan, base, deadline)
         missing = {
             f"{name} in {precision}"
             for name, precisions in available.items()
@@ -288,17 +296,19 @@ class _Recorder:
             text += f"; {len(missing)} costs are scaled from other precisions ({', '.join(shown)})"
         warnings.warn(text, stacklevel=4)
 
-    def _record_parts(self, label: str, plan: Mapping[str, str], base: Mapping[str, str]) -> None:
+    def _record_parts(self, label: str, plan: Mapping[str, str], base: Mapping[str, str], deadline: float) -> None:
         names = list(plan)
+        # The smallest plan has warmed up already, and times of parts are those of a few operators.
+        options = dataclasses.replace(self._options or RecordingOptions(), warm_up=1, repeats=_PART_REPEATS)
         # The whole does not fit: begin with its halves.
         waiting = [names[: len(names) // 2], names[len(names) // 2 :]] if len(names) > 1 else []
         number = 0
-        while waiting:
+        while waiting and time.perf_counter() <= deadline:
             part = waiting.pop(0)
             if all((self._signature[name], plan[name]) in self._met for name in part):
                 continue
             number += 1
-            if not self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}):
+            if not self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}, options):
                 half = len(part) // 2
                 waiting[:0] = [part[:half], part[half:]] if half else []
 

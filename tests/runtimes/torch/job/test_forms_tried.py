@@ -166,6 +166,17 @@ def test_where_no_launched_mode_keeps_the_limit_those_that_need_least_are_compil
         assert "FP32, compiled" in tried  # the limit is kept: those that are fast are compiled
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_autocast_that_ran_out_of_memory_is_compiled_beside_slower_modes_that_fit(tried, monkeypatch, refused):
+    tried.times = {"a, compiled, captured": 500, "a, compiled": 510, "b_, captured": 990, "b_, compiled": 800}
+    given = [replace(mode, needed_bytes=None) if mode.label == "a" else mode for mode in modes(a=0, b_=1000)]
+    watched = timing()
+    watched.refused.update({"a"} if refused else ())
+    results = watched.in_other_forms(given, float("inf"), 0.0)
+    assert ("a, compiled, captured" in tried) is not refused
+    assert ("a, compiled, captured" in [mode.label for mode in results if mode.pass_ns]) is not refused
+
+
 def layers():
     """A model of which a tenth is left to compile where its layers are compiled once."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(12)))

@@ -139,6 +139,14 @@ def test_a_plan_that_does_not_fit_is_recorded_in_parts(setting, monkeypatch):
     assert all(cost.samples for cost, o in zip(step.costs, setting.graph, strict=True) if o.name in setting.names)
 
 
+def test_no_part_is_recorded_when_the_time_is_over(setting, monkeypatch):
+    arguments = (setting.example, setting.graph, setting.optimizer)
+    monkeypatch.setattr(step_profile, "record_plan", short_of_memory(6))
+    with pytest.warns(UserWarning, match=r"not enough memory on cpu to record uniform FP32; \d+ costs are scaled"):
+        costs = profile_steps(*arguments, precisions=["BF16"], mixed=0, options=FEW, progress=False, budget_s=0.0)
+    assert [check.plan for check in costs.checks] == ["uniform BF16"]
+
+
 def test_what_never_fits_is_scaled_and_marked(setting, monkeypatch):
     arguments = (setting.example, setting.graph, setting.optimizer)
     monkeypatch.setattr(step_profile, "record_plan", short_of_memory(6, never=["head/linear"]))
