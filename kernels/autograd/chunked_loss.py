@@ -335,9 +335,11 @@ def _eight_bit_head(
                     return dx, weight_gradient(g, x.transposed, x.transposed_scale, torch.float32, options)
                 assert g.transposed is not None
                 size = _ALIGNED * math.ceil(dw.shape[0] / _PARTS / _ALIGNED)
-                for some, codes_of_some in zip(dw.split(size), g.transposed.split(size), strict=True):
-                    part = g._replace(transposed=codes_of_some)
-                    some.add_(weight_gradient(part, x.transposed, x.transposed_scale, torch.float32, options))
+                for first in range(0, dw.shape[0], size):
+                    part = g._replace(transposed=g.transposed[first : first + size])
+                    more = weight_gradient(part, x.transposed, x.transposed_scale, torch.float32, options)
+                    dw[first : first + size].add_(more)
+                    del more
             return dx, dw
 
         return logits, in_eight if eight else in_half

@@ -318,7 +318,7 @@ def _recurrent_weights(model: nn.Module, others: Mapping[int, Tensor]) -> Iterat
     try:
         for module, *_ in before:
             own = [getattr(module, name, None) for name in module._flat_weights_names]
-            weights = [others.get(id(weight), weight) for weight in own]
+            weights: list[Any] = [others.get(id(weight), weight) for weight in own]
             module._flat_weights = weights
             module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
         yield

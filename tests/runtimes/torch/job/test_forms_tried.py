@@ -261,6 +261,16 @@ def test_passes_that_do_not_settle_say_that_the_machine_is_busy(monkeypatch, cap
     ) is is_said
 
 
+@pytest.mark.parametrize(("last_ns", "waits", "taken"), [(500, True, True), (595, True, False), (500, False, False)])
+def test_passes_that_wait_for_their_host_are_tried_channels_last_when_captured(tried, last_ns, waits, taken):
+    tried.times = {"a, captured": 600, "a, captured, channels last": last_ns}
+    tried.times |= {f"a, compiled{form}{how}": 400 for form in ("", ", captured") for how in ("", ", channels last")}
+    given = [replace(mode, waits_for_host=waits and mode.form == LAUNCHED) for mode in modes(a=1000)]
+    results = choose(given, model=nn.Sequential(nn.Conv2d(2, 2, 3)))
+    assert ("a, captured, channels last" in tried) is waits
+    assert {mode.form for mode in results if mode.channels_last} == (set(FORMS[1:]) if taken else set())
+
+
 def test_weights_lie_channels_last_where_that_is_faster(monkeypatch):
     after = {"a": 900, "b": 999}
     monkeypatch.setattr(
