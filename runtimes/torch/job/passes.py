@@ -82,6 +82,8 @@ _MOSTLY_REPEATED = 0.15
 With six to eight blocks (a share of 0.2) that took as long as the whole, 18 and 21 s, whose steps were 6 % shorter."""
 _FORMAT_PAYS = 0.01
 """Share of the time of launched passes that channels last must save, so that weights are laid out anew."""
+_FORMAT_GAINS = 1.5
+"""Modes that take so many times the fastest one's time are not tried channels last: none gained so much."""
 _STEPS_SHARE = 0.15
 """Share of ``planning_seconds`` that is left for whole steps."""
 _MODE_NS = 0.8e9
@@ -351,7 +353,7 @@ class _Timing:
         """The modes, channels last where that makes launched passes faster; other forms of them then too.
 
         The model as it is, in FP32 and launched, stays as it is. Where the fastest of the others gains nothing, no
-        further one is tried: it is the same convolutions that gain.
+        further one is tried: it is the same convolutions that gain. Nor are those that are far slower.
 
         Args:
             modes: In all forms; launched ones are timed already.
@@ -361,6 +363,7 @@ class _Timing:
             return [*modes]
         faster: dict[str, ExecutionMode] = {}
         first, *rest = sorted(before.values(), key=lambda mode: mode.pass_ns)
+        rest = [mode for mode in rest if mode.pass_ns <= _FORMAT_GAINS * first.pass_ns]
         for tried in ([first], rest):
             after = self.in_turn([replace(mode, channels_last=True) for mode in tried])
             faster |= {m.name: m for m in after if 0 < m.pass_ns < (1 - _FORMAT_PAYS) * before[m.name].pass_ns}

@@ -272,16 +272,16 @@ def test_passes_that_wait_for_their_host_are_tried_channels_last_when_captured(t
 
 
 def test_weights_lie_channels_last_where_that_is_faster(monkeypatch):
-    after = {"a": 900, "b": 999}
+    after = {"a": 900, "b": 999, "c": 100}
     monkeypatch.setattr(
         job_passes._Timing,
         "in_turn",
         lambda self, given: [replace(mode, pass_ns=after[mode.name]) for mode in given if mode.channels_last],
     )
-    given = [*modes(a=1000, b=1000), ExecutionMode(name="FP32", precisions={"a/linear": "FP32"}, pass_ns=1000)]
+    given = [*modes(a=1000, b=1000, c=1600), ExecutionMode(name="FP32", precisions={"a/linear": "FP32"}, pass_ns=1000)]
     results = timing(nn.Conv2d(2, 2, 3)).in_best_format(given)
     assert {mode.name for mode in results if mode.channels_last} == {"a"}
-    assert [mode.pass_ns for mode in results if mode.form == LAUNCHED] == [900, 1000, 1000]
+    assert [mode.pass_ns for mode in results if mode.form == LAUNCHED] == [900, 1000, 1600, 1000]
     assert [mode.label for mode in results if mode.name == "a"] == [
         f"{mode.label}, channels last" for mode in given if mode.name == "a"
     ]
