@@ -270,6 +270,7 @@ class StepBenchmark:
             if first:  # by itself: what does not fit or cannot be done shows here, while nobody waits
                 with self._alone():
                     self._step()
+                    self._step()  # beside the optimizer's state, which the first one made
             synchronize(self._device)
         except (torch.cuda.OutOfMemoryError, UnsupportedError) as error:
             fits = False

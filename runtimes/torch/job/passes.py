@@ -122,6 +122,7 @@ def measure_passes(job: Job, measured: JobModel | None, plan: JobPlan, types: De
             None if measured is None else measured.graph,
             job.options.kernels,
             kept_bytes=state_bytes + buckets,
+            state_bytes=0 if job.optimizer is not None and job.optimizer.state else state_bytes,
             compiled=job.options.compiled,
             until=job.began + (1 - _STEPS_SHARE) * job.options.planning_seconds,
             limit_bytes=types.memory_bytes[types.mine],
@@ -218,6 +219,7 @@ def time_modes(
     kernels: KernelOptions,
     *,
     kept_bytes: int = 0,
+    state_bytes: int = 0,
     compiled: bool = False,
     until: float = math.inf,
     limit_bytes: float = math.inf,
@@ -235,6 +237,7 @@ def time_modes(
         graph: The captured graph, if it is known here.
         kernels: Rounding and granularity.
         kept_bytes: What training keeps beside parameters, gradients and activations.
+        state_bytes: Of it the optimizer's state, unless that exists already: compiled passes must run beside it.
         compiled: Compile the model under every mode, one after the other.
         until: Time of ``time.perf_counter`` after which no mode is captured, and none should still be compiled.
         limit_bytes: Where no other mode keeps this, those that need least are compiled instead of the fastest.
@@ -246,7 +249,7 @@ def time_modes(
         precisions, or passes could not be captured or compiled, or would be too slow to try; on a CPU, which keeps no
         account of memory, it stays what it was.
     """
-    timing = _Timing(example, graph, kernels, kept_bytes, compiled)
+    timing = _Timing(example, graph, kernels, kept_bytes, compiled, state_bytes)
     with model_unchanged(example.model):
         if compiled:
             return [timing.once_prepared(mode) for mode in modes]
@@ -304,6 +307,7 @@ class _Timing:
     kernels: KernelOptions
     kept_bytes: int
     compiled: bool
+    state_bytes: int = 0
     refused: set[str] = field(default_factory=set)
 
     def in_turn(self, modes: Sequence[ExecutionMode]) -> list[ExecutionMode]:
@@ -602,6 +606,8 @@ class _Timing:
                 self._pass()  # compiles; or captures, and replays for the first time
                 watching = interception_of(model)
                 regional = mode.regional and watching is not None and watching.regional
+                # As after a first step, which makes it in memory that activations have left: it breaks large blocks.
+                state = self._like_state() if on_card and not mode.captured else []
                 if not mode.captured:
                     self._pass()  # with cached guards
                 if on_card and not mode.captured:
@@ -612,6 +618,7 @@ class _Timing:
                     times_ns.append(pass_ns)
                     if 1e9 * (time.perf_counter() - began) > _MODE_NS:
                         break
+                del state
                 if mode.captured:  # graphs keep their memory, which steps do not allocate
                     reserved = torch.cuda.max_memory_reserved(device) - before
                     needed = resident_bytes(model) + reserved + self.kept_bytes
@@ -624,6 +631,12 @@ class _Timing:
         if on_card:
             _reserved_bytes(device)
         return replace(mode, pass_ns=round(statistics.median(times_ns)), needed_bytes=needed, regional=regional)
+
+    def _like_state(self) -> list[torch.Tensor]:
+        """Tensors as large as the optimizer's state, as many for each parameter."""
+        trained = [p for p in self.example.model.parameters() if p.requires_grad]
+        each = self.state_bytes // max(1, sum(p.numel() * p.element_size() for p in trained))
+        return [torch.empty_like(p) for p in trained for _ in range(each)]
 
     def _pass(self, *, scaled: bool = False) -> None:
         self.example.run()
