@@ -724,7 +724,9 @@ def _reserved_bytes(device: torch.device) -> int:
 def host_share(
     example: TrainingExample, plan: Mapping[str, str] | DevicePlans, graph: OpGraph | None, kernels: KernelOptions
 ) -> float | None:
-    """Share of a forward and backward pass under a plan in which the host still launches; None without a card.
+    """Share of a forward and backward pass under a plan in which the host still launches.
+
+    None without a card, and where memory runs out, which is for trials to say.
 
     Near 1 the device has done everything by the time that the host has launched it: it waits for the host. Parameters,
     gradients, buffers and random state are put back.
@@ -732,7 +734,11 @@ def host_share(
     if example.device.type != "cuda":
         return None
     shares = []
-    with model_unchanged(example.model), under_plan(example.model, plan, graph, kernels):
+    with (
+        contextlib.suppress(torch.cuda.OutOfMemoryError),
+        model_unchanged(example.model),
+        under_plan(example.model, plan, graph, kernels),
+    ):
         for _ in range(1 + _HOST_PASSES):
             synchronize(example.device)
             begin = time.perf_counter()
@@ -741,7 +747,7 @@ def host_share(
             synchronize(example.device)
             shares.append((launched - begin) / (time.perf_counter() - begin))
             example.model.zero_grad()
-    return statistics.median(shares[1:])
+    return statistics.median(shares[1:]) if len(shares) > _HOST_PASSES else None
 
 
 def with_host_shares(job: Job, plan: JobPlan, graph: OpGraph | None, types: DeviceTypes) -> JobPlan:

@@ -137,12 +137,16 @@ def test_what_is_far_slower_takes_one_turn(paced):
     assert (fine.step_ns, fine.rounds_ns) == (214_000_000, (107_000_000, 0, 0, 0))
 
 
-def test_who_lacks_memory_is_told_and_the_others_go_on(job, monkeypatch):
-    real = TrainingExample.forward
+@pytest.mark.parametrize("fitting", [0, 1])
+def test_who_lacks_memory_is_told_and_the_others_go_on(job, monkeypatch, fitting):
+    """In the first step, or beside the optimizer's state that it made."""
+    real, planned = TrainingExample.forward, []
 
     def forward(self):
         if applied_plan(self.model) is not None:
-            raise torch.cuda.OutOfMemoryError("no room")
+            planned.append(self)
+            if len(planned) > fitting:
+                raise torch.cuda.OutOfMemoryError("no room")
         return real(self)
 
     monkeypatch.setattr(TrainingExample, "forward", forward)

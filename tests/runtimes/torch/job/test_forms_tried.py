@@ -271,6 +271,13 @@ def test_passes_that_wait_for_their_host_are_tried_channels_last_when_captured(t
     assert {mode.form for mode in results if mode.channels_last} == (set(FORMS[1:]) if taken else set())
 
 
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_memory_like_the_optimizers_state_has_its_size_for_every_parameter(copies):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5).requires_grad_(False))
+    like = replace(timing(model), state_bytes=copies * 4 * 9 + 8)._like_state()  # and the counts of steps
+    assert sorted(t.numel() for t in like) == sorted([6, 3] * copies)
+
+
 def test_weights_lie_channels_last_where_that_is_faster(monkeypatch):
     after = {"a": 900, "b": 999, "c": 100}
     monkeypatch.setattr(
