@@ -185,17 +185,18 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
     bound, proof, previous = -math.inf, nothing, -math.inf
     is_large = problem.num_messages > _FEW
     search = _Search(extrapolates=is_large)
-    proved, mu = (np.zeros(0), np.zeros(0)), 0.0
+    proved, mu = (np.zeros(0), np.zeros(0), np.zeros(0)), 0.0
 
-    def make_plans(bits_P: Floats, price_P: Floats) -> None:
+    def make_plans(bits_P: Floats, price_P: Floats, *times_of_rounds: Floats) -> None:
         nonlocal best
-        for target in _targets(problem, rows, bits_P):
-            plan = _plan(problem, tables, _filled(rows, pairs, bits_P, price_P, target))
-            evaluation = evaluate(problem, plan)
-            if evaluation.feasible and (best is None or evaluation.objective < best[0]):
-                best = evaluation.objective, plan
-            if evaluation.feasible:
-                break  # the other targets take longer
+        for time_of_round in times_of_rounds:
+            for target in _targets(problem, rows, time_of_round):
+                plan = _plan(problem, tables, _filled(rows, pairs, bits_P, price_P, target))
+                evaluation = evaluate(problem, plan)
+                if evaluation.feasible and (best is None or evaluation.objective < best[0]):
+                    best = evaluation.objective, plan
+                if evaluation.feasible:
+                    break  # the other targets take longer
 
     for step in range(_STEPS):
         for _ in range(1 if step else _FIRST_PASSES):
@@ -204,20 +205,21 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
         price_P = rows.bit_prices(u_R)
         bits_P = table.bits(price_P)
         times_R = rows.times(bits_P)
-        mean = rows.sum_by_round(share_R * times_R)[rows.round_R]
+        time_of_round = rows.sum_by_round(share_R * times_R)  # as its rows that have a price take
+        mean = time_of_round[rows.round_R]
         excess = (times_R - mean) / np.maximum(mean, _NEVER)
         is_still = float(np.abs(share_R * excess).max()) < _STILL
         if step % _EVERY == _EVERY - 1 or step == 0 or is_still:
             value = _bound(problem, pairs, rows, u_R, mu, pi)
             if value > bound:
                 bound, proof = value, Prices(exposed=mu, exchange=pi.tolist(), pair=price_P.tolist())
-                proved = bits_P, price_P
+                proved = bits_P, price_P, time_of_round
             elif step:
                 search.slow_down()
             is_settled = is_still or abs(value - previous) <= _SETTLED * abs(value) >= bound - value
             previous = value
             if problem.num_messages <= _MANY:
-                make_plans(bits_P, price_P)
+                make_plans(bits_P, price_P, time_of_round, rows.slowest(times_R))
             if (is_large and is_settled) or (best is not None and best[0] - bound <= 1e-7 * abs(best[0])):
                 break
         share_R = np.maximum(np.exp(search.next(excess, share_R)), 1e-12)
@@ -291,10 +293,12 @@ def _outer(
     costs = np.log(rows.bit_ns_L[rows.bit_ns_L > 0]) if (rows.bit_ns_L > 0).any() else np.zeros(1)
     low = np.full(hidden.size, table.low - float(costs.max()) - 20.0)
     high = np.full(hidden.size, table.low - float(costs.min()) + 20.0 + table.step * _GRID)
-    covered = _bisect(
-        lambda at: times(np.where(is_packing, packing_price, np.exp(at))) <= hidden, low.copy(), high.copy()
-    )
-    own = np.where(hidden > 0, np.exp(covered), math.inf)  # at this price an exchange is just hidden
+    own = np.full(hidden.size, math.inf)
+    if (hidden > 0).any():  # at these prices exchanges are just hidden
+        covered = _bisect(
+            lambda at: times(np.where(is_packing, packing_price, np.exp(at))) <= hidden, low.copy(), high.copy()
+        )
+        own = np.where(hidden > 0, np.exp(covered), math.inf)
 
     def variance(pi: Floats) -> float:
         u_R = share_R * pi[rows.exchange_of_round][rows.round_R]
@@ -346,11 +350,11 @@ def _bound(problem: Problem, pairs: list[Frontier], rows: _Rows, u_R: Floats, mu
     return (value - (problem.variance_limit or 0.0)) / mu
 
 
-def _targets(problem: Problem, rows: _Rows, bits_P: Floats) -> list[Floats]:
+def _targets(problem: Problem, rows: _Rows, time_of_round: Floats) -> list[Floats]:
     """Times of rounds that meet the goal, in proportion to those of the search above the least possible ones."""
     hidden = rows.hidden_E
     least = rows.slowest(rows.times(rows.least_P))
-    extra = rows.slowest(rows.times(bits_P)) - least
+    extra = np.maximum(time_of_round - least, 0.0)
     of, count = rows.exchange_of_round, hidden.size
     start, rise = _sums(of, least, count), _sums(of, extra, count)
     # An exchange that does not fill its hidden time may.
