@@ -595,6 +595,7 @@ class _Timing:
         if not (self.compiled or on_card):
             return replace(mode, pass_ns=0, needed_bytes=None)
         before = _reserved_bytes(device) if mode.captured else 0
+        state: list[torch.Tensor] = []
         try:
             with (
                 warnings.catch_warnings(),
@@ -606,9 +607,9 @@ class _Timing:
                 self._pass()  # compiles; or captures, and replays for the first time
                 watching = interception_of(model)
                 regional = mode.regional and watching is not None and watching.regional
-                # As after a first step, which makes it in memory that activations have left: it breaks large blocks.
-                state = self._like_state() if on_card and not mode.captured else []
                 if not mode.captured:
+                    # A first step makes it in memory that activations have left, which breaks large blocks.
+                    state += self._like_state() if on_card else []
                     self._pass()  # with cached guards
                 if on_card and not mode.captured:
                     needed = self._peak_bytes()
@@ -618,7 +619,6 @@ class _Timing:
                     times_ns.append(pass_ns)
                     if 1e9 * (time.perf_counter() - began) > _MODE_NS:
                         break
-                del state
                 if mode.captured:  # graphs keep their memory, which steps do not allocate
                     reserved = torch.cuda.max_memory_reserved(device) - before
                     needed = resident_bytes(model) + reserved + self.kept_bytes
@@ -628,6 +628,7 @@ class _Timing:
             _LOGGER.warning("%s is not timed %s: %s", mode.name, prepared, reason)
             model.zero_grad()
             times_ns, needed = [0.0], None
+        state.clear()
         if on_card:
             _reserved_bytes(device)
         return replace(mode, pass_ns=round(statistics.median(times_ns)), needed_bytes=needed, regional=regional)

@@ -54,9 +54,6 @@ _RUNS = 10
 _FAR_ABOVE = 2.0
 """A step that takes this many times its host time is not bound by the host."""
 
-_PART_REPEATS = 2
-"""Timed steps of a part of a plan."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecords:
@@ -225,16 +222,12 @@ class _Recorder:
         self.samples: list[StepSample] = []
         self._lost: dict[str, Mapping[str, str]] = {}
 
-    def record(self, label: str, plan: Mapping[str, str], options: RecordingOptions | None = None) -> bool:
-        """Record a plan; False if memory runs out, or if a compiled step cannot be charged to operators.
-
-        ``options`` are instead of those of all plans.
-        """
+    def record(self, label: str, plan: Mapping[str, str]) -> bool:
+        """Record a plan; False if memory runs out, or if a compiled step cannot be charged to operators."""
         sample = None
         try:
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                own = options or self._options
-                sample = self._record(self._stepper, self._graph, label, plan, own, self._kernels)
+                sample = self._record(self._stepper, self._graph, label, plan, self._options, self._kernels)
         except ProblemError as error:
             if not self._compiled:
                 raise
@@ -298,8 +291,6 @@ class _Recorder:
 
     def _record_parts(self, label: str, plan: Mapping[str, str], base: Mapping[str, str], deadline: float) -> None:
         names = list(plan)
-        # The smallest plan has warmed up already, and times of parts are those of a few operators.
-        options = dataclasses.replace(self._options or RecordingOptions(), warm_up=1, repeats=_PART_REPEATS)
         # The whole does not fit: begin with its halves.
         waiting = [names[: len(names) // 2], names[len(names) // 2 :]] if len(names) > 1 else []
         number = 0
@@ -308,7 +299,7 @@ class _Recorder:
             if all((self._signature[name], plan[name]) in self._met for name in part):
                 continue
             number += 1
-            if not self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}, options):
+            if not self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}):
                 half = len(part) // 2
                 waiting[:0] = [part[:half], part[half:]] if half else []
 
