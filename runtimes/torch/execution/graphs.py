@@ -299,12 +299,23 @@ class CapturedPasses:
         torch.cuda.current_stream().wait_stream(stream)
         clear_weights()  # captured passes use no stored ones
         passes = _record(run, inputs, aliases, stream, waits=bool(waits))
+        _check_memory(self._parameters, aliases)
         if [g is not None for g in passes.gradients] != used:
             raise UnsupportedError(
                 "graphed: a module of this model also keeps its parameters elsewhere, so that their gradients would be "
                 "lost: run it operator by operator"
             )
         return passes
+
+
+def _check_memory(parameters: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+    """Refuse passes after which tensors that stood in for the parameters are no longer where those are."""
+    if any(own.data_ptr() != alias.data_ptr() for own, alias in zip(parameters, aliases, strict=True)):
+        raise UnsupportedError(
+            "graphed: a module of this model moves its parameters to other memory in a forward pass, as a recurrent "
+            "layer does whose weights are computed (weight_norm, weight drop), so that a captured pass would never see "
+            "them change: run it operator by operator"
+        )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 import qsync_opt
 from qsync_opt.errors import NotReadyError, UnsupportedError
-from qsync_opt.runtimes.torch.execution.graphs import _recurrent_weights
+from qsync_opt.runtimes.torch.execution.graphs import _check_memory, _recurrent_weights
 from qsync_opt.runtimes.torch.job import host_bound_words
 
 
@@ -38,6 +38,16 @@ def test_recurrent_layers_read_replaced_parameters_where_they_are(kind):
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
     assert model[1]._flat_weights is kept
     assert not model[1]._weights_have_changed()
+
+
+def test_passes_that_move_parameters_are_refused():
+    """As recurrent layers do on a card, whose weights are computed in every pass."""
+    layer = nn.LSTM(4, 4)
+    aliases = [own.detach().requires_grad_() for own in layer.parameters()]
+    _check_memory([*layer.parameters()], aliases)
+    aliases[1].data = aliases[1].data.clone()
+    with pytest.raises(UnsupportedError, match=r"moves its parameters.*weight_norm.*operator by operator"):
+        _check_memory([*layer.parameters()], aliases)
 
 
 def test_a_model_on_the_host_cannot_be_captured():
