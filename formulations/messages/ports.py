@@ -187,16 +187,15 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
     search = _Search(extrapolates=is_large)
     proved, mu = (np.zeros(0), np.zeros(0), np.zeros(0)), 0.0
 
-    def make_plans(bits_P: Floats, price_P: Floats, *times_of_rounds: Floats) -> None:
+    def make_plans(bits_P: Floats, price_P: Floats, time_of_round: Floats) -> None:
         nonlocal best
-        for time_of_round in times_of_rounds:
-            for target in _targets(problem, rows, time_of_round):
-                plan = _plan(problem, tables, _filled(rows, pairs, bits_P, price_P, target))
-                evaluation = evaluate(problem, plan)
-                if evaluation.feasible and (best is None or evaluation.objective < best[0]):
-                    best = evaluation.objective, plan
-                if evaluation.feasible:
-                    break  # the other targets take longer
+        for target in _targets(problem, rows, time_of_round):
+            plan = _plan(problem, tables, _filled(rows, pairs, bits_P, price_P, target))
+            evaluation = evaluate(problem, plan)
+            if evaluation.feasible and (best is None or evaluation.objective < best[0]):
+                best = evaluation.objective, plan
+            if evaluation.feasible:
+                break  # the other targets take longer
 
     for step in range(_STEPS):
         for _ in range(1 if step else _FIRST_PASSES):
@@ -219,7 +218,8 @@ def plan_by_ports(problem: Problem, tables: list[list[list[Frontier]]]) -> Plann
             is_settled = is_still or abs(value - previous) <= _SETTLED * abs(value) >= bound - value
             previous = value
             if problem.num_messages <= _MANY:
-                make_plans(bits_P, price_P, time_of_round, rows.slowest(times_R))
+                make_plans(bits_P, price_P, time_of_round)
+                make_plans(bits_P, price_P, rows.slowest(times_R))
             if (is_large and is_settled) or (best is not None and best[0] - bound <= 1e-7 * abs(best[0])):
                 break
         share_R = np.maximum(np.exp(search.next(excess, share_R)), 1e-12)

@@ -46,8 +46,6 @@ CHUNK_BYTES = 256 * 2**20
 """Bytes of a chunk's logits in FP32; about two and a half times as many are needed for a time."""
 _ALIGNED = 128
 """Rows of a chunk are a multiple of this, which 8-bit products like."""
-_PARTS = 4
-"""In which a chunk's product is added to the gradient of the weight, so that it takes a part of that one's memory."""
 _STREAMS = 8
 """Random streams of each chunk; those of an operator are fewer."""
 _HALF = {"BF16": torch.bfloat16, "FP16": torch.float16}
@@ -331,15 +329,7 @@ def _eight_bit_head(
                 dx = scaled_mm_unchecked(g.codes, w.transposed, g.scale, w.transposed_scale, None, half)
             if wanted[1]:
                 assert x.transposed is not None and x.transposed_scale is not None
-                if dw is None:
-                    return dx, weight_gradient(g, x.transposed, x.transposed_scale, torch.float32, options)
-                assert g.transposed is not None
-                size = _ALIGNED * math.ceil(dw.shape[0] / _PARTS / _ALIGNED)
-                for first in range(0, dw.shape[0], size):
-                    part = g._replace(transposed=g.transposed[first : first + size])
-                    more = weight_gradient(part, x.transposed, x.transposed_scale, torch.float32, options)
-                    dw[first : first + size].add_(more)
-                    del more
+                dw = weight_gradient(g, x.transposed, x.transposed_scale, torch.float32, options, dw)
             return dx, dw
 
         return logits, in_eight if eight else in_half

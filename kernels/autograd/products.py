@@ -343,10 +343,33 @@ def half_product(a: Tensor, grad: Tensor, dtype: torch.dtype, total: Tensor | No
     return product if total is None else total.add_(product)
 
 
+_PARTS, _ALIGNED = 4, 128
+"""Parts in which a product is added to a total, so that it takes a part of that one's memory; their rows are a multiple
+of this, which 8-bit products like."""
+
+
 def weight_gradient(
-    grad: QuantizedMatrix, x: Tensor, x_scale: Tensor, dtype: torch.dtype, options: KernelOptions
+    grad: QuantizedMatrix,
+    x: Tensor,
+    x_scale: Tensor,
+    dtype: torch.dtype,
+    options: KernelOptions,
+    total: Tensor | None = None,
 ) -> Tensor:
-    """Gradient (M, K) of a weight from the transposed codes of the result's gradient and the input, in ``dtype``."""
-    assert grad.transposed is not None
+    """Gradient (M, K) of a weight from the transposed codes of the result's gradient and the input, in ``dtype``.
+
+    With ``total``, of that type, it is added to that in place.
+    """
+    codes = grad.transposed
+    assert codes is not None
     sums = torch.float32 if dtype is torch.float32 else options.half_dtype
-    return converted(scaled_mm_unchecked(grad.transposed, x, grad.scale, x_scale, None, sums), dtype)
+
+    def product(rows: Tensor) -> Tensor:
+        return converted(scaled_mm_unchecked(rows, x, grad.scale, x_scale, None, sums), dtype)
+
+    if total is None:
+        return product(codes)
+    size = _ALIGNED * math.ceil(total.shape[0] / _PARTS / _ALIGNED)
+    for first in range(0, total.shape[0], size):
+        total[first : first + size].add_(product(codes[first : first + size]))
+    return total

@@ -159,9 +159,9 @@ except UnsupportedError as error:
 for _ in range(2):
     model(x).float().sum().backward()  # with dropout, which a generator in the midst of a capture refuses
 torch.cuda.synchronize()
-held = torch.cuda.memory_allocated()
+allocated = torch.cuda.memory_allocated()
 torch.empty(1 << 24, device="cuda")
-assert torch.cuda.memory_allocated() == held
+assert torch.cuda.memory_allocated() == allocated
 assert model.out.weight.grad is not None
 """
 

@@ -279,6 +279,11 @@ def _frugal(modes: Sequence[ExecutionMode]) -> list[str]:
     return [*carried[:1], *others[:1], *planned]
 
 
+def _waiting_for_host(modes: Sequence[ExecutionMode]) -> set[str]:
+    """Names of modes whose launched passes waited for their host."""
+    return {mode.name for mode in modes if mode.form == LAUNCHED and mode.waits_for_host}
+
+
 def _not_timed(mode: ExecutionMode) -> ExecutionMode:
     return replace(mode, pass_ns=0, needed_bytes=None)
 
@@ -417,7 +422,7 @@ class _Timing:
         than the fastest one.
         """
         launched_ns = {mode.name: mode.pass_ns for mode in modes if mode.form == LAUNCHED and mode.pass_ns}
-        waiting = {mode.name for mode in modes if mode.form == LAUNCHED and mode.waits_for_host}
+        waiting = _waiting_for_host(modes)
         fastest_ns = min((mode.pass_ns for mode in modes if mode.pass_ns), default=0)
         saved_ns: int | None = None
         results = {mode.label: mode for mode in modes}
@@ -451,23 +456,23 @@ class _Timing:
             modes: In all forms; launched and captured ones are timed already.
             until: As in `time_modes`.
         """
-        waiting = {mode.name for mode in modes if mode.form == LAUNCHED and mode.waits_for_host}
+        waiting = _waiting_for_host(modes)
         captured = [mode for mode in modes if mode.form == CAPTURED and mode.pass_ns]
         best = min(captured, key=lambda mode: mode.pass_ns, default=None)
         if best is None or best.channels_last or best.name not in waiting or not image_weights(self.example.model):
             return [*modes]
         if time.perf_counter() > until:
             return [*modes]
-        tried = self.once_prepared(replace(best, channels_last=True))
-        if not 0 < tried.pass_ns < (1 - _FORMAT_PAYS) * best.pass_ns:
+        channels_last = self.once_prepared(replace(best, channels_last=True))
+        if not 0 < channels_last.pass_ns < (1 - _FORMAT_PAYS) * best.pass_ns:
             return [*modes]
 
-        def after(mode: ExecutionMode) -> ExecutionMode:
+        def in_format(mode: ExecutionMode) -> ExecutionMode:
             if mode is best:
-                return tried
+                return channels_last
             return replace(mode, channels_last=True) if mode.compiled and mode.name == best.name else mode
 
-        return [after(mode) for mode in modes]
+        return [in_format(mode) for mode in modes]
 
     def compiled_modes(
         self,

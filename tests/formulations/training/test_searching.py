@@ -218,8 +218,8 @@ def test_infeasibility_that_a_solver_proves_is_explained(monkeypatch):
 def test_where_no_plan_was_found_the_search_starts_from_the_fastest_one(seed, above_ns, monkeypatch):
     """As under the fastest plan's own time and a memory limit that is nearly as tight."""
     problem = stacked_problem(2, seed=seed)
-    found = fastest(replace(problem, latency_limit_ns=NO_LIMIT_NS))
-    tight = replace(problem, latency_limit_ns=found.iteration_ns + above_ns)
+    least_ns = fastest(replace(problem, latency_limit_ns=NO_LIMIT_NS)).iteration_ns
+    tight = replace(problem, latency_limit_ns=least_ns + above_ns)
     plain = DeviceSearch.advance
     monkeypatch.setattr(
         DeviceSearch, "advance", lambda self, *args, start=None, **how: start and plain(self, *args, start=start, **how)

@@ -110,7 +110,7 @@ def test_a_weight_gradient_that_is_added_in_parts_is_the_same(precision, monkeyp
         return torch.autograd.grad(_chunked(x, w, None, target, 32, precision, options), w)[0]
 
     in_parts = gradient()
-    monkeypatch.setattr("qsync_opt.kernels.autograd.chunked_loss._PARTS", 1)
+    monkeypatch.setattr("qsync_opt.kernels.autograd.products._PARTS", 1)
     assert torch.equal(in_parts, gradient())
 
 

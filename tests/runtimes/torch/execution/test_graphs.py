@@ -29,14 +29,14 @@ def test_recurrent_layers_read_replaced_parameters_where_they_are(kind):
     model = nn.Sequential(nn.Linear(4, 4), kind(4, 4, 2))
     others = {id(own): own.detach().requires_grad_() for own in model.parameters()}
     replaced = {name: others[id(own)] for name, own in model.named_parameters()}
-    kept = model[1]._flat_weights
+    before = model[1]._flat_weights
     with _recurrent_weights(model, others):
-        listed = model[1]._flat_weights
+        weights = model[1]._flat_weights
         output = functional_call(model, replaced, torch.randn(3, 2, 4))[0]
-        assert model[1]._flat_weights is listed  # they were not moved to memory of their own
+        assert model[1]._flat_weights is weights  # they were not moved to memory of their own
     gradients = torch.autograd.grad(output.sum(), list(others.values()))
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
-    assert model[1]._flat_weights is kept
+    assert model[1]._flat_weights is before
     assert not model[1]._weights_have_changed()
 
 

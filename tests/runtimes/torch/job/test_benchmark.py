@@ -140,12 +140,12 @@ def test_what_is_far_slower_takes_one_turn(paced):
 @pytest.mark.parametrize("fitting", [0, 1])
 def test_who_lacks_memory_is_told_and_the_others_go_on(job, monkeypatch, fitting):
     """In the first step, or beside the optimizer's state that it made."""
-    real, planned = TrainingExample.forward, []
+    real, passes = TrainingExample.forward, []
 
     def forward(self):
         if applied_plan(self.model) is not None:
-            planned.append(self)
-            if len(planned) > fitting:
+            passes.append(self)
+            if len(passes) > fitting:
                 raise torch.cuda.OutOfMemoryError("no room")
         return real(self)
 

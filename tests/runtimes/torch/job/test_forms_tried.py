@@ -167,12 +167,12 @@ def test_where_no_launched_mode_keeps_the_limit_those_that_need_least_are_compil
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_autocast_that_ran_out_of_memory_is_compiled_beside_slower_modes_that_fit(tried, monkeypatch, refused):
+def test_autocast_that_ran_out_of_memory_is_compiled_beside_slower_modes_that_fit(tried, refused):
     tried.times = {"a, compiled, captured": 500, "a, compiled": 510, "b_, captured": 990, "b_, compiled": 800}
     given = [replace(mode, needed_bytes=None) if mode.label == "a" else mode for mode in modes(a=0, b_=1000)]
-    watched = timing()
-    watched.refused.update({"a"} if refused else ())
-    results = watched.in_other_forms(given, float("inf"), 0.0)
+    own = timing()
+    own.refused.update({"a"} if refused else ())
+    results = own.in_other_forms(given, float("inf"), 0.0)
     assert ("a, compiled, captured" in tried) is not refused
     assert ("a, compiled, captured" in [mode.label for mode in results if mode.pass_ns]) is not refused
 
