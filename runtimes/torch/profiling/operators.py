@@ -263,29 +263,32 @@ def time_cast(
     rounds: Rounds,
 ) -> float:
     """Nanoseconds of one cast of the runtime on an edge."""
-    inputs = [torch.randn(spec.shape, device=device).to(DTYPES[source]) for _ in range(_ROTATED)]
-    return _time(lambda x: ops.cast(x, target, options), inputs, spec, stopwatch, repeats, rounds)
+    return _time(lambda x: ops.cast(x, target, options), source, spec, device, stopwatch, repeats, rounds)
 
 
 def time_gradient_sum(
     name: str, spec: TensorSpec, device: torch.device, stopwatch: Stopwatch, repeats: int, rounds: Rounds
 ) -> float:
     """Nanoseconds to add two gradients of a result that two operators read."""
-    inputs = [torch.randn(spec.shape, device=device).to(DTYPES[name]) for _ in range(_ROTATED)]
     other = torch.randn(spec.shape, device=device).to(DTYPES[name])
-    return _time(lambda x: x + other, inputs, spec, stopwatch, repeats, rounds)
+    return _time(lambda x: x + other, name, spec, device, stopwatch, repeats, rounds)
 
 
 def _time(
     work: Callable[[Tensor], Any],
-    inputs: Sequence[Tensor],
+    name: str,
     spec: TensorSpec,
+    device: torch.device,
     stopwatch: Stopwatch,
     repeats: int,
     rounds: Rounds,
 ) -> float:
-    """Time of one run, from rounds that keep their results; the first, which touches fresh memory, does not count."""
+    """Time of one run on a tensor in the format ``name``, from rounds that keep their results.
+
+    The first round, which touches fresh memory, does not count.
+    """
     count = max(2, min(repeats, ROUND_BYTES // max(1, 4 * spec.elements)))
+    inputs = [torch.randn(spec.shape, device=device).to(DTYPES[name]) for _ in range(min(count, _ROTATED))]
 
     def run_round(count: int) -> list[tuple[float]]:
         kept, rows = [], []

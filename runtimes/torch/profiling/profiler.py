@@ -27,7 +27,7 @@ from qsync_opt.costs import (
     fit_cost,
     scale_costs,
 )
-from qsync_opt.errors import ModelError, ProblemError, UnsupportedError, first_line
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, UnsupportedError, first_line
 from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, check_number, decode, encode, reporting
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
@@ -80,7 +80,7 @@ class ProfileRun:
     Attributes:
         results: Measurement by key.
         disagreements: Label to the distance between the rounds of measurements that did not settle.
-        left_out: Keys for which the time did not suffice.
+        left_out: Keys for which time or memory did not suffice.
         cut: Labels of those that had fewer rounds than they would have had.
     """
 
@@ -151,11 +151,19 @@ class ProfileRun:
         return Task(key=key, label="optimizer", measure=measure, share=moved, needed=True)
 
     def do(self, task: Task, deadline: float = math.inf) -> Rounds:
-        """Measure what the cache lacks; what a deadline cut short does not go into the cache."""
+        """Measure what the cache lacks; what a deadline cut short does not go into the cache.
+
+        What memory does not suffice for is left out.
+        """
         rounds = Rounds(deadline=deadline)
         known = self.cache.get(task.key)
         if known is None:
-            known = task.measure(rounds)
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                known = task.measure(rounds)
+            if known is None:  # outside of the handler, whose frames would keep the tensors
+                self.left_out.append(task.key)
+                torch.cuda.empty_cache()
+                return rounds
             if not rounds.was_cut:
                 self.cache.put(task.key, known)
         if rounds.disagreement:
@@ -193,6 +201,8 @@ class ProfileRun:
         bench = OperatorBench(operator, self.calls[operator.name], precision, self.device, self.options)
         try:
             return encode(bench.measure(self.stopwatch, self.repeats, rounds))
+        except torch.cuda.OutOfMemoryError:
+            raise
         except (RuntimeError, NotImplementedError) as failure:
             raise ModelError(
                 f"operator {operator.name!r} cannot run by itself in {precision} on {self.device}: "
@@ -206,7 +216,16 @@ class ProfileRun:
         return {"ns": time_gradient_sum(name, spec, self.device, self.stopwatch, self.repeats, rounds)}
 
     def assemble(self, identity: DeviceIdentity, optimizer: Task) -> DeviceProfile:
-        """The profile; costs of operators that were left out are scaled from the others."""
+        """The profile; costs of operators that were left out are scaled from the others.
+
+        Raises:
+            NotReadyError: Memory did not suffice for a step of the optimizer.
+        """
+        if optimizer.key not in self.results:
+            raise NotReadyError(
+                f"not enough memory on {self.device} for a step of the optimizer, so that the model cannot be trained "
+                "there; free memory, or use an optimizer with less state"
+            )
         casts = {f"{a}>{b}": self._fit(f"cast {a}>{b}") for a, b in cast_pairs(self.formats)}
         pairs = [(operator, precision) for operator in self.operators for precision in self._precisions(operator)]
         measured = {(o.name, p): self._cost(o, p, casts) for o, p in pairs if _operator_key(o, p) in self.results}
@@ -363,6 +382,8 @@ def profile(
         UnsupportedError: The device lacks a precision, is neither cpu nor cuda, or is not there.
         ModelError: ``captured`` is no captured model, or an operator cannot run by itself.
         ProblemError: The cache folder cannot be used, or both ``operators`` and ``example`` are given.
+        NotReadyError: Memory does not suffice for a step of the optimizer. What else it does not suffice for is scaled
+            as above.
 
     Source: QSync profiles whole runs per precision and matches names (IPDPS 2024); measuring operators and casts
         separately, with a fitted overhead, is ours.

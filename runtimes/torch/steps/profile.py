@@ -53,6 +53,8 @@ _RUNS = 10
 
 _FAR_ABOVE = 2.0
 """A step that takes this many times its host time is not bound by the host."""
+_FAR_SMALLER = 16
+"""Operators this many times smaller than the largest are not what memory runs out for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +262,8 @@ class _Recorder:
     def record_lost_in_parts(self, available: Mapping[str, Sequence[str]], deadline: float) -> None:
         """Record the uniform plans that ran out of memory a few operators at a time, on top of the smallest plan.
 
-        No part is begun after ``deadline`` on ``time.perf_counter``'s clock.
+        No part is begun after ``deadline`` on ``time.perf_counter``'s clock, except until one in FP32 fits, which every
+        plan's costs are scaled from.
 
         Raises:
             NotReadyError: Nothing was recorded at all.
@@ -290,18 +293,27 @@ class _Recorder:
         warnings.warn(text, stacklevel=4)
 
     def _record_parts(self, label: str, plan: Mapping[str, str], base: Mapping[str, str], deadline: float) -> None:
-        names = list(plan)
-        # The whole does not fit: begin with its halves.
-        waiting = [names[: len(names) // 2], names[len(names) // 2 :]] if len(names) > 1 else []
-        number = 0
-        while waiting and time.perf_counter() <= deadline:
+        size = {name: self._elements(name) for name in plan}
+        large = [name for name in plan if size[name] * _FAR_SMALLER >= max(size.values())]
+        small = [name for name in plan if name not in large]
+        # The whole does not fit: begin with what is not to blame, else with halves.
+        waiting = [part for part in (small, large[: len(large) // 2], large[len(large) // 2 :]) if part]
+        number, fits = 0, set(plan.values()) != {"FP32"}
+        while waiting and (time.perf_counter() <= deadline or not fits):
             part = waiting.pop(0)
             if all((self._signature[name], plan[name]) in self._met for name in part):
                 continue
             number += 1
-            if not self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}):
+            if self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}):
+                fits = True
+            else:
                 half = len(part) // 2
                 waiting[:0] = [part[:half], part[half:]] if half else []
+
+    def _elements(self, name: str) -> int:
+        """Elements of an operator's inputs and result."""
+        operator = self._graph[name]
+        return sum(self._graph[tensor].output_elements for tensor in (name, *operator.inputs))
 
 
 def record_plan(

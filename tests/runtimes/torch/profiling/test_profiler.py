@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.costs import DeviceProfile, load_profile
-from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.model import Role
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
@@ -236,6 +237,42 @@ def test_iterations_for_which_memory_does_not_suffice_are_left_out(seconds: floa
     assert "no whole iterations" in str(result.options["measured"])
     assert ("in 5 s" in str(result.options["measured"])) == (seconds is not None)
     assert not any(cost.scaled_from for table in result.measurements.values() for cost in table.values())
+
+
+@pytest.mark.parametrize("seconds", [None, 100.0])
+def test_what_memory_does_not_suffice_for_is_scaled(
+    seconds: float | None, cnn: CapturedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = max(math.prod(spec.shape) for operator in cnn.graph for spec in operator.output_specs)
+
+    def short_of_memory(measure: Any, elements: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if elements(*args) == largest:
+                raise torch.cuda.OutOfMemoryError("out of memory")
+            return measure(*args)
+
+        return run
+
+    cast = short_of_memory(profile_run.time_cast, lambda source, target, spec, *rest: math.prod(spec.shape))
+    bench = short_of_memory(OperatorBench.measure, lambda bench, *rest: bench._operator.output_elements)
+    monkeypatch.setattr(profile_run, "time_cast", cast)
+    monkeypatch.setattr(OperatorBench, "measure", bench)
+    result = profile(cnn, "cpu", repeats=2, seconds=seconds, progress=False)
+    scaled = {name for name, table in result.measurements.items() if any(c.scaled_from for c in table.values())}
+    assert scaled == {result.operators[o.name] for o in cnn.graph if o.output_elements == largest}
+    assert all(fit.ns(largest) > 0 for fit in result.casts.values())
+    assert "scaled from a measured one" in str(result.options["measured"])
+
+
+def test_an_optimizer_that_memory_does_not_suffice_for_is_an_error(
+    cnn: CapturedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*args: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(profile_run, "measure_optimizer", measure)
+    with pytest.raises(NotReadyError, match="for a step of the optimizer"):
+        profile(cnn, "cpu", repeats=1, progress=False)
 
 
 def test_with_enough_time_nothing_is_scaled(cnn: CapturedModel) -> None:

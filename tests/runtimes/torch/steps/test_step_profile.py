@@ -4,6 +4,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -139,12 +140,28 @@ def test_a_plan_that_does_not_fit_is_recorded_in_parts(setting, monkeypatch):
     assert all(cost.samples for cost, o in zip(step.costs, setting.graph, strict=True) if o.name in setting.names)
 
 
-def test_no_part_is_recorded_when_the_time_is_over(setting, monkeypatch):
+def test_when_the_time_is_over_parts_are_recorded_until_one_in_fp32_fits(setting, monkeypatch):
     arguments = (setting.example, setting.graph, setting.optimizer)
     monkeypatch.setattr(step_profile, "record_plan", short_of_memory(6))
-    with pytest.warns(UserWarning, match=r"not enough memory on cpu to record uniform FP32; \d+ costs are scaled"):
+    with pytest.warns(UserWarning, match=r"FP32; 1 parts of them were recorded instead; \d+ costs are scaled"):
         costs = profile_steps(*arguments, precisions=["BF16"], mixed=0, options=FEW, progress=False, budget_s=0.0)
-    assert [check.plan for check in costs.checks] == ["uniform BF16"]
+    assert [check.plan for check in costs.checks] == ["uniform BF16", ANY]
+    # A plan of FP32 alone, which did not fit, has a cost all the same.
+    assert StepPredictor(setting.graph, costs).plan(dict.fromkeys(setting.names, "FP32")).costs
+
+
+def test_what_is_far_smaller_than_the_largest_operator_comes_first(setting, monkeypatch):
+    arguments = (setting.example, setting.graph, setting.optimizer)
+    graph = setting.graph
+    size = {name: sum(graph[t].output_elements for t in (name, *graph[name].inputs)) for name in setting.names}
+    small = {name for name in size if 2 * size[name] < max(size.values())}
+    assert 0 < len(small) < len(size) / 2
+    monkeypatch.setattr(step_profile, "_FAR_SMALLER", 2)
+    monkeypatch.setattr(step_profile, "record_plan", short_of_memory(len(size), never=set(size) - small))
+    with pytest.warns(UserWarning, match="not enough memory"):
+        records = record_steps(*arguments, precisions=["BF16"], mixed=0, options=FEW, progress=False, budget_s=0.0)
+    _, part = records.samples
+    assert {name for name, precision in part.precisions.items() if precision == "FP32"} == small
 
 
 def test_what_never_fits_is_scaled_and_marked(setting, monkeypatch):
