@@ -163,7 +163,7 @@ def possible_modes(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> d
     """
     modes: dict[str, list[ExecutionMode]] = {}
     for device in problem.devices:
-        available = {precision for table in device.operators.values() for precision in table}
+        available = {precision for operator in problem.adjustable for precision in device.operators[operator.name]}
         modes[device.name] = []
         for precision in reversed([name for name in problem.formats if name in available]):
             mode = _predicted_mode(problem, device, precision, uniform_plan(problem, precision).devices[device.name])

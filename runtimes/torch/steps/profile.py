@@ -262,8 +262,8 @@ class _Recorder:
     def record_lost_in_parts(self, available: Mapping[str, Sequence[str]], deadline: float) -> None:
         """Record the uniform plans that ran out of memory a few operators at a time, on top of the smallest plan.
 
-        No part is begun after ``deadline`` on ``time.perf_counter``'s clock, except until one in FP32 fits, which every
-        plan's costs are scaled from.
+        No part is begun that would end after ``deadline`` on ``time.perf_counter``'s clock, except until one in FP32
+        fits, from which costs of others are scaled.
 
         Raises:
             NotReadyError: Nothing was recorded at all.
@@ -298,14 +298,14 @@ class _Recorder:
         small = [name for name in plan if name not in large]
         # The whole does not fit: begin with what is not to blame, else with halves.
         waiting = [part for part in (small, large[: len(large) // 2], large[len(large) // 2 :]) if part]
-        number, fits = 0, set(plan.values()) != {"FP32"}
-        while waiting and (time.perf_counter() <= deadline or not fits):
-            part = waiting.pop(0)
+        number, fits, took_s = 0, set(plan.values()) != {"FP32"}, 0.0
+        while waiting and (time.perf_counter() + took_s <= deadline or not fits):
+            part, began = waiting.pop(0), time.perf_counter()
             if all((self._signature[name], plan[name]) in self._met for name in part):
                 continue
             number += 1
             if self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}):
-                fits = True
+                fits, took_s = True, time.perf_counter() - began
             else:
                 half = len(part) // 2
                 waiting[:0] = [part[:half], part[half:]] if half else []

@@ -126,6 +126,27 @@ def test_plans_that_are_known_already_are_no_modes_of_their_own():
     assert not any(job_candidates.fastest_modes(problem, known, slack=0.0).values())
 
 
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=50)
+def test_a_precision_that_no_adjustable_operator_has_is_no_mode(seed):
+    problem = random_problem(random.Random(seed))
+    lost = min(problem.formats, key=problem.rank)
+    names = {operator.name for operator in problem.adjustable}
+
+    def without(device):
+        tables = {
+            name: {p: cost for p, cost in table.items() if p != lost} or table if name in names else table
+            for name, table in device.operators.items()
+        }
+        return replace(device, operators=tables)
+
+    problem = replace(problem, devices=tuple(map(without, problem.devices)), optimum=None)
+    modes = job_candidates.possible_modes(problem, uniform_plan(problem).devices)
+    for device in problem.devices:
+        there = {precision for name in names for precision in device.operators[name]}
+        assert {mode.name.split()[0] for mode in modes[device.name] if not mode.is_solved} == there
+
+
 def test_uniform_candidates_are_the_same_on_all_device_types_and_fit():
     own = replace(mode("INT8", 7, 1.0), name="own plan")
     modes = {"whole": [mode("INT8", 9, 1.0), own], "part": [mode("INT8", 8, 1.0), mode("FP32", 1, 0.0), own]}
