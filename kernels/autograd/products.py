@@ -16,7 +16,8 @@ contiguous along the contraction:
 
 The gradient g of the result is rounded stochastically, so that both gradients are unbiased given x and w. The
 transposed codes of an operand with one scale are written in the pass that rounds it; else its columns are scaled
-separately in a second pass, because a scale may not change along a contraction. Only x_T and w_T are saved.
+separately in a second pass, because a scale may not change along a contraction. Only x_T and w_T are saved; a compiled
+graph saves no w_T that takes a pass of its own, and forms it in the backward pass.
 
 Axis letters: B batch, N rows, K contraction, M columns.
 """
@@ -166,8 +167,10 @@ class _EightBackward(torch.autograd.Function):
     ) -> Tensor:
         codes, ctx.gradient_codes = (form.dtype for form in PRECISIONS[precision])
         a = quantize_operand(flattened(x), codes, options.activation_granularity, options, ctx.needs_input_grad[1])
-        b = weight_operand(weight, codes, options, ctx.needs_input_grad[0])
-        ctx.save_for_backward(a.transposed, a.transposed_scale, b.transposed, b.transposed_scale)
+        wanted = ctx.needs_input_grad[0]
+        later = wanted and _columns_can_wait(codes, options)
+        b = weight_operand(weight, codes, options, wanted and not later)
+        ctx.save_for_backward(a.transposed, a.transposed_scale, weight if later else b.transposed, b.transposed_scale)
         ctx.options, ctx.shape = options, x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         result = scaled_mm_unchecked(a.codes, b.codes, a.scale, b.scale, bias, options.half_dtype)
@@ -184,6 +187,8 @@ class _EightBackward(torch.autograd.Function):
         if x is not None or weight is not None:
             g = quantize_gradient(grad, ctx.gradient_codes, options, _GRADIENT, x is not None)
             if weight is not None:
+                if weight_scale is None:
+                    weight, weight_scale = _weight_columns(weight, g, options)
                 # FP32 at once where it is wanted; a compiled graph fuses the cast with what reads it, and moves half.
                 wide = x_dtype is torch.float32 and not torch.compiler.is_compiling()
                 dtype = torch.float32 if wide else options.half_dtype
@@ -273,6 +278,27 @@ def weight_operand(
     return once_per_step(
         weight, facts, options, lambda plain: quantize_operand(plain, codes, granularity, options, transposed, streams)
     )
+
+
+def _columns_can_wait(codes: torch.dtype, options: KernelOptions) -> bool:
+    """Whether the transposed codes of a weight are formed in the backward pass, so that they need not be kept.
+
+    That is in compiled graphs, where a weight has columns with scales of their own: those are a pass of their own
+    anyway.
+    """
+    drawn = options.rounding == "nearest" or options.step is not None
+    return torch.compiler.is_compiling() and codes is INT8.dtype and options.weight_granularity == "channel" and drawn
+
+
+def _weight_columns(weight: Tensor, grad: QuantizedMatrix, options: KernelOptions) -> tuple[Tensor, Tensor]:
+    """The transposed INT8 codes of a weight (M, K) with a scale for each column, and those scales."""
+    step = grad.scale.new_zeros(1, dtype=torch.int64) if options.step is None else options.step
+    # Adds nothing, as no scale is negative; a compiler forms in the forward pass what does not depend on a gradient.
+    step = step + (grad.scale.view(step.shape) < 0)
+    draws = {**drawing(options, _WEIGHT_COLUMNS), "step": step}
+    columns = quantize_unchecked(weight, INT8.dtype, "channel", transposed=True, **draws)
+    assert columns.transposed is not None
+    return columns.transposed, columns.scale
 
 
 def quantize_gradient(

@@ -117,6 +117,37 @@ def test_only_what_is_needed_is_computed():
     assert torch.equal(b.grad, torch.full((16,), 64.0))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+def test_a_compiled_graph_keeps_no_codes_of_a_weight_that_take_a_pass_of_their_own(rounding, granularity):
+    options = KernelOptions(
+        backward="eight", rounding=rounding, weight_granularity=granularity, step=torch.full((1,), 3)
+    )
+    kept = []
+
+    def run(x, w):
+        return ops.execute("linear", "INT8", F.linear, (x, w), {}, options)
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager_decomp_partition")):
+        x, w = (torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in ((24, 32), (16, 32)))
+        x.requires_grad_(), w.requires_grad_()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = function(x, w)
+        y.float().square().sum().backward()
+        results.append((y, x.grad.bfloat16(), w.grad))  # whose cast to FP32 a compiled graph leaves to what reads it
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
+    codes = [tensor for tensor in kept if tensor.dtype is torch.int8 and tensor.numel() == w.numel()]
+    assert len(codes) == (granularity == "tensor")
+    assert any(tensor.dtype is torch.int8 and tensor.numel() == x.numel() for tensor in kept)
+
+
 @pytest.mark.parametrize("backward", ["half", "eight"])
 def test_through_the_door(backward):
     options = KernelOptions(backward=backward)
