@@ -17,7 +17,7 @@ contiguous along the contraction:
 The gradient g of the result is rounded stochastically, so that both gradients are unbiased given x and w. The
 transposed codes of an operand with one scale are written in the pass that rounds it; else its columns are scaled
 separately in a second pass, because a scale may not change along a contraction. Only x_T and w_T are saved; a compiled
-graph saves no w_T that takes a pass of its own, and forms it in the backward pass.
+graph saves no w_T, and forms it in the backward pass.
 
 Axis letters: B batch, N rows, K contraction, M columns.
 """
@@ -49,9 +49,11 @@ from qsync_opt.kernels.quantize import (
     PRECISIONS,
     Quantized,
     QuantizedMatrix,
+    amax,
     dequantize,
     drawing,
     once_per_step,
+    quantize_by_amax,
     quantize_fp8,
     quantize_int8,
     quantize_unchecked,
@@ -167,10 +169,13 @@ class _EightBackward(torch.autograd.Function):
     ) -> Tensor:
         codes, ctx.gradient_codes = (form.dtype for form in PRECISIONS[precision])
         a = quantize_operand(flattened(x), codes, options.activation_granularity, options, ctx.needs_input_grad[1])
-        wanted = ctx.needs_input_grad[0]
-        later = wanted and _columns_can_wait(codes, options)
-        b = weight_operand(weight, codes, options, wanted and not later)
-        ctx.save_for_backward(a.transposed, a.transposed_scale, weight if later else b.transposed, b.transposed_scale)
+        ctx.waits = ctx.needs_input_grad[0] and _can_wait(codes, options)
+        if ctx.waits:
+            b = _transposed_later(weight, codes, options)
+        else:
+            b = weight_operand(weight, codes, options, ctx.needs_input_grad[0])
+        ctx.codes = codes
+        ctx.save_for_backward(a.transposed, a.transposed_scale, b.transposed, b.transposed_scale)
         ctx.options, ctx.shape = options, x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         result = scaled_mm_unchecked(a.codes, b.codes, a.scale, b.scale, bias, options.half_dtype)
@@ -187,8 +192,8 @@ class _EightBackward(torch.autograd.Function):
         if x is not None or weight is not None:
             g = quantize_gradient(grad, ctx.gradient_codes, options, _GRADIENT, x is not None)
             if weight is not None:
-                if weight_scale is None:
-                    weight, weight_scale = _weight_columns(weight, g, options)
+                if ctx.waits:
+                    weight, weight_scale = _transposed_weight(weight, weight_scale, ctx.codes, options, g)
                 # FP32 at once where it is wanted; a compiled graph fuses the cast with what reads it, and moves half.
                 wide = x_dtype is torch.float32 and not torch.compiler.is_compiling()
                 dtype = torch.float32 if wide else options.half_dtype
@@ -262,6 +267,11 @@ def quantize_operand(
     return Operand(rows.codes, rows.scale, columns.transposed, columns.scale)
 
 
+def _granularity(codes: torch.dtype, options: KernelOptions) -> str:
+    """Of a weight's scales: FP8 codes have one, whatever the options say, and so do their products on every card."""
+    return "row" if options.weight_granularity == "channel" and codes is INT8.dtype else "tensor"
+
+
 def weight_operand(
     weight: Tensor,
     codes: torch.dtype,
@@ -269,36 +279,50 @@ def weight_operand(
     transposed: bool,
     streams: tuple[int, int] = (_WEIGHT, _WEIGHT_COLUMNS),
 ) -> Operand:
-    """`quantize_operand` of a weight (M, K), computed once per step if the options say so.
-
-    FP8 codes have one scale for the tensor, whatever the options say: so do their products on every card.
-    """
-    granularity = "row" if options.weight_granularity == "channel" and codes is INT8.dtype else "tensor"
+    """`quantize_operand` of a weight (M, K), computed once per step if the options say so."""
+    granularity = _granularity(codes, options)
     facts = (codes, granularity, transposed, streams)
     return once_per_step(
         weight, facts, options, lambda plain: quantize_operand(plain, codes, granularity, options, transposed, streams)
     )
 
 
-def _columns_can_wait(codes: torch.dtype, options: KernelOptions) -> bool:
-    """Whether the transposed codes of a weight are formed in the backward pass, so that they need not be kept.
+def _transposed_later(weight: Tensor, codes: torch.dtype, options: KernelOptions) -> Operand:
+    """`weight_operand` in a compiled graph: the weight itself in place of its transposed codes, which are formed later.
 
-    That is in compiled graphs, where a weight has columns with scales of their own: those are a pass of their own
-    anyway.
+    `_transposed_weight` forms them in the backward pass, so that the graph need not keep them until then. In place of
+    their scales is the weight's largest magnitude, or None where columns have scales of their own.
     """
-    drawn = options.rounding == "nearest" or options.step is not None
-    return torch.compiler.is_compiling() and codes is INT8.dtype and options.weight_granularity == "channel" and drawn
+    if _granularity(codes, options) == "row":
+        return weight_operand(weight, codes, options, False)._replace(transposed=weight)
+    largest = amax(weight, None).reshape(1)
+    rows = quantize_by_amax(weight, largest, codes, **drawing(options, _WEIGHT))
+    return Operand(rows.codes, rows.scale, weight, largest)
 
 
-def _weight_columns(weight: Tensor, grad: QuantizedMatrix, options: KernelOptions) -> tuple[Tensor, Tensor]:
-    """The transposed INT8 codes of a weight (M, K) with a scale for each column, and those scales."""
-    step = grad.scale.new_zeros(1, dtype=torch.int64) if options.step is None else options.step
-    # Adds nothing, as no scale is negative; a compiler forms in the forward pass what does not depend on a gradient.
-    step = step + (grad.scale.view(step.shape) < 0)
-    draws = {**drawing(options, _WEIGHT_COLUMNS), "step": step}
-    columns = quantize_unchecked(weight, INT8.dtype, "channel", transposed=True, **draws)
+def _transposed_weight(
+    weight: Tensor, largest: Tensor | None, codes: torch.dtype, options: KernelOptions, grad: QuantizedMatrix
+) -> tuple[Tensor, Tensor]:
+    """Transposed codes of a weight (M, K), and their scales, as `weight_operand` has them.
+
+    They are made to depend on a gradient: compilers form in the forward pass, and keep, whatever does not.
+    """
+    never = grad.scale.reshape(1) < 0
+    if largest is not None:
+        largest = torch.where(never, grad.scale.reshape(1), largest)
+        columns = quantize_by_amax(weight, largest, codes, transposed=True, **drawing(options, _WEIGHT))
+    else:
+        step = torch.zeros_like(never, dtype=torch.int64) if options.step is None else options.step
+        draws = {**drawing(options, _WEIGHT_COLUMNS), "step": step + never.view(step.shape)}
+        columns = quantize_unchecked(weight, codes, "channel", transposed=True, **draws)
     assert columns.transposed is not None
     return columns.transposed, columns.scale
+
+
+def _can_wait(codes: torch.dtype, options: KernelOptions) -> bool:
+    """Whether `_transposed_later` draws the noise that `weight_operand` does."""
+    drawn = options.step is not None or options.rounding == "nearest"
+    return torch.compiler.is_compiling() and (drawn or _granularity(codes, options) == "tensor")
 
 
 def quantize_gradient(

@@ -515,11 +515,13 @@ class _Timing:
 
         def capturing_pays(name: str) -> bool:
             launched, captured = of_form[LAUNCHED].get(name), of_form[CAPTURED].get(name)
+            if not launched and of_form[LAUNCHED]:  # memory ran out: as of the others
+                return bool(_waiting_for_host(modes))
             # Captured passes that take longer are not the same: a model that reads values does without while captured.
             return not (launched and captured) or abs(1 - captured / launched) >= _CAPTURING_PAYS
 
         compiled = {(mode.name, mode.captured): mode for mode in modes if mode.compiled}
-        ready = [mode for mode in modes if mode.compiled and mode.pass_ns]
+        ready = [mode for mode in modes if mode.compiled and mode.pass_ns and mode.fits(limit_bytes)]
         left: float | None = None
         """Least share of the time that compiling left."""
         for name in chosen:
@@ -534,7 +536,7 @@ class _Timing:
                 if wanted is None or any(other.name == name for other in ready):
                     continue
                 timed = results[wanted.label] = self.compiled_and_timed(wanted, compiling, until, limit_bytes)
-                if timed.pass_ns:
+                if timed.pass_ns and timed.fits(limit_bytes):
                     ready.append(timed)
                     if not tight and name in fastest_ns:
                         left = min(timed.pass_ns / fastest_ns[name], 1.0 if left is None else left)

@@ -263,7 +263,7 @@ class _Recorder:
         """Record the uniform plans that ran out of memory a few operators at a time, on top of the smallest plan.
 
         No part is begun that would end after ``deadline`` on ``time.perf_counter``'s clock, except until one in FP32
-        fits, from which costs of others are scaled.
+        and one in the 16-bit format fit, from which costs of others are scaled.
 
         Raises:
             NotReadyError: Nothing was recorded at all.
@@ -275,9 +275,10 @@ class _Recorder:
         if not self.samples:
             raise NotReadyError(f"{text}, so nothing was recorded; use a smaller batch")
         base = min(self.samples, key=lambda sample: sample.memory.peak_bytes).precisions
-        for label, plan in lost.items():
-            if not label.startswith(MIXED):
-                self._record_parts(label, plan, base, deadline)
+        uniform = {label: plan for label, plan in lost.items() if not label.startswith(MIXED)}
+        needed = [label for label, plan in uniform.items() if set(plan.values()) <= {"FP32", self._kernels.half_format}]
+        for label in dict.fromkeys([*needed, *uniform]):
+            self._record_parts(label, uniform[label], base, deadline, one=label in needed)
         missing = {
             f"{name} in {precision}"
             for name, precisions in available.items()
@@ -292,20 +293,23 @@ class _Recorder:
             text += f"; {len(missing)} costs are scaled from other precisions ({', '.join(shown)})"
         warnings.warn(text, stacklevel=4)
 
-    def _record_parts(self, label: str, plan: Mapping[str, str], base: Mapping[str, str], deadline: float) -> None:
+    def _record_parts(
+        self, label: str, plan: Mapping[str, str], base: Mapping[str, str], deadline: float, *, one: bool
+    ) -> None:
+        """Record parts of a plan until the deadline; ``one``: in any case until one fits."""
         size = {name: self._elements(name) for name in plan}
         large = [name for name in plan if size[name] * _FAR_SMALLER >= max(size.values())]
         small = [name for name in plan if name not in large]
         # The whole does not fit: begin with what is not to blame, else with halves.
         waiting = [part for part in (small, large[: len(large) // 2], large[len(large) // 2 :]) if part]
-        number, fits, took_s = 0, set(plan.values()) != {"FP32"}, 0.0
-        while waiting and (time.perf_counter() + took_s <= deadline or not fits):
+        number, took_s = 0, 0.0
+        while waiting and (time.perf_counter() + took_s <= deadline or one):
             part, began = waiting.pop(0), time.perf_counter()
             if all((self._signature[name], plan[name]) in self._met for name in part):
                 continue
             number += 1
             if self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}):
-                fits, took_s = True, time.perf_counter() - began
+                one, took_s = False, time.perf_counter() - began
             else:
                 half = len(part) // 2
                 waiting[:0] = [part[:half], part[half:]] if half else []

@@ -12,7 +12,7 @@ from torch import nn
 from qsync_opt.runtimes.torch.job import FORMS, ExecutionMode
 from qsync_opt.runtimes.torch.job import passes as job_passes
 
-LAUNCHED, CAPTURED, COMPILED, _ = FORMS
+LAUNCHED, CAPTURED, COMPILED, CAPTURED_COMPILED = FORMS
 
 
 def modes(**names):
@@ -166,15 +166,27 @@ def test_where_no_launched_mode_keeps_the_limit_those_that_need_least_are_compil
         assert "FP32, compiled" in tried  # the limit is kept: those that are fast are compiled
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("refused", [False, True])
-def test_autocast_that_ran_out_of_memory_is_compiled_beside_slower_modes_that_fit(tried, refused):
+def test_autocast_that_ran_out_of_memory_is_compiled_beside_slower_modes_that_fit(tried, refused, waits):
+    """Captured too if the others wait for their host."""
     tried.times = {"a, compiled, captured": 500, "a, compiled": 510, "b_, captured": 990, "b_, compiled": 800}
     given = [replace(mode, needed_bytes=None) if mode.label == "a" else mode for mode in modes(a=0, b_=1000)]
+    given = [replace(mode, waits_for_host=waits) if mode.label == "b_" else mode for mode in given]
     own = timing()
     own.refused.update({"a"} if refused else ())
     results = own.in_other_forms(given, float("inf"), 0.0)
-    assert ("a, compiled, captured" in tried) is not refused
-    assert ("a, compiled, captured" in [mode.label for mode in results if mode.pass_ns]) is not refused
+    wanted = "a, compiled, captured" if waits else "a, compiled"
+    assert (next((label for label in tried if label.startswith("a")), None) == wanted) is not refused
+    assert (wanted in [mode.label for mode in results if mode.pass_ns]) is not refused
+
+
+def test_compiled_passes_are_launched_where_captured_ones_do_not_keep_the_limit(tried):
+    tried.times = {"a, captured": 900, "a, compiled, captured": 500, "a, compiled": 510}
+    given = [replace(mode, needed_bytes=200 if mode.form == CAPTURED_COMPILED else 80) for mode in modes(a=1000)]
+    results = choose(given, limit=100)
+    assert tried == ["a, captured", "a, compiled, captured", "a, compiled"]
+    assert {mode.label: mode.fits(100) for mode in results}["a, compiled"]
 
 
 def layers():
