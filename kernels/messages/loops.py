@@ -18,7 +18,9 @@ _SIGN = np.uint32(0x80000000)
 _UNIT = np.float32(2.0**-24)
 _NAN = np.uint32(0x7FC00000)
 _NONE = np.float32(0.0)
-_TOP16 = np.uint64(48)
+_LOWER = np.uint64(0xFFFFFFFF)
+_EIGHT = np.uint64(8)
+_LOW64 = np.uint64(0xFFFF)
 _EXPONENT = np.int32(0x7F800000)
 _ORDER = np.int32(0x7FFFFFFF)
 _NAN16 = np.int16(0x7FC0)
@@ -26,9 +28,9 @@ _jit: Any = numba.njit(cache=True, error_model="numpy", nogil=True)
 
 
 @_jit
-def _word(key: Any, entry: Any) -> Any:
-    """The random word of an entry, as `rows` draws it."""
-    word = key + (entry + _ONE) * _GOLDEN
+def _word(key: Any, number: Any) -> Any:
+    """A random word, as `rows` draws it."""
+    word = key + (number + _ONE) * _GOLDEN
     word = (word ^ (word >> _HALF)) * _MULTIPLIER
     word = (word ^ (word >> _HALF)) * _MULTIPLIER
     return word ^ (word >> _HALF)
@@ -84,7 +86,7 @@ def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
     ends = np.empty(2, np.int32)
     limits = ends.view(np.float32)
     codes = np.zeros((dim + per_byte - 1) // per_byte * per_byte, np.uint8)
-    noise = np.empty(dim, np.float32)
+    noise = np.empty(dim + 2, np.float32)
     entries = x.view(np.int32)
     # Several plain loops over a row: each of them runs many entries at a time, which one loop of all does not.
     for k in range(index.size):
@@ -115,12 +117,15 @@ def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
         if not step > _NONE:
             target[4:] = 0
             continue
+        first = k * dim // 2
+        for pair in range((k * dim + dim + 1) // 2 - first):
+            word = _word(key, np.uint64(first + pair))
+            # 24 bits of each half: as int32 they become floating-point numbers many at a time.
+            noise[2 * pair] = np.float32(np.float32(np.int32(word >> _TOP)) * _UNIT)
+            noise[2 * pair + 1] = np.float32(np.float32(np.int32((word & _LOWER) >> _EIGHT)) * _UNIT)
+        own = noise[k * dim % 2 :]
         for c in range(dim):
-            word = _word(key, np.uint64(k * dim + c))
-            # The upper 24 bits: as int32 they become floating-point numbers many at a time.
-            noise[c] = np.float32(np.float32(np.int32(word >> _TOP)) * _UNIT)
-        for c in range(dim):
-            scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + noise[c])
+            scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + own[c])
             codes[c] = np.uint8(np.int32(min(np.floor(scaled), levels)))  # never below 0: zero is rounded down
         _join(codes, bits, target[4:])
 
@@ -128,12 +133,18 @@ def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
 @_jit
 def _pack_bf16(x: Any, index: Any, key: Any, out: Any) -> None:
     dim = x.shape[1]
+    noise = np.empty(dim + 6, np.int32)
     for k in range(index.size):
         row, target = x[index[k]], out[k]
+        first = k * dim // 4
+        for quad in range((k * dim + dim + 3) // 4 - first):
+            word = _word(key, np.uint64(first + quad))
+            for part in range(4):
+                noise[4 * quad + part] = np.int32((word >> np.uint64(16 * part)) & _LOW64)
+        own = noise[k * dim % 4 :]
         for c in range(dim):
-            noise = np.int32(_word(key, np.uint64(k * dim + c)) >> _TOP16)
             is_finite = (row[c] & _EXPONENT) != _EXPONENT
-            target[c] = np.int16((row[c] + noise) >> np.int32(16)) if is_finite else _NAN16
+            target[c] = np.int16((row[c] + own[c]) >> np.int32(16)) if is_finite else _NAN16
 
 
 @_jit

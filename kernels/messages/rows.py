@@ -60,13 +60,17 @@ def row_bytes(dim: int, bits: int) -> int:
     return 4 + (dim * bits + 7) // 8 if bits in PACKED else dim * bits // 8
 
 
-def _words(shape: tuple[int, int], key: int, device: torch.device) -> Tensor:
-    """One mixed 64-bit word per entry, as int64."""
-    word = torch.arange(1, shape[0] * shape[1] + 1, dtype=torch.int64, device=device).view(shape)
+def _noise(shape: tuple[int, int], key: int, device: torch.device, bits: int) -> Tensor:
+    """``bits`` random bits of each entry, int64 of a shape: 16, four entries to a mixed word, or 24, two to a word."""
+    parts = 4 if bits == 16 else 2
+    entries = shape[0] * shape[1]
+    word = torch.arange(1, -(-entries // parts) + 1, dtype=torch.int64, device=device)
     word = word * _signed(_GOLDEN) + key
     for _ in range(2):
         word = (word ^ ((word >> 32) & 0xFFFFFFFF)) * _signed(_MULTIPLIER)
-    return word ^ ((word >> 32) & 0xFFFFFFFF)
+    word = word ^ ((word >> 32) & 0xFFFFFFFF)
+    shifts = torch.tensor([0, 16, 32, 48] if parts == 4 else [40, 8], device=device)
+    return ((word[:, None] >> shifts) & ((1 << bits) - 1)).view(-1)[:entries].view(shape)
 
 
 def _bf16_toward(value: Tensor, up: bool) -> Tensor:
@@ -82,7 +86,7 @@ def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
     if not rows or not dim:
         return x.new_zeros((rows, row_bytes(dim, bits)), dtype=torch.uint8)
     if bits == 16:
-        noise = (_words((rows, dim), key, x.device) >> 48) & 0xFFFF
+        noise = _noise((rows, dim), key, x.device, 16)
         upper = (gathered.view(torch.int32) + noise.to(torch.int32)) >> 16
         return torch.where(torch.isfinite(gathered), upper, _NAN).to(torch.int16).view(torch.uint8)
     levels, per_byte = (1 << bits) - 1, 8 // bits
@@ -95,7 +99,7 @@ def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
     bad |= ~torch.isfinite(step)
     nan = torch.full_like(zero, torch.nan)
     zero, step = torch.where(bad, nan, zero), torch.where(bad, nan, step)
-    noise = ((_words((rows, dim), key, x.device) >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    noise = _noise((rows, dim), key, x.device, 24).to(torch.float32) * 2.0**-24
     scaled = torch.floor((gathered - zero[:, None]) / step[:, None] + noise)
     scaled = torch.where((step > 0)[:, None], scaled, torch.zeros_like(scaled)).clamp_(0, levels)
     codes = torch.nn.functional.pad(scaled.to(torch.int32), (0, -dim % per_byte)).view(rows, -1, per_byte)

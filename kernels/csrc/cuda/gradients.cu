@@ -12,6 +12,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlock = 256;                   // elements that share a scale: eight of each lane of a warp
+constexpr int kHalf = kBlock / 2;              // from a lane's first four elements of a block to its others
+constexpr int kTogether = 4;                  // lanes of a word whose elements are on their way at a time
 constexpr int kWarps = kThreads / 32;         // blocks of a CTA
 constexpr float kSmallestScale = 0x1p-100f;
 constexpr uint32_t kInfinity = 0x7f800000u;
@@ -78,9 +80,7 @@ __device__ __forceinline__ uint32_t magnitude(float4 v) {
 }
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t bits) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
-  return bits;
+  return group_max<32>(bits);
 }
 
 __device__ __forceinline__ float floored(uint32_t bits) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ float scale_at(const uint16_t* scales, int64_t block)
 // round(x * inverse + noise), the noise an odd multiple of 2**-16.
 __device__ __forceinline__ int code_of(float x, float inverse, float levels, uint32_t bits) {
   const float noise = static_cast<float>(static_cast<int16_t>(bits | 1u));
-  const float y = __fadd_rn(__fmul_rn(x, inverse), __fmul_rn(noise, 0x1p-16f));
+  const float y = __fmaf_rn(noise, 0x1p-16f, __fmul_rn(x, inverse));  // the noise is exact: rounded like a sum
   return __float2int_rn(fminf(fmaxf(y, -levels), levels));
 }
 
@@ -120,13 +120,28 @@ __device__ __forceinline__ int4 codes_of(float4 v, float inverse, float levels, 
           code_of(v.w, inverse, levels, static_cast<uint32_t>(word >> 48))};
 }
 
+// Elements that share a scale: of a power of two, what to shift by, for divisions of 64 bits take as long as a code.
+struct Length {
+  int64_t elements;
+  int shift;
+
+  explicit Length(int64_t elements) : elements(elements), shift(-1) {
+    for (int bit = 0; bit < 63; ++bit) shift = elements == int64_t(1) << bit ? bit : shift;
+  }
+
+  __device__ __forceinline__ int64_t block_of(int64_t e) const { return shift >= 0 ? e >> shift : e / elements; }
+
+  // Whether a warp's kBlock elements have one scale.
+  __device__ __forceinline__ bool whole() const { return elements % kBlock == 0; }
+};
+
 // sum_scales() for blocks of kBlock. Grid: a warp per block, kWarps of a CTA. Traffic: each element read once.
 __global__ void __launch_bounds__(kThreads)
     block_scales_kernel(const float* x, int64_t count, bool aligned, int64_t blocks, uint16_t* scales) {
   const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= blocks) return;
   const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
-  const uint32_t bits = warp_max(max(magnitude(load4(x, e, count, aligned)), magnitude(load4(x, e + 128, count, aligned))));
+  const uint32_t bits = warp_max(max(magnitude(load4(x, e, count, aligned)), magnitude(load4(x, e + kHalf, count, aligned))));
   if (threadIdx.x % 32 == 0) scales[block] = rounded_up(bits);
 }
 
@@ -146,67 +161,6 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void round_up_kernel(const uint32_t* largest, int64_t blocks, uint16_t* scales) {
   const int64_t block = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (block < blocks) scales[block] = rounded_up(largest[block]);
-}
-
-// encode_sum() to INT8. Grid: four elements of a thread. Traffic: 4 bytes read and 1 written per element.
-__global__ void __launch_bounds__(kThreads) encode_kernel(const float* x, int64_t count, bool aligned,
-                                                          const uint16_t* scales, float levels, int64_t length,
-                                                          uint64_t key, int8_t* codes) {
-  const int64_t e = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
-  if (e >= count) return;
-  const float inverse = inverse_of(scale_at(scales, e / length), levels);
-  store4(codes, e, count, true, codes_of(load4(x, e, count, aligned), inverse, levels, key, e));
-}
-
-// encode_sum() to lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per element, 4 written per word.
-__global__ void __launch_bounds__(kThreads)
-    pack_kernel(const float* x, int64_t count, bool aligned, const uint16_t* scales, int levels, int width, int lanes,
-                int64_t words, int64_t length, uint64_t key, uint4* packed) {
-  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
-  if (i >= words) return;
-  uint4 word = {0, 0, 0, 0};
-  for (int lane = 0; lane < lanes; ++lane) {
-    const int64_t e = lane * words + i;
-    if (e >= count) break;
-    const float inverse = inverse_of(scale_at(scales, e / length), static_cast<float>(levels));
-    const int4 c = codes_of(load4(x, e, count, aligned), inverse, static_cast<float>(levels), key, e);
-    const int shift = lane * width;
-    word.x |= static_cast<uint32_t>(c.x + levels) << shift;
-    if (e + 1 < count) word.y |= static_cast<uint32_t>(c.y + levels) << shift;
-    if (e + 2 < count) word.z |= static_cast<uint32_t>(c.z + levels) << shift;
-    if (e + 3 < count) word.w |= static_cast<uint32_t>(c.w + levels) << shift;
-  }
-  packed[i / 4] = word;
-}
-
-// decode_sum() from INT8. Grid: four elements of a thread. Traffic: 1 byte read and 4 written per element.
-__global__ void __launch_bounds__(kThreads) decode_kernel(const int8_t* codes, int64_t count, const uint16_t* scales,
-                                                          float divisor, int64_t length, float* out) {
-  const int64_t e = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
-  if (e >= count) return;
-  const float step = step_of(scale_at(scales, e / length), divisor);
-  const int4 c = load_codes(codes, e, count, true);
-  store4(out, e, count, true,
-         make_float4(__fmul_rn(float(c.x), step), __fmul_rn(float(c.y), step), __fmul_rn(float(c.z), step),
-                     __fmul_rn(float(c.w), step)));
-}
-
-// decode_sum() from lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per word, 4 written per element.
-__global__ void __launch_bounds__(kThreads)
-    unpack_kernel(const uint4* packed, int64_t count, const uint16_t* scales, float divisor, int offset, int width,
-                  int lanes, int64_t words, int64_t length, float* out) {
-  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
-  if (i >= words) return;
-  const uint4 word = __ldg(packed + i / 4);
-  const uint32_t mask = (1u << width) - 1u;
-  for (int lane = 0; lane < lanes; ++lane) {
-    const int64_t e = lane * words + i;
-    if (e >= count) break;
-    const float step = step_of(scale_at(scales, e / length), divisor);
-    const int shift = lane * width;
-    const auto value = [&](uint32_t w) { return __fmul_rn(float(int((w >> shift) & mask) - offset), step); };
-    store4(out, e, count, true, make_float4(value(word.x), value(word.y), value(word.z), value(word.w)));
-  }
 }
 
 // Codes that a worker gives scales of its own, or none: two-shot schemes. The order is that of FORMS in reference.py.
@@ -259,7 +213,86 @@ __device__ __forceinline__ float4 values_of(int4 c, float step) {
   return {value_of<kForm>(c.x, step), value_of<kForm>(c.y, step), value_of<kForm>(c.z, step), value_of<kForm>(c.w, step)};
 }
 
-// What a warp does with one block whose elements it holds: its scale, and codes of four elements at e and at e + 128.
+// encode_sum() to INT8. Grid: a warp per kBlock elements. Traffic: 4 bytes read and 1 written per element.
+__global__ void __launch_bounds__(kThreads) encode_kernel(const float* x, int64_t count, bool aligned,
+                                                          const uint16_t* scales, float levels, Length length,
+                                                          uint64_t key, int8_t* codes) {
+  const int64_t e = (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kBlock + (threadIdx.x % 32) * 4, f = e + kHalf;
+  if (e >= count) return;
+  const float4 a = load4(x, e, count, aligned), b = load4(x, f, count, aligned);
+  const float inverse = inverse_of(scale_at(scales, length.block_of(e)), levels);
+  store4(codes, e, count, true, codes_of(a, inverse, levels, key, e));
+  if (f >= count) return;
+  const float next = length.whole() ? inverse : inverse_of(scale_at(scales, length.block_of(f)), levels);
+  store4(codes, f, count, true, codes_of(b, next, levels, key, f));
+}
+
+// encode_sum() to lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per element, 4 written per word.
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const float* x, int64_t count, bool aligned, const uint16_t* scales, int levels, int width, int lanes,
+                int64_t words, Length length, uint64_t key, uint4* packed) {
+  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (i >= words) return;
+  uint4 word = {0, 0, 0, 0};
+  for (int first = 0; first < lanes; first += kTogether) {
+    float4 v[kTogether];
+    uint16_t scale[kTogether];
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const int64_t e = (first + k) * words + i;
+      if (first + k >= lanes || e >= count) continue;
+      v[k] = load4(x, e, count, aligned);
+      scale[k] = __ldg(scales + length.block_of(e));
+    }
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const int64_t e = (first + k) * words + i;
+      if (first + k >= lanes || e >= count) continue;
+      const float inverse = inverse_of(__uint_as_float(uint32_t(scale[k]) << 16), static_cast<float>(levels));
+      const int4 c = codes_of(v[k], inverse, static_cast<float>(levels), key, e);
+      const int shift = (first + k) * width;
+      word.x |= static_cast<uint32_t>(c.x + levels) << shift;
+      if (e + 1 < count) word.y |= static_cast<uint32_t>(c.y + levels) << shift;
+      if (e + 2 < count) word.z |= static_cast<uint32_t>(c.z + levels) << shift;
+      if (e + 3 < count) word.w |= static_cast<uint32_t>(c.w + levels) << shift;
+    }
+  }
+  packed[i / 4] = word;
+}
+
+// decode_sum() from INT8. Grid: a warp per kBlock elements. Traffic: 1 byte read and 4 written per element.
+__global__ void __launch_bounds__(kThreads) decode_kernel(const int8_t* codes, int64_t count, const uint16_t* scales,
+                                                          float divisor, Length length, float* out) {
+  const int64_t e = (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kBlock + (threadIdx.x % 32) * 4, f = e + kHalf;
+  if (e >= count) return;
+  const int4 c = load_codes(codes, e, count, true), d = load_codes(codes, f, count, true);
+  const float step = step_of(scale_at(scales, length.block_of(e)), divisor);
+  store4(out, e, count, true, values_of<Form::kInt8>(c, step));
+  if (f >= count) return;
+  const float next = length.whole() ? step : step_of(scale_at(scales, length.block_of(f)), divisor);
+  store4(out, f, count, true, values_of<Form::kInt8>(d, next));
+}
+
+// decode_sum() from lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per word, 4 written per element.
+__global__ void __launch_bounds__(kThreads)
+    unpack_kernel(const uint4* packed, int64_t count, const uint16_t* scales, float divisor, int offset, int width,
+                  int lanes, int64_t words, Length length, float* out) {
+  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (i >= words) return;
+  const uint4 word = __ldg(packed + i / 4);
+  const uint32_t mask = (1u << width) - 1u;
+#pragma unroll 4
+  for (int lane = 0; lane < lanes; ++lane) {
+    const int64_t e = lane * words + i;
+    if (e >= count) break;
+    const float step = step_of(scale_at(scales, length.block_of(e)), divisor);
+    const int shift = lane * width;
+    const auto value = [&](uint32_t w) { return __fmul_rn(float(int((w >> shift) & mask) - offset), step); };
+    store4(out, e, count, true, make_float4(value(word.x), value(word.y), value(word.z), value(word.w)));
+  }
+}
+
+// What a warp does with one block whose elements it holds: its scale, and codes of four elements at e and at e + kHalf.
 template <Form kForm>
 __device__ __forceinline__ void encode_block(float4 a, float4 b, int64_t block, int64_t count, uint64_t key,
                                              CodeOf<kForm>* codes, float* scales) {
@@ -271,7 +304,7 @@ __device__ __forceinline__ void encode_block(float4 a, float4 b, int64_t block, 
     if (threadIdx.x % 32 == 0) scales[block] = scale;
   }
   store4(codes, e, count, true, own_codes_of<kForm>(a, factor, key, e));
-  store4(codes, e + 128, count, true, own_codes_of<kForm>(b, factor, key, e + 128));
+  store4(codes, e + kHalf, count, true, own_codes_of<kForm>(b, factor, key, e + kHalf));
 }
 
 // encode(). Grid: a warp per block. Traffic: 4 bytes read per element, and its code written.
@@ -282,7 +315,7 @@ __global__ void __launch_bounds__(kThreads) encode_own_kernel(const float* x, in
   const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= blocks) return;
   const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
-  encode_block<kForm>(load4(x, e, count, aligned), load4(x, e + 128, count, aligned), block, count, key, codes, scales);
+  encode_block<kForm>(load4(x, e, count, aligned), load4(x, e + kHalf, count, aligned), block, count, key, codes, scales);
 }
 
 __device__ __forceinline__ float4 added(float4 a, float4 b) {
@@ -306,7 +339,7 @@ __global__ void __launch_bounds__(kThreads)
     const float step = kForm == Form::kBf16 ? 1.0f : step_of(__ldg(scales + worker * blocks + block), kLevels<kForm>);
     const CodeOf<kForm>* own = codes + worker * count;
     const float4 c = values_of<kForm>(load_codes(own, e, count, aligned), step);
-    const float4 d = values_of<kForm>(load_codes(own, e + 128, count, aligned), step);
+    const float4 d = values_of<kForm>(load_codes(own, e + kHalf, count, aligned), step);
     a = worker == 0 ? c : added(a, c);
     b = worker == 0 ? d : added(b, d);
   }
@@ -314,14 +347,16 @@ __global__ void __launch_bounds__(kThreads)
   encode_block<kForm>(scaled(a, share), scaled(b, share), block, count, key, out, out_scales);
 }
 
-// decode() of codes with scales. Grid: four elements of a thread. Traffic: a code read and 4 bytes written per element.
+// decode() of codes with scales. Grid: a warp per block. Traffic: a code read and 4 bytes written per element.
 template <Form kForm>
 __global__ void __launch_bounds__(kThreads) decode_own_kernel(const CodeOf<kForm>* codes, int64_t count, bool aligned,
-                                                              const float* scales, int64_t length, float* out) {
-  const int64_t e = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+                                                              const float* scales, float* out) {
+  const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, e = block * kBlock + (threadIdx.x % 32) * 4;
   if (e >= count) return;
-  const float step = step_of(__ldg(scales + e / length), kLevels<kForm>);
-  store4(out, e, count, true, values_of<kForm>(load_codes(codes, e, count, aligned), step));
+  const int4 c = load_codes(codes, e, count, aligned), d = load_codes(codes, e + kHalf, count, aligned);
+  const float step = step_of(__ldg(scales + block), kLevels<kForm>);
+  store4(out, e, count, true, values_of<kForm>(c, step));
+  store4(out, e + kHalf, count, true, values_of<kForm>(d, step));
 }
 
 template <typename T>
@@ -387,15 +422,15 @@ Tensor encode_sum_cuda(const Tensor& x, const Tensor& scales, int64_t levels, in
   Tensor codes = empty_on(x, {words}, lanes == 1 ? ScalarType::Char : ScalarType::Int);
   if (count == 0) return codes;
   if (lanes == 1) {
-    encode_kernel<<<grid(count, kThreads * 4), kThreads, 0, stream>>>(
-        input<float>(x), count, starts_on(x, 16), input<uint16_t>(scales), static_cast<float>(levels), block,
+    encode_kernel<<<grid(count, kWarps * kBlock), kThreads, 0, stream>>>(
+        input<float>(x), count, starts_on(x, 16), input<uint16_t>(scales), static_cast<float>(levels), Length(block),
         static_cast<uint64_t>(key), output<int8_t>(codes));
   } else {
     STD_TORCH_CHECK(words % 4 == 0 && words * lanes >= count && width * lanes <= 32, "gradients: ", words, " words of ",
                     lanes, " lanes do not hold ", count, " codes");
     pack_kernel<<<grid(words, kThreads * 4), kThreads, 0, stream>>>(
         input<float>(x), count, starts_on(x, 16), input<uint16_t>(scales), static_cast<int>(levels),
-        static_cast<int>(width), static_cast<int>(lanes), words, block, static_cast<uint64_t>(key),
+        static_cast<int>(width), static_cast<int>(lanes), words, Length(block), static_cast<uint64_t>(key),
         output<uint4>(codes));
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -413,12 +448,12 @@ Tensor decode_sum_cuda(const Tensor& codes, const Tensor& scales, int64_t levels
   if (elements == 0) return out;
   const float divisor = static_cast<float>(levels * workers);
   if (lanes == 1) {
-    decode_kernel<<<grid(elements, kThreads * 4), kThreads, 0, stream>>>(
-        input<int8_t>(codes), elements, input<uint16_t>(scales), divisor, block, output<float>(out));
+    decode_kernel<<<grid(elements, kWarps * kBlock), kThreads, 0, stream>>>(
+        input<int8_t>(codes), elements, input<uint16_t>(scales), divisor, Length(block), output<float>(out));
   } else {
     unpack_kernel<<<grid(words, kThreads * 4), kThreads, 0, stream>>>(
         input<uint4>(codes), elements, input<uint16_t>(scales), divisor, static_cast<int>(levels * workers),
-        static_cast<int>(width), static_cast<int>(lanes), words, block, output<float>(out));
+        static_cast<int>(width), static_cast<int>(lanes), words, Length(block), output<float>(out));
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
@@ -501,8 +536,8 @@ Tensor decode_cuda(const Tensor& codes, const Tensor& scales, int64_t form, int6
   if (count == 0) return out;
   QSYNC_BY_FORM(form, {
     STD_TORCH_CHECK(kForm != Form::kBf16, "gradients: BF16 codes are decoded by torch");
-    decode_own_kernel<kForm><<<grid(count, kThreads * 4), kThreads, 0, stream_of(codes)>>>(
-        input<CodeOf<kForm>>(codes), count, starts_on(codes, 4), input<float>(scales), block, output<float>(out));
+    decode_own_kernel<kForm><<<grid(count, kWarps * kBlock), kThreads, 0, stream_of(codes)>>>(
+        input<CodeOf<kForm>>(codes), count, starts_on(codes, 4), input<float>(scales), output<float>(out));
   })
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;

@@ -1,22 +1,31 @@
 // Rows of embeddings as messages of 1, 2, 4, 8 or 16 bits, and back; the contract is kernels/messages/rows.py, bit for bit.
+#include <type_traits>
+
 #include "stable.cuh"
 
 namespace qsync {
 namespace {
 
 constexpr int kWarps = 8;
+constexpr int kKept = 4;  // pieces of four entries that a lane keeps between its two passes over a row
 constexpr uint64_t kMessageGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kMessageMultiplier = 0xD6E8FEB86659FD93ull;
 
-__device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t entry) {
-  uint64_t word = key + (entry + 1) * kMessageGolden;
+__device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t number) {
+  uint64_t word = key + (number + 1) * kMessageGolden;
   word = (word ^ (word >> 32)) * kMessageMultiplier;
   word = (word ^ (word >> 32)) * kMessageMultiplier;
   return word ^ (word >> 32);
 }
 
-__device__ __forceinline__ float uniform(uint64_t key, uint64_t entry) {
-  return __fmul_rn(static_cast<float>(static_cast<uint32_t>(random_word(key, entry) >> 40)), 0x1p-24f);
+// Noise of an entry in units of 2**-24: the upper 24 bits of its half of a word, that of even entries is the upper one.
+__device__ __forceinline__ uint32_t noise_of(uint64_t word, bool odd) {
+  return static_cast<uint32_t>(odd ? word : word >> 32) >> 8;
+}
+
+// Noise of an entry of 16 bits: its quarter of a word, the lowest first.
+__device__ __forceinline__ uint32_t short_noise_of(uint64_t word, uint64_t entry) {
+  return static_cast<uint32_t>(word >> (16 * (entry % 4))) & 0xFFFFu;
 }
 
 // FP32 rounded to BF16 toward plus (up) or minus infinity.
@@ -26,9 +35,151 @@ __device__ __forceinline__ float bf16_toward(float value, bool up) {
   return __uint_as_float(raw & 0xFFFF0000u);
 }
 
-__device__ __forceinline__ uint32_t code_of(float x, float zero, float step, float levels, float noise) {
-  const float scaled = floorf(__fadd_rn(__fdiv_rn(__fsub_rn(x, zero), step), noise));
-  return static_cast<uint32_t>(fminf(fmaxf(scaled, 0.0f), levels));
+// What rounding a row takes. Quotients by a BF16 step of ordinary size are formed with its reciprocal and one correction,
+// which rounds them as a division does: tried for all 2**30 pairs of mantissas. Smaller quotients do not show in a code.
+struct Range {
+  float zero, step, inverse;
+  bool bad, constant, ordinary;
+
+  __device__ __forceinline__ Range(float low, float high, bool finite, float levels) {
+    zero = bf16_toward(low, false);
+    const float spread = __fsub_rn(high, zero);
+    step = bf16_toward(__fdiv_rn(spread, levels), true);
+    bad = !finite || !isfinite(spread) || !isfinite(step);
+    constant = bad || !(step > 0.0f);
+    ordinary = step > 0x1p-60f && step < 0x1p60f;
+    inverse = __frcp_rn(step);
+  }
+
+  __device__ __forceinline__ uint32_t code(float x, float levels, uint32_t noise) const {
+    const float above = __fsub_rn(x, zero);  // never below 0, as zero is rounded down
+    float quotient;
+    if (ordinary) {
+      quotient = __fmul_rn(above, inverse);
+      quotient = __fmaf_rn(__fmaf_rn(-quotient, step, above), inverse, quotient);
+    } else {
+      quotient = __fdiv_rn(above, step);
+    }
+    return __float2uint_rz(fminf(__fmaf_rn(static_cast<float>(noise), 0x1p-24f, quotient), levels));
+  }
+
+  // The first four bytes of a message, one from each of four lanes.
+  __device__ __forceinline__ uint8_t header(int byte) const {
+    const uint32_t half = bad ? 0x7FC0u : __float_as_uint(byte < 2 ? zero : step) >> 16;
+    return static_cast<uint8_t>(half >> (8 * (byte % 2)));
+  }
+};
+
+// Least and largest entry, and NaN once one is not finite.
+struct Extent {
+  float low = INFINITY, high = -INFINITY, poison = 0.0f;
+
+  __device__ __forceinline__ void add(float value) {
+    low = fminf(low, value);
+    high = fmaxf(high, value);
+    poison = __fmaf_rn(value, 0.0f, poison);
+  }
+
+  template <int kLanes>
+  __device__ __forceinline__ Range over(float levels) {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+      low = fminf(low, __shfl_xor_sync(0xFFFFFFFFu, low, offset));
+      high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, offset));
+      poison = __fadd_rn(poison, __shfl_xor_sync(0xFFFFFFFFu, poison, offset));
+    }
+    return Range(low, high, poison == 0.0f, levels);
+  }
+};
+
+// pack_rows() for rows of whole fours of entries from 16 bytes on. Grid: kLanes lanes per row, 32 / kLanes * kWarps rows per
+// block. Traffic: each entry read once (those past 4 * kKept of a lane twice), each code written once.
+template <int kBits, int kLanes>
+__global__ void __launch_bounds__(32 * kWarps)
+    pack_pieces_kernel(const float* x, const int64_t* index, int64_t rows, int64_t dim, int64_t row_bytes, uint64_t key,
+                       uint8_t* out) {
+  const int lane = threadIdx.x % kLanes;
+  const int64_t own = (static_cast<int64_t>(blockIdx.x) * (32 * kWarps) + threadIdx.x) / kLanes;
+  const int64_t row = own < rows ? own : rows - 1;  // lanes without a row help the others of their warp
+  const int pieces = static_cast<int>(dim / 4);
+  const float4* source = reinterpret_cast<const float4*>(x + __ldg(index + row) * dim);
+  constexpr float kLevels = (1 << kBits) - 1;
+  float4 kept[kKept];
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    if (lane + i * kLanes < pieces) kept[i] = __ldg(source + lane + i * kLanes);
+  }
+  Extent extent;
+  const auto add = [&](float4 v) {
+    extent.add(v.x);
+    extent.add(v.y);
+    extent.add(v.z);
+    extent.add(v.w);
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    if (lane + i * kLanes < pieces) add(kept[i]);
+  }
+  for (int piece = lane + kKept * kLanes; piece < pieces; piece += kLanes) add(__ldg(source + piece));
+  const Range range = extent.over<kLanes>(kLevels);
+  uint8_t* target = out + row * row_bytes;
+  if (own == row && lane < 4) target[lane] = range.header(lane);
+  target += 4;
+  const uint64_t first = static_cast<uint64_t>(row) * dim / 2;
+  const auto write = [&](int piece, float4 v) {
+    uint32_t codes = 0;
+    if (!range.constant) {
+      const uint64_t a = random_word(key, first + 2 * piece), b = random_word(key, first + 2 * piece + 1);
+      codes = range.code(v.x, kLevels, noise_of(a, false)) | range.code(v.y, kLevels, noise_of(a, true)) << kBits |
+              range.code(v.z, kLevels, noise_of(b, false)) << (2 * kBits) |
+              range.code(v.w, kLevels, noise_of(b, true)) << (3 * kBits);
+    }
+    if constexpr (kBits == 8) *reinterpret_cast<uint32_t*>(target + 4 * piece) = codes;
+    if constexpr (kBits == 4) *reinterpret_cast<uint16_t*>(target + 2 * piece) = static_cast<uint16_t>(codes);
+    if constexpr (kBits == 2) target[piece] = static_cast<uint8_t>(codes);
+    return codes;
+  };
+  // Pairs of lanes write the bytes of one bit together.
+  const auto write_any = [&](int piece, bool there, float4 v) {
+    uint32_t codes = there ? write(piece, v) : 0;
+    if constexpr (kBits == 1) {
+      codes |= __shfl_down_sync(0xFFFFFFFFu, codes, 1) << 4;
+      if (there && piece % 2 == 0) target[piece / 2] = static_cast<uint8_t>(codes);
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) write_any(lane + i * kLanes, own == row && lane + i * kLanes < pieces, kept[i]);
+  for (int begin = kKept * kLanes; begin < pieces; begin += kLanes) {
+    const int piece = begin + lane;
+    const bool there = own == row && piece < pieces;
+    write_any(piece, there, there ? __ldg(source + piece) : kept[0]);
+  }
+}
+
+// unpack_rows() for such rows. Grid: as above. Traffic: each code read once, each entry written once.
+template <int kBits, int kLanes>
+__global__ void __launch_bounds__(32 * kWarps)
+    unpack_pieces_kernel(const uint8_t* wire, const int64_t* index, int64_t rows, int64_t dim, int64_t row_bytes, float* out) {
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * (32 * kWarps) + threadIdx.x) / kLanes;
+  if (row >= rows) return;
+  const uint8_t* source = wire + row * row_bytes;
+  float4* target = reinterpret_cast<float4*>(out + __ldg(index + row) * dim);
+  const float zero = __uint_as_float((__ldg(source) | (uint32_t(__ldg(source + 1)) << 8)) << 16);
+  const float step = __uint_as_float((__ldg(source + 2) | (uint32_t(__ldg(source + 3)) << 8)) << 16);
+  source += 4;
+  const int pieces = static_cast<int>(dim / 4);
+#pragma unroll 4
+  for (int piece = threadIdx.x % kLanes; piece < pieces; piece += kLanes) {
+    uint32_t codes;
+    if constexpr (kBits == 8) codes = __ldg(reinterpret_cast<const uint32_t*>(source + 4 * piece));
+    if constexpr (kBits == 4) codes = __ldg(reinterpret_cast<const uint16_t*>(source + 2 * piece));
+    if constexpr (kBits == 2) codes = __ldg(source + piece);
+    if constexpr (kBits == 1) codes = __ldg(source + piece / 2) >> (4 * (piece % 2));
+    const auto value = [&](int i) {
+      return __fadd_rn(__fmul_rn(static_cast<float>((codes >> (i * kBits)) & ((1u << kBits) - 1)), step), zero);
+    };
+    target[piece] = make_float4(value(0), value(1), value(2), value(3));
+  }
 }
 
 // Grid: one warp per row, kWarps rows per block.
@@ -41,59 +192,28 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (row >= rows) return;
   const int lane = threadIdx.x % 32;
   const float* source = x + index[row] * dim;
-  float low = INFINITY, high = -INFINITY;
-  bool bad = false;
-  for (int64_t c = lane; c < dim; c += 32) {
-    const float value = source[c];
-    bad |= !isfinite(value);
-    low = fminf(low, value);
-    high = fmaxf(high, value);
-  }
-  for (int offset = 16; offset > 0; offset /= 2) {
-    low = fminf(low, __shfl_xor_sync(0xFFFFFFFFu, low, offset));
-    high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, offset));
-  }
-  bad = __any_sync(0xFFFFFFFFu, bad);
   constexpr float kLevels = (1 << kBits) - 1;
-  float zero = bf16_toward(low, false);
-  const float spread = __fsub_rn(high, zero);
-  float step = bf16_toward(__fdiv_rn(spread, kLevels), true);
-  bad = bad || !isfinite(spread) || !isfinite(step);
+  Extent extent;
+  for (int64_t c = lane; c < dim; c += 32) extent.add(source[c]);
+  const Range range = extent.over<32>(kLevels);
   uint8_t* target = out + row * row_bytes;
-  if (lane == 0) {
-    const uint32_t first = bad ? 0x7FC0u : __float_as_uint(zero) >> 16;
-    const uint32_t second = bad ? 0x7FC0u : __float_as_uint(step) >> 16;
-    target[0] = first & 0xFF;
-    target[1] = first >> 8;
-    target[2] = second & 0xFF;
-    target[3] = second >> 8;
-  }
-  const bool constant = bad || !(step > 0.0f);
+  if (lane < 4) target[lane] = range.header(lane);
   const uint64_t start = static_cast<uint64_t>(row) * dim;
-  if (dim * kBits % 32 == 0) {  // rows are multiples of four bytes: whole words
-    constexpr int kPerWord = 32 / kBits;
-    for (int64_t w = lane; w < dim / kPerWord; w += 32) {
-      uint32_t word = 0;
-      if (!constant) {
-#pragma unroll
-        for (int i = 0; i < kPerWord; ++i) {
-          const int64_t c = w * kPerWord + i;
-          word |= code_of(source[c], zero, step, kLevels, uniform(key, start + c)) << (i * kBits);
-        }
-      }
-      *reinterpret_cast<uint32_t*>(target + 4 + 4 * w) = word;
-    }
-    return;
-  }
   constexpr int kPerByte = 8 / kBits;
   for (int64_t b = lane; b < row_bytes - 4; b += 32) {
     uint32_t packed = 0;
     for (int i = 0; i < kPerByte; ++i) {
       const int64_t c = b * kPerByte + i;
-      if (c < dim && !constant) packed |= code_of(source[c], zero, step, kLevels, uniform(key, start + c)) << (i * kBits);
+      if (c >= dim || range.constant) continue;
+      const uint64_t entry = start + c;
+      packed |= range.code(source[c], kLevels, noise_of(random_word(key, entry / 2), entry % 2)) << (i * kBits);
     }
     target[4 + b] = static_cast<uint8_t>(packed);
   }
+}
+
+__device__ __forceinline__ uint16_t rounded_half(float value, uint32_t noise) {
+  return static_cast<uint16_t>(isfinite(value) ? (__float_as_uint(value) + noise) >> 16 : 0x7FC0u);
 }
 
 // Grid: one warp per row, kWarps rows per block.
@@ -107,8 +227,23 @@ __global__ void __launch_bounds__(32 * kWarps)
   const uint64_t start = static_cast<uint64_t>(row) * dim;
   for (int64_t c = threadIdx.x % 32; c < dim; c += 32) {
     const float value = source[c];
-    const uint32_t noise = static_cast<uint32_t>(random_word(key, start + c) >> 48);
-    out[start + c] = static_cast<uint16_t>(isfinite(value) ? (__float_as_uint(value) + noise) >> 16 : 0x7FC0u);
+    const uint32_t noise = short_noise_of(random_word(key, (start + c) / 4), start + c);
+    out[start + c] = rounded_half(value, noise);
+  }
+}
+
+// The same for rows of whole fours of entries from 16 bytes on.
+__global__ void __launch_bounds__(32 * kWarps)
+    pack_bf16_pieces_kernel(const float* x, const int64_t* index, int64_t rows, int64_t pieces, uint64_t key, ushort4* out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  const float4* source = reinterpret_cast<const float4*>(x) + __ldg(index + row) * pieces;
+#pragma unroll 4
+  for (int64_t piece = threadIdx.x % 32; piece < pieces; piece += 32) {
+    const float4 v = __ldg(source + piece);
+    const uint64_t word = random_word(key, row * pieces + piece);
+    out[row * pieces + piece] = {rounded_half(v.x, short_noise_of(word, 0)), rounded_half(v.y, short_noise_of(word, 1)),
+                                 rounded_half(v.z, short_noise_of(word, 2)), rounded_half(v.w, short_noise_of(word, 3))};
   }
 }
 
@@ -122,6 +257,20 @@ __global__ void __launch_bounds__(32 * kWarps)
   float* target = out + index[row] * dim;
   for (int64_t c = threadIdx.x % 32; c < dim; c += 32) {
     target[c] = __uint_as_float(static_cast<uint32_t>(wire[row * dim + c]) << 16);
+  }
+}
+
+// The same for rows of whole fours of entries from 16 bytes on.
+__global__ void __launch_bounds__(32 * kWarps)
+    unpack_bf16_pieces_kernel(const ushort4* wire, const int64_t* index, int64_t rows, int64_t pieces, float* out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  float4* target = reinterpret_cast<float4*>(out) + __ldg(index + row) * pieces;
+  const auto value = [](uint16_t half) { return __uint_as_float(static_cast<uint32_t>(half) << 16); };
+#pragma unroll 4
+  for (int64_t piece = threadIdx.x % 32; piece < pieces; piece += 32) {
+    const ushort4 v = __ldg(wire + row * pieces + piece);
+    target[piece] = make_float4(value(v.x), value(v.y), value(v.z), value(v.w));
   }
 }
 
@@ -144,7 +293,32 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-unsigned blocks_of(int64_t rows) { return static_cast<unsigned>((rows + kWarps - 1) / kWarps); }
+unsigned blocks_of(int64_t rows, int per_warp = 1) {
+  return static_cast<unsigned>((rows + kWarps * per_warp - 1) / (kWarps * per_warp));
+}
+
+bool starts_on(const Tensor& x, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % bytes == 0; }
+
+// Calls what it is given with the width and with the lanes of a row as constants; no lanes (0) for rows that are not whole
+// fours of entries. So many lanes that each has two pieces of four entries, where a warp suffices for that.
+template <class Launch>
+void by_width(int64_t bits, int64_t dim, bool aligned, Launch launch) {
+  const auto by_lanes = [&](auto width) {
+    using std::integral_constant;
+    if (dim % 4 != 0 || !aligned || dim > (1 << 30)) return launch(width, integral_constant<int, 0>{});
+    if (dim <= 32) return launch(width, integral_constant<int, 4>{});
+    if (dim <= 64) return launch(width, integral_constant<int, 8>{});
+    if (dim <= 128) return launch(width, integral_constant<int, 16>{});
+    return launch(width, integral_constant<int, 32>{});
+  };
+  switch (bits) {
+    case 1: return by_lanes(std::integral_constant<int, 1>{});
+    case 2: return by_lanes(std::integral_constant<int, 2>{});
+    case 4: return by_lanes(std::integral_constant<int, 4>{});
+    case 8: return by_lanes(std::integral_constant<int, 8>{});
+    default: STD_TORCH_CHECK(false, "width is ", bits, " bits, but 1, 2, 4, 8 and 16 are packed");
+  }
+}
 
 }  // namespace
 
@@ -154,22 +328,27 @@ Tensor pack_rows(const Tensor& x, const Tensor& index, int64_t bits, int64_t key
   const int64_t rows = index.size(0), dim = x.size(1), row_bytes = bits == 16 ? 2 * dim : 4 + (dim * bits + 7) / 8;
   Tensor out = empty_on(x, {rows, row_bytes}, ScalarType::Byte);
   if (rows == 0 || dim == 0) return out;
-  const auto launch = [&](auto kernel) {
-    kernel<<<blocks_of(rows), 32 * kWarps, 0, stream_of(x)>>>(
-        static_cast<const float*>(x.data_ptr()), static_cast<const int64_t*>(index.data_ptr()), rows, dim, row_bytes,
-        static_cast<uint64_t>(key), static_cast<uint8_t*>(out.data_ptr()));
-  };
-  switch (bits) {
-    case 1: launch(pack_kernel<1>); break;
-    case 2: launch(pack_kernel<2>); break;
-    case 4: launch(pack_kernel<4>); break;
-    case 8: launch(pack_kernel<8>); break;
-    case 16:
-      pack_bf16_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream_of(x)>>>(
-          static_cast<const float*>(x.data_ptr()), static_cast<const int64_t*>(index.data_ptr()), rows, dim,
-          static_cast<uint64_t>(key), static_cast<uint16_t*>(out.data_ptr()));
-      break;
-    default: STD_TORCH_CHECK(false, "width is ", bits, " bits, but 1, 2, 4, 8 and 16 are packed");
+  const float* source = static_cast<const float*>(x.const_data_ptr());
+  const int64_t* which = static_cast<const int64_t*>(index.const_data_ptr());
+  const uint64_t stream_key = static_cast<uint64_t>(key);
+  const cudaStream_t stream = stream_of(x);
+  if (bits == 16 && dim % 4 == 0 && starts_on(x, 16)) {
+    pack_bf16_pieces_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream>>>(source, which, rows, dim / 4, stream_key,
+                                                                         static_cast<ushort4*>(out.mutable_data_ptr()));
+  } else if (bits == 16) {
+    pack_bf16_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream>>>(source, which, rows, dim, stream_key,
+                                                                  static_cast<uint16_t*>(out.mutable_data_ptr()));
+  } else {
+    uint8_t* wire = static_cast<uint8_t*>(out.mutable_data_ptr());
+    by_width(bits, dim, starts_on(x, 16), [&](auto width, auto lanes) {
+      if constexpr (lanes() == 0) {
+        pack_kernel<width()>
+            <<<blocks_of(rows), 32 * kWarps, 0, stream>>>(source, which, rows, dim, row_bytes, stream_key, wire);
+      } else {
+        pack_pieces_kernel<width(), lanes()><<<blocks_of(rows, 32 / lanes()), 32 * kWarps, 0, stream>>>(
+            source, which, rows, dim, row_bytes, stream_key, wire);
+      }
+    });
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
@@ -180,22 +359,25 @@ void unpack_rows(const Tensor& wire, const Tensor& index, const Tensor& out, int
   OnDeviceOf guard(out);
   const int64_t rows = index.size(0), dim = out.size(1), row_bytes = 4 + (dim * bits + 7) / 8;
   if (rows == 0 || dim == 0) return;
-  const auto launch = [&](auto kernel) {
-    kernel<<<blocks_of(rows), 32 * kWarps, 0, stream_of(out)>>>(
-        static_cast<const uint8_t*>(wire.data_ptr()), static_cast<const int64_t*>(index.data_ptr()), rows, dim, row_bytes,
-        static_cast<float*>(out.data_ptr()));
-  };
-  switch (bits) {
-    case 1: launch(unpack_kernel<1>); break;
-    case 2: launch(unpack_kernel<2>); break;
-    case 4: launch(unpack_kernel<4>); break;
-    case 8: launch(unpack_kernel<8>); break;
-    case 16:
-      unpack_bf16_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream_of(out)>>>(
-          static_cast<const uint16_t*>(wire.data_ptr()), static_cast<const int64_t*>(index.data_ptr()), rows, dim,
-          static_cast<float*>(out.data_ptr()));
-      break;
-    default: STD_TORCH_CHECK(false, "width is ", bits, " bits, but 1, 2, 4, 8 and 16 are packed");
+  const int64_t* which = static_cast<const int64_t*>(index.const_data_ptr());
+  float* target = static_cast<float*>(out.mutable_data_ptr());
+  const cudaStream_t stream = stream_of(out);
+  if (bits == 16 && dim % 4 == 0 && starts_on(out, 16) && starts_on(wire, 8)) {
+    unpack_bf16_pieces_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream>>>(static_cast<const ushort4*>(wire.const_data_ptr()),
+                                                                           which, rows, dim / 4, target);
+  } else if (bits == 16) {
+    unpack_bf16_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream>>>(static_cast<const uint16_t*>(wire.const_data_ptr()), which,
+                                                                    rows, dim, target);
+  } else {
+    const uint8_t* source = static_cast<const uint8_t*>(wire.const_data_ptr());
+    by_width(bits, dim, starts_on(out, 16) && starts_on(wire, 4), [&](auto width, auto lanes) {
+      if constexpr (lanes() == 0) {
+        unpack_kernel<width()><<<blocks_of(rows), 32 * kWarps, 0, stream>>>(source, which, rows, dim, row_bytes, target);
+      } else {
+        unpack_pieces_kernel<width(), lanes()><<<blocks_of(rows, 32 / lanes()), 32 * kWarps, 0, stream>>>(
+            source, which, rows, dim, row_bytes, target);
+      }
+    });
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
