@@ -66,6 +66,9 @@ def gradient_records(device: torch.device, elements: int) -> Iterator[dict[str, 
         spent = seconds(call, inputs, device)
         return {"part": "gradients", "subject": subject, "pass": what, "seconds": spent, "moved_bytes": moved}
 
+    outs = [torch.empty_like(x) for x in gradients]
+    both = list(zip(gradients, outs, strict=True))
+    yield record("a copy of the same size", "copy", lambda x: torch.neg(x[0], out=x[1]), both, 8 * elements)
     for name in SUM_SCHEMES:
         each = scheme(name)
         layout, levels = Layout(width=each.width, lanes=each.lanes, block=block), each.levels(WORKERS)
@@ -85,9 +88,9 @@ def gradient_records(device: torch.device, elements: int) -> Iterator[dict[str, 
     for form in OWN_FORMS:
         encoded = [codec.encode(x, form, block, 1) for x in gradients]
         wire = encoded[0].codes.nbytes + encoded[0].scales.nbytes
-        both = [(torch.stack([e.codes] * WORKERS), torch.stack([e.scales] * WORKERS)) for e in encoded]
+        received = [(torch.stack([e.codes] * WORKERS), torch.stack([e.scales] * WORKERS)) for e in encoded]
         yield record(form, "encode", lambda x, f=form: codec.encode(x, f, block, 1), gradients, 4 * elements + wire)
-        yield record(form, "reduce", lambda x, f=form: codec.reduce(*x, f, block, 1), both, (WORKERS + 1) * wire)
+        yield record(form, "reduce", lambda x, f=form: codec.reduce(*x, f, block, 1), received, (WORKERS + 1) * wire)
         yield record(form, "decode", lambda x, f=form: codec.decode(x, f, block), encoded, 4 * elements + wire)
 
 

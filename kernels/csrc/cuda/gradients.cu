@@ -12,8 +12,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlock = 256;                   // elements that share a scale: eight of each lane of a warp
-constexpr int kHalf = kBlock / 2;              // from a lane's first four elements of a block to its others
-constexpr int kTogether = 4;                  // lanes of a word whose elements are on their way at a time
+constexpr int kHalf = kBlock / 2;             // from a lane's first four elements of a block to its others
+constexpr int kTogether = 4;                  // fours of elements of a thread that are on their way at a time
+constexpr int kRun = kTogether * kHalf;       // elements of a warp
 constexpr int kWarps = kThreads / 32;         // blocks of a CTA
 constexpr float kSmallestScale = 0x1p-100f;
 constexpr uint32_t kInfinity = 0x7f800000u;
@@ -135,14 +136,24 @@ struct Length {
   __device__ __forceinline__ bool whole() const { return elements % kBlock == 0; }
 };
 
-// sum_scales() for blocks of kBlock. Grid: a warp per block, kWarps of a CTA. Traffic: each element read once.
+// Of a warp that has kRun elements, the first of this lane's fours; the next ones are kHalf apart.
+__device__ __forceinline__ int64_t first_of_run() {
+  return (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kRun + (threadIdx.x % 32) * 4;
+}
+
+// sum_scales() for blocks of kBlock. Grid: a warp per kRun elements. Traffic: each element read once.
 __global__ void __launch_bounds__(kThreads)
     block_scales_kernel(const float* x, int64_t count, bool aligned, int64_t blocks, uint16_t* scales) {
-  const int64_t block = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (block >= blocks) return;
-  const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
-  const uint32_t bits = warp_max(max(magnitude(load4(x, e, count, aligned)), magnitude(load4(x, e + kHalf, count, aligned))));
-  if (threadIdx.x % 32 == 0) scales[block] = rounded_up(bits);
+  const int64_t first = first_of_run();
+  float4 v[kTogether];
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) v[k] = load4(x, first + k * kHalf, count, aligned);
+#pragma unroll
+  for (int k = 0; k < kTogether; k += 2) {
+    const uint32_t bits = warp_max(max(magnitude(v[k]), magnitude(v[k + 1])));
+    const int64_t block = (first + k * kHalf) / kBlock;
+    if (threadIdx.x % 32 == 0 && block < blocks) scales[block] = rounded_up(bits);
+  }
 }
 
 // Largest magnitudes of blocks of any length. Grid: x over pieces of kPiece elements of a block, block after block.
@@ -213,18 +224,22 @@ __device__ __forceinline__ float4 values_of(int4 c, float step) {
   return {value_of<kForm>(c.x, step), value_of<kForm>(c.y, step), value_of<kForm>(c.z, step), value_of<kForm>(c.w, step)};
 }
 
-// encode_sum() to INT8. Grid: a warp per kBlock elements. Traffic: 4 bytes read and 1 written per element.
+// encode_sum() to INT8. Grid: a warp per kRun elements. Traffic: 4 bytes read and 1 written per element.
 __global__ void __launch_bounds__(kThreads) encode_kernel(const float* x, int64_t count, bool aligned,
                                                           const uint16_t* scales, float levels, Length length,
                                                           uint64_t key, int8_t* codes) {
-  const int64_t e = (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kBlock + (threadIdx.x % 32) * 4, f = e + kHalf;
-  if (e >= count) return;
-  const float4 a = load4(x, e, count, aligned), b = load4(x, f, count, aligned);
-  const float inverse = inverse_of(scale_at(scales, length.block_of(e)), levels);
-  store4(codes, e, count, true, codes_of(a, inverse, levels, key, e));
-  if (f >= count) return;
-  const float next = length.whole() ? inverse : inverse_of(scale_at(scales, length.block_of(f)), levels);
-  store4(codes, f, count, true, codes_of(b, next, levels, key, f));
+  const int64_t first = first_of_run();
+  float4 v[kTogether];
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) v[k] = load4(x, first + k * kHalf, count, aligned);
+  float inverse = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    const int64_t e = first + k * kHalf;
+    if (e >= count) return;
+    if (k % 2 == 0 || !length.whole()) inverse = inverse_of(scale_at(scales, length.block_of(e)), levels);
+    store4(codes, e, count, true, codes_of(v[k], inverse, levels, key, e));
+  }
 }
 
 // encode_sum() to lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per element, 4 written per word.
@@ -260,17 +275,21 @@ __global__ void __launch_bounds__(kThreads)
   packed[i / 4] = word;
 }
 
-// decode_sum() from INT8. Grid: a warp per kBlock elements. Traffic: 1 byte read and 4 written per element.
+// decode_sum() from INT8. Grid: a warp per kRun elements. Traffic: 1 byte read and 4 written per element.
 __global__ void __launch_bounds__(kThreads) decode_kernel(const int8_t* codes, int64_t count, const uint16_t* scales,
                                                           float divisor, Length length, float* out) {
-  const int64_t e = (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kBlock + (threadIdx.x % 32) * 4, f = e + kHalf;
-  if (e >= count) return;
-  const int4 c = load_codes(codes, e, count, true), d = load_codes(codes, f, count, true);
-  const float step = step_of(scale_at(scales, length.block_of(e)), divisor);
-  store4(out, e, count, true, values_of<Form::kInt8>(c, step));
-  if (f >= count) return;
-  const float next = length.whole() ? step : step_of(scale_at(scales, length.block_of(f)), divisor);
-  store4(out, f, count, true, values_of<Form::kInt8>(d, next));
+  const int64_t first = first_of_run();
+  int4 c[kTogether];
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) c[k] = load_codes(codes, first + k * kHalf, count, true);
+  float step = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    const int64_t e = first + k * kHalf;
+    if (e >= count) return;
+    if (k % 2 == 0 || !length.whole()) step = step_of(scale_at(scales, length.block_of(e)), divisor);
+    store4(out, e, count, true, values_of<Form::kInt8>(c[k], step));
+  }
 }
 
 // decode_sum() from lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per word, 4 written per element.
@@ -397,7 +416,7 @@ Tensor sum_scales_cuda(const Tensor& x, int64_t block) {
   Tensor scales = empty_on(x, {blocks}, ScalarType::BFloat16);
   if (count == 0) return scales;
   if (block == kBlock) {
-    block_scales_kernel<<<grid(blocks, kWarps), kThreads, 0, stream>>>(input<float>(x), count, starts_on(x, 16), blocks,
+    block_scales_kernel<<<grid(count, kWarps * kRun), kThreads, 0, stream>>>(input<float>(x), count, starts_on(x, 16), blocks,
                                                                        output<uint16_t>(scales));
   } else {
     const int64_t pieces = (std::min(block, count) + kPiece - 1) / kPiece;
@@ -422,7 +441,7 @@ Tensor encode_sum_cuda(const Tensor& x, const Tensor& scales, int64_t levels, in
   Tensor codes = empty_on(x, {words}, lanes == 1 ? ScalarType::Char : ScalarType::Int);
   if (count == 0) return codes;
   if (lanes == 1) {
-    encode_kernel<<<grid(count, kWarps * kBlock), kThreads, 0, stream>>>(
+    encode_kernel<<<grid(count, kWarps * kRun), kThreads, 0, stream>>>(
         input<float>(x), count, starts_on(x, 16), input<uint16_t>(scales), static_cast<float>(levels), Length(block),
         static_cast<uint64_t>(key), output<int8_t>(codes));
   } else {
@@ -448,7 +467,7 @@ Tensor decode_sum_cuda(const Tensor& codes, const Tensor& scales, int64_t levels
   if (elements == 0) return out;
   const float divisor = static_cast<float>(levels * workers);
   if (lanes == 1) {
-    decode_kernel<<<grid(elements, kWarps * kBlock), kThreads, 0, stream>>>(
+    decode_kernel<<<grid(elements, kWarps * kRun), kThreads, 0, stream>>>(
         input<int8_t>(codes), elements, input<uint16_t>(scales), divisor, Length(block), output<float>(out));
   } else {
     unpack_kernel<<<grid(words, kThreads * 4), kThreads, 0, stream>>>(

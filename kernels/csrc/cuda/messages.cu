@@ -1,4 +1,5 @@
 // Rows of embeddings as messages of 1, 2, 4, 8 or 16 bits, and back; the contract is kernels/messages/rows.py, bit for bit.
+#include <algorithm>
 #include <type_traits>
 
 #include "stable.cuh"
@@ -11,11 +12,14 @@ constexpr int kKept = 4;  // pieces of four entries that a lane keeps between it
 constexpr uint64_t kMessageGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kMessageMultiplier = 0xD6E8FEB86659FD93ull;
 
-__device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t number) {
-  uint64_t word = key + (number + 1) * kMessageGolden;
+__device__ __forceinline__ uint64_t mixed(uint64_t word) {
   word = (word ^ (word >> 32)) * kMessageMultiplier;
   word = (word ^ (word >> 32)) * kMessageMultiplier;
   return word ^ (word >> 32);
+}
+
+__device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t number) {
+  return mixed(key + (number + 1) * kMessageGolden);
 }
 
 // Noise of an entry in units of 2**-24: the upper 24 bits of its half of a word, that of even entries is the upper one.
@@ -35,32 +39,37 @@ __device__ __forceinline__ float bf16_toward(float value, bool up) {
   return __uint_as_float(raw & 0xFFFF0000u);
 }
 
-// What rounding a row takes. Quotients by a BF16 step of ordinary size are formed with its reciprocal and one correction,
-// which rounds them as a division does: tried for all 2**30 pairs of mantissas. Smaller quotients do not show in a code.
+// What rounding a row takes; of a row that has one value or is not finite, all codes are 0.
 struct Range {
-  float zero, step, inverse;
-  bool bad, constant, ordinary;
+  float zero, step, inverse, most;
+  bool bad, ordinary;
 
   __device__ __forceinline__ Range(float low, float high, bool finite, float levels) {
     zero = bf16_toward(low, false);
     const float spread = __fsub_rn(high, zero);
     step = bf16_toward(__fdiv_rn(spread, levels), true);
     bad = !finite || !isfinite(spread) || !isfinite(step);
-    constant = bad || !(step > 0.0f);
-    ordinary = step > 0x1p-60f && step < 0x1p60f;
-    inverse = __frcp_rn(step);
+    const bool constant = bad || !(step > 0.0f);
+    ordinary = constant || (step > 0x1p-60f && step < 0x1p60f);
+    inverse = constant ? 0.0f : __frcp_rn(step);
+    most = constant ? 0.0f : levels;
   }
 
-  __device__ __forceinline__ uint32_t code(float x, float levels, uint32_t noise) const {
-    const float above = __fsub_rn(x, zero);  // never below 0, as zero is rounded down
-    float quotient;
-    if (ordinary) {
-      quotient = __fmul_rn(above, inverse);
-      quotient = __fmaf_rn(__fmaf_rn(-quotient, step, above), inverse, quotient);
-    } else {
-      quotient = __fdiv_rn(above, step);
-    }
-    return __float2uint_rz(fminf(__fmaf_rn(static_cast<float>(noise), 0x1p-24f, quotient), levels));
+  // By the reciprocal of a step of ordinary size and one correction, which rounds a quotient by a BF16 number as a division
+  // does: tried for all 2**30 pairs of mantissas. Quotients so small that the correction is lost do not show in a code.
+  __device__ __forceinline__ uint32_t code(float x, uint32_t noise) const {
+    const float above = __fsub_rn(x, zero), quotient = __fmul_rn(above, inverse);
+    return rounded(__fmaf_rn(__fmaf_rn(-quotient, step, above), inverse, quotient), noise);
+  }
+
+  // By a division.
+  __device__ __forceinline__ uint32_t code_of_any(float x, uint32_t noise) const {
+    return rounded(__fdiv_rn(__fsub_rn(x, zero), step), noise);
+  }
+
+  // Quotients are never below 0, as the zero point is rounded down; of NaN the code is `most`, which is 0 then.
+  __device__ __forceinline__ uint32_t rounded(float quotient, uint32_t noise) const {
+    return __float2uint_rz(fminf(__fmaf_rn(static_cast<float>(noise), 0x1p-24f, quotient), most));
   }
 
   // The first four bytes of a message, one from each of four lanes.
@@ -96,18 +105,17 @@ struct Extent {
 // block. Traffic: each entry read once (those past 4 * kKept of a lane twice), each code written once.
 template <int kBits, int kLanes>
 __global__ void __launch_bounds__(32 * kWarps)
-    pack_pieces_kernel(const float* x, const int64_t* index, int64_t rows, int64_t dim, int64_t row_bytes, uint64_t key,
+    pack_pieces_kernel(const float* x, const int64_t* index, int64_t rows, int pieces, int64_t row_bytes, uint64_t key,
                        uint8_t* out) {
   const int lane = threadIdx.x % kLanes;
   const int64_t own = (static_cast<int64_t>(blockIdx.x) * (32 * kWarps) + threadIdx.x) / kLanes;
   const int64_t row = own < rows ? own : rows - 1;  // lanes without a row help the others of their warp
-  const int pieces = static_cast<int>(dim / 4);
-  const float4* source = reinterpret_cast<const float4*>(x + __ldg(index + row) * dim);
-  constexpr float kLevels = (1 << kBits) - 1;
+  const int there = own < rows ? pieces : 0;
+  const float4* source = reinterpret_cast<const float4*>(x) + __ldg(index + row) * pieces;
   float4 kept[kKept];
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
-    if (lane + i * kLanes < pieces) kept[i] = __ldg(source + lane + i * kLanes);
+    kept[i] = lane + i * kLanes < pieces ? __ldg(source + lane + i * kLanes) : __ldg(source);
   }
   Extent extent;
   const auto add = [&](float4 v) {
@@ -117,68 +125,80 @@ __global__ void __launch_bounds__(32 * kWarps)
     extent.add(v.w);
   };
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) {
-    if (lane + i * kLanes < pieces) add(kept[i]);
-  }
+  for (int i = 0; i < kKept; ++i) add(kept[i]);  // what is there twice changes nothing
   for (int piece = lane + kKept * kLanes; piece < pieces; piece += kLanes) add(__ldg(source + piece));
-  const Range range = extent.over<kLanes>(kLevels);
+  const Range range = extent.over<kLanes>((1 << kBits) - 1);
   uint8_t* target = out + row * row_bytes;
-  if (own == row && lane < 4) target[lane] = range.header(lane);
+  if (there > 0 && lane < 4) target[lane] = range.header(lane);
   target += 4;
-  const uint64_t first = static_cast<uint64_t>(row) * dim / 2;
-  const auto write = [&](int piece, float4 v) {
-    uint32_t codes = 0;
-    if (!range.constant) {
-      const uint64_t a = random_word(key, first + 2 * piece), b = random_word(key, first + 2 * piece + 1);
-      codes = range.code(v.x, kLevels, noise_of(a, false)) | range.code(v.y, kLevels, noise_of(a, true)) << kBits |
-              range.code(v.z, kLevels, noise_of(b, false)) << (2 * kBits) |
-              range.code(v.w, kLevels, noise_of(b, true)) << (3 * kBits);
+  // The counter of the first word of a piece; its second word is the next.
+  const uint64_t start = key + (static_cast<uint64_t>(row) * pieces * 2 + 1) * kMessageGolden;
+  const auto write = [&](int piece, float4 v, auto code) {
+    const uint64_t counter = start + static_cast<uint64_t>(2 * piece) * kMessageGolden;
+    const uint64_t a = mixed(counter), b = mixed(counter + kMessageGolden);
+    uint32_t codes = code(v.x, noise_of(a, false)) | code(v.y, noise_of(a, true)) << kBits |
+                     code(v.z, noise_of(b, false)) << (2 * kBits) | code(v.w, noise_of(b, true)) << (3 * kBits);
+    if constexpr (kBits == 1) {  // pairs of lanes write a byte together
+      const uint32_t next = __shfl_down_sync(0xFFFFFFFFu, codes, 1);
+      if (piece + 1 < pieces) codes |= next << 4;
     }
+    if (piece >= there) return;
     if constexpr (kBits == 8) *reinterpret_cast<uint32_t*>(target + 4 * piece) = codes;
     if constexpr (kBits == 4) *reinterpret_cast<uint16_t*>(target + 2 * piece) = static_cast<uint16_t>(codes);
     if constexpr (kBits == 2) target[piece] = static_cast<uint8_t>(codes);
-    return codes;
+    if (kBits == 1 && piece % 2 == 0) target[piece / 2] = static_cast<uint8_t>(codes);
   };
-  // Pairs of lanes write the bytes of one bit together.
-  const auto write_any = [&](int piece, bool there, float4 v) {
-    uint32_t codes = there ? write(piece, v) : 0;
-    if constexpr (kBits == 1) {
-      codes |= __shfl_down_sync(0xFFFFFFFFu, codes, 1) << 4;
-      if (there && piece % 2 == 0) target[piece / 2] = static_cast<uint8_t>(codes);
-    }
+  const auto fast = [&](float value, uint32_t noise) { return range.code(value, noise); };
+  const auto any = [&](float value, uint32_t noise) {
+    return range.ordinary ? range.code(value, noise) : range.code_of_any(value, noise);
   };
+  const bool ordinary = __all_sync(0xFFFFFFFFu, range.ordinary);
+  if (ordinary) {
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) write_any(lane + i * kLanes, own == row && lane + i * kLanes < pieces, kept[i]);
-  for (int begin = kKept * kLanes; begin < pieces; begin += kLanes) {
-    const int piece = begin + lane;
-    const bool there = own == row && piece < pieces;
-    write_any(piece, there, there ? __ldg(source + piece) : kept[0]);
+    for (int i = 0; i < kKept; ++i) {
+      if (i * kLanes < pieces) write(lane + i * kLanes, kept[i], fast);
+    }
+  }
+  for (int first = ordinary ? kKept * kLanes : 0; first < pieces; first += kLanes) {
+    const int piece = first + lane;
+    write(piece, __ldg(source + min(piece, pieces - 1)), any);
   }
 }
 
 // unpack_rows() for such rows. Grid: as above. Traffic: each code read once, each entry written once.
 template <int kBits, int kLanes>
 __global__ void __launch_bounds__(32 * kWarps)
-    unpack_pieces_kernel(const uint8_t* wire, const int64_t* index, int64_t rows, int64_t dim, int64_t row_bytes, float* out) {
+    unpack_pieces_kernel(const uint8_t* wire, const int64_t* index, int64_t rows, int pieces, int64_t row_bytes, float* out) {
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * (32 * kWarps) + threadIdx.x) / kLanes;
   if (row >= rows) return;
   const uint8_t* source = wire + row * row_bytes;
-  float4* target = reinterpret_cast<float4*>(out + __ldg(index + row) * dim);
-  const float zero = __uint_as_float((__ldg(source) | (uint32_t(__ldg(source + 1)) << 8)) << 16);
-  const float step = __uint_as_float((__ldg(source + 2) | (uint32_t(__ldg(source + 3)) << 8)) << 16);
+  float4* target = reinterpret_cast<float4*>(out) + __ldg(index + row) * pieces;
+  uint32_t header;
+  if (row_bytes % 4 == 0) {
+    header = __ldg(reinterpret_cast<const uint32_t*>(source));
+  } else {
+    header = 0;
+    for (int byte = 0; byte < 4; ++byte) header |= uint32_t(__ldg(source + byte)) << (8 * byte);
+  }
   source += 4;
-  const int pieces = static_cast<int>(dim / 4);
-#pragma unroll 4
-  for (int piece = threadIdx.x % kLanes; piece < pieces; piece += kLanes) {
-    uint32_t codes;
-    if constexpr (kBits == 8) codes = __ldg(reinterpret_cast<const uint32_t*>(source + 4 * piece));
-    if constexpr (kBits == 4) codes = __ldg(reinterpret_cast<const uint16_t*>(source + 2 * piece));
-    if constexpr (kBits == 2) codes = __ldg(source + piece);
-    if constexpr (kBits == 1) codes = __ldg(source + piece / 2) >> (4 * (piece % 2));
-    const auto value = [&](int i) {
-      return __fadd_rn(__fmul_rn(static_cast<float>((codes >> (i * kBits)) & ((1u << kBits) - 1)), step), zero);
-    };
-    target[piece] = make_float4(value(0), value(1), value(2), value(3));
+  const auto load = [&](int piece) -> uint32_t {
+    if constexpr (kBits == 8) return __ldg(reinterpret_cast<const uint32_t*>(source + 4 * piece));
+    if constexpr (kBits == 4) return __ldg(reinterpret_cast<const uint16_t*>(source + 2 * piece));
+    if constexpr (kBits == 2) return __ldg(source + piece);
+    return __ldg(source + piece / 2) >> (4 * (piece % 2));
+  };
+  const float zero = __uint_as_float(header << 16), step = __uint_as_float(header & 0xFFFF0000u);
+  for (int first = threadIdx.x % kLanes; first < pieces; first += kKept * kLanes) {
+    uint32_t codes[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) codes[i] = first + i * kLanes < pieces ? load(first + i * kLanes) : 0;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const auto value = [&](int part) {
+        return __fadd_rn(__fmul_rn(static_cast<float>((codes[i] >> (part * kBits)) & ((1u << kBits) - 1)), step), zero);
+      };
+      if (first + i * kLanes < pieces) target[first + i * kLanes] = make_float4(value(0), value(1), value(2), value(3));
+    }
   }
 }
 
@@ -187,7 +207,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 // Contract: pack_rows, the same bytes; a row that is not finite has NaN as zero point and step, and codes 0.
 template <int kBits>
 __global__ void __launch_bounds__(32 * kWarps)
-    pack_kernel(const float* x, const int64_t* index, int64_t rows, int64_t dim, int64_t row_bytes, uint64_t key, uint8_t* out) {
+    pack_kernel(const float* x, const int64_t* index, int64_t rows, int64_t dim, int64_t row_bytes, uint64_t key,
+                uint8_t* out) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= rows) return;
   const int lane = threadIdx.x % 32;
@@ -204,9 +225,9 @@ __global__ void __launch_bounds__(32 * kWarps)
     uint32_t packed = 0;
     for (int i = 0; i < kPerByte; ++i) {
       const int64_t c = b * kPerByte + i;
-      if (c >= dim || range.constant) continue;
+      if (c >= dim || range.most == 0.0f) continue;
       const uint64_t entry = start + c;
-      packed |= range.code(source[c], kLevels, noise_of(random_word(key, entry / 2), entry % 2)) << (i * kBits);
+      packed |= range.code_of_any(source[c], noise_of(random_word(key, entry / 2), entry % 2)) << (i * kBits);
     }
     target[4 + b] = static_cast<uint8_t>(packed);
   }
@@ -232,14 +253,15 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-// The same for rows of whole fours of entries from 16 bytes on.
+// The same for rows of whole fours of entries from 16 bytes on. Grid: as pack_pieces_kernel.
+template <int kLanes>
 __global__ void __launch_bounds__(32 * kWarps)
-    pack_bf16_pieces_kernel(const float* x, const int64_t* index, int64_t rows, int64_t pieces, uint64_t key, ushort4* out) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+    pack_bf16_pieces_kernel(const float* x, const int64_t* index, int64_t rows, int pieces, uint64_t key, ushort4* out) {
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * (32 * kWarps) + threadIdx.x) / kLanes;
   if (row >= rows) return;
   const float4* source = reinterpret_cast<const float4*>(x) + __ldg(index + row) * pieces;
 #pragma unroll 4
-  for (int64_t piece = threadIdx.x % 32; piece < pieces; piece += 32) {
+  for (int piece = threadIdx.x % kLanes; piece < pieces; piece += kLanes) {
     const float4 v = __ldg(source + piece);
     const uint64_t word = random_word(key, row * pieces + piece);
     out[row * pieces + piece] = {rounded_half(v.x, short_noise_of(word, 0)), rounded_half(v.y, short_noise_of(word, 1)),
@@ -260,15 +282,16 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-// The same for rows of whole fours of entries from 16 bytes on.
+// The same for rows of whole fours of entries from 16 bytes on. Grid: as pack_pieces_kernel.
+template <int kLanes>
 __global__ void __launch_bounds__(32 * kWarps)
-    unpack_bf16_pieces_kernel(const ushort4* wire, const int64_t* index, int64_t rows, int64_t pieces, float* out) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+    unpack_bf16_pieces_kernel(const ushort4* wire, const int64_t* index, int64_t rows, int pieces, float* out) {
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * (32 * kWarps) + threadIdx.x) / kLanes;
   if (row >= rows) return;
   float4* target = reinterpret_cast<float4*>(out) + __ldg(index + row) * pieces;
   const auto value = [](uint16_t half) { return __uint_as_float(static_cast<uint32_t>(half) << 16); };
 #pragma unroll 4
-  for (int64_t piece = threadIdx.x % 32; piece < pieces; piece += 32) {
+  for (int piece = threadIdx.x % kLanes; piece < pieces; piece += kLanes) {
     const ushort4 v = __ldg(wire + row * pieces + piece);
     target[piece] = make_float4(value(v.x), value(v.y), value(v.z), value(v.w));
   }
@@ -300,15 +323,15 @@ unsigned blocks_of(int64_t rows, int per_warp = 1) {
 bool starts_on(const Tensor& x, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % bytes == 0; }
 
 // Calls what it is given with the width and with the lanes of a row as constants; no lanes (0) for rows that are not whole
-// fours of entries. So many lanes that each has two pieces of four entries, where a warp suffices for that.
+// fours of entries. So many lanes that each has kKept pieces of four entries, where a warp suffices for that.
 template <class Launch>
 void by_width(int64_t bits, int64_t dim, bool aligned, Launch launch) {
   const auto by_lanes = [&](auto width) {
     using std::integral_constant;
     if (dim % 4 != 0 || !aligned || dim > (1 << 30)) return launch(width, integral_constant<int, 0>{});
-    if (dim <= 32) return launch(width, integral_constant<int, 4>{});
-    if (dim <= 64) return launch(width, integral_constant<int, 8>{});
-    if (dim <= 128) return launch(width, integral_constant<int, 16>{});
+    if (dim <= 4 * kKept * 4) return launch(width, integral_constant<int, 4>{});
+    if (dim <= 4 * kKept * 8) return launch(width, integral_constant<int, 8>{});
+    if (dim <= 4 * kKept * 16) return launch(width, integral_constant<int, 16>{});
     return launch(width, integral_constant<int, 32>{});
   };
   switch (bits) {
@@ -316,6 +339,7 @@ void by_width(int64_t bits, int64_t dim, bool aligned, Launch launch) {
     case 2: return by_lanes(std::integral_constant<int, 2>{});
     case 4: return by_lanes(std::integral_constant<int, 4>{});
     case 8: return by_lanes(std::integral_constant<int, 8>{});
+    case 16: return by_lanes(std::integral_constant<int, 16>{});
     default: STD_TORCH_CHECK(false, "width is ", bits, " bits, but 1, 2, 4, 8 and 16 are packed");
   }
 }
@@ -330,26 +354,25 @@ Tensor pack_rows(const Tensor& x, const Tensor& index, int64_t bits, int64_t key
   if (rows == 0 || dim == 0) return out;
   const float* source = static_cast<const float*>(x.const_data_ptr());
   const int64_t* which = static_cast<const int64_t*>(index.const_data_ptr());
-  const uint64_t stream_key = static_cast<uint64_t>(key);
+  void* wire = out.mutable_data_ptr();
+  const uint64_t words = static_cast<uint64_t>(key);
   const cudaStream_t stream = stream_of(x);
-  if (bits == 16 && dim % 4 == 0 && starts_on(x, 16)) {
-    pack_bf16_pieces_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream>>>(source, which, rows, dim / 4, stream_key,
-                                                                         static_cast<ushort4*>(out.mutable_data_ptr()));
-  } else if (bits == 16) {
-    pack_bf16_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream>>>(source, which, rows, dim, stream_key,
-                                                                  static_cast<uint16_t*>(out.mutable_data_ptr()));
-  } else {
-    uint8_t* wire = static_cast<uint8_t*>(out.mutable_data_ptr());
-    by_width(bits, dim, starts_on(x, 16), [&](auto width, auto lanes) {
-      if constexpr (lanes() == 0) {
-        pack_kernel<width()>
-            <<<blocks_of(rows), 32 * kWarps, 0, stream>>>(source, which, rows, dim, row_bytes, stream_key, wire);
-      } else {
-        pack_pieces_kernel<width(), lanes()><<<blocks_of(rows, 32 / lanes()), 32 * kWarps, 0, stream>>>(
-            source, which, rows, dim, row_bytes, stream_key, wire);
-      }
-    });
-  }
+  by_width(bits, dim, starts_on(x, 16), [&](auto width, auto lanes) {
+    constexpr int kBits = width(), kLanes = lanes();
+    const unsigned grid = blocks_of(rows, kLanes == 0 ? 1 : 32 / std::max(kLanes, 1));
+    if constexpr (kBits == 16 && kLanes == 0) {
+      pack_bf16_kernel<<<grid, 32 * kWarps, 0, stream>>>(source, which, rows, dim, words, static_cast<uint16_t*>(wire));
+    } else if constexpr (kBits == 16) {
+      pack_bf16_pieces_kernel<kLanes>
+          <<<grid, 32 * kWarps, 0, stream>>>(source, which, rows, dim / 4, words, static_cast<ushort4*>(wire));
+    } else if constexpr (kLanes == 0) {
+      pack_kernel<kBits>
+          <<<grid, 32 * kWarps, 0, stream>>>(source, which, rows, dim, row_bytes, words, static_cast<uint8_t*>(wire));
+    } else {
+      pack_pieces_kernel<kBits, kLanes>
+          <<<grid, 32 * kWarps, 0, stream>>>(source, which, rows, dim / 4, row_bytes, words, static_cast<uint8_t*>(wire));
+    }
+  });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
@@ -359,26 +382,26 @@ void unpack_rows(const Tensor& wire, const Tensor& index, const Tensor& out, int
   OnDeviceOf guard(out);
   const int64_t rows = index.size(0), dim = out.size(1), row_bytes = 4 + (dim * bits + 7) / 8;
   if (rows == 0 || dim == 0) return;
+  const void* source = wire.const_data_ptr();
   const int64_t* which = static_cast<const int64_t*>(index.const_data_ptr());
   float* target = static_cast<float*>(out.mutable_data_ptr());
   const cudaStream_t stream = stream_of(out);
-  if (bits == 16 && dim % 4 == 0 && starts_on(out, 16) && starts_on(wire, 8)) {
-    unpack_bf16_pieces_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream>>>(static_cast<const ushort4*>(wire.const_data_ptr()),
-                                                                           which, rows, dim / 4, target);
-  } else if (bits == 16) {
-    unpack_bf16_kernel<<<blocks_of(rows), 32 * kWarps, 0, stream>>>(static_cast<const uint16_t*>(wire.const_data_ptr()), which,
-                                                                    rows, dim, target);
-  } else {
-    const uint8_t* source = static_cast<const uint8_t*>(wire.const_data_ptr());
-    by_width(bits, dim, starts_on(out, 16) && starts_on(wire, 4), [&](auto width, auto lanes) {
-      if constexpr (lanes() == 0) {
-        unpack_kernel<width()><<<blocks_of(rows), 32 * kWarps, 0, stream>>>(source, which, rows, dim, row_bytes, target);
-      } else {
-        unpack_pieces_kernel<width(), lanes()><<<blocks_of(rows, 32 / lanes()), 32 * kWarps, 0, stream>>>(
-            source, which, rows, dim, row_bytes, target);
-      }
-    });
-  }
+  by_width(bits, dim, starts_on(out, 16) && starts_on(wire, 8), [&](auto width, auto lanes) {
+    constexpr int kBits = width(), kLanes = lanes();
+    const unsigned grid = blocks_of(rows, kLanes == 0 ? 1 : 32 / std::max(kLanes, 1));
+    if constexpr (kBits == 16 && kLanes == 0) {
+      unpack_bf16_kernel<<<grid, 32 * kWarps, 0, stream>>>(static_cast<const uint16_t*>(source), which, rows, dim, target);
+    } else if constexpr (kBits == 16) {
+      unpack_bf16_pieces_kernel<kLanes>
+          <<<grid, 32 * kWarps, 0, stream>>>(static_cast<const ushort4*>(source), which, rows, dim / 4, target);
+    } else if constexpr (kLanes == 0) {
+      unpack_kernel<kBits>
+          <<<grid, 32 * kWarps, 0, stream>>>(static_cast<const uint8_t*>(source), which, rows, dim, row_bytes, target);
+    } else {
+      unpack_pieces_kernel<kBits, kLanes>
+          <<<grid, 32 * kWarps, 0, stream>>>(static_cast<const uint8_t*>(source), which, rows, dim / 4, row_bytes, target);
+    }
+  });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
