@@ -11,16 +11,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 _ONE = np.uint64(1)
-_TOP = np.uint64(40)
 _LOW = np.uint32(0xFFFF)
 _HIGH = np.uint32(0xFFFF0000)
 _SIGN = np.uint32(0x80000000)
-_UNIT = np.float32(2.0**-24)
+_UNIT = np.float32(2.0**-16)
 _NAN = np.uint32(0x7FC00000)
 _NONE = np.float32(0.0)
-_LOWER = np.uint64(0xFFFFFFFF)
-_EIGHT = np.uint64(8)
-_LOW64 = np.uint64(0xFFFF)
+_LOW16 = np.uint64(0xFFFF)
+_ODD = np.int32(1)
 _EXPONENT = np.int32(0x7F800000)
 _ORDER = np.int32(0x7FFFFFFF)
 _NAN16 = np.int16(0x7FC0)
@@ -34,6 +32,16 @@ def _word(key: Any, number: Any) -> Any:
     word = (word ^ (word >> _HALF)) * _MULTIPLIER
     word = (word ^ (word >> _HALF)) * _MULTIPLIER
     return word ^ (word >> _HALF)
+
+
+@_jit
+def _draw(start: int, count: int, key: Any, drawn: Any) -> None:
+    """16 random bits for each of ``count`` entries from ``start`` on, and for those before in the first one's word."""
+    first = start // 4
+    for number in range((start + count + 3) // 4 - first):
+        word = _word(key, np.uint64(first + number))
+        for part in range(4):
+            drawn[4 * number + part] = np.int32((word >> np.uint64(16 * part)) & _LOW16)
 
 
 @_jit
@@ -86,7 +94,7 @@ def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
     ends = np.empty(2, np.int32)
     limits = ends.view(np.float32)
     codes = np.zeros((dim + per_byte - 1) // per_byte * per_byte, np.uint8)
-    noise = np.empty(dim + 2, np.float32)
+    drawn = np.empty(dim + 6, np.int32)
     entries = x.view(np.int32)
     # Several plain loops over a row: each of them runs many entries at a time, which one loop of all does not.
     for k in range(index.size):
@@ -117,15 +125,11 @@ def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
         if not step > _NONE:
             target[4:] = 0
             continue
-        first = k * dim // 2
-        for pair in range((k * dim + dim + 1) // 2 - first):
-            word = _word(key, np.uint64(first + pair))
-            # 24 bits of each half: as int32 they become floating-point numbers many at a time.
-            noise[2 * pair] = np.float32(np.float32(np.int32(word >> _TOP)) * _UNIT)
-            noise[2 * pair + 1] = np.float32(np.float32(np.int32((word & _LOWER) >> _EIGHT)) * _UNIT)
-        own = noise[k * dim % 2 :]
+        _draw(k * dim, dim, key, drawn)
+        own = drawn[k * dim % 4 :]
         for c in range(dim):
-            scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + own[c])
+            noise = np.float32(np.float32(own[c] | _ODD) * _UNIT)
+            scaled = np.float32(np.float32(np.float32(row[c] - zero) / step) + noise)
             codes[c] = np.uint8(np.int32(min(np.floor(scaled), levels)))  # never below 0: zero is rounded down
         _join(codes, bits, target[4:])
 
@@ -133,15 +137,11 @@ def _pack(x: Any, index: Any, bits: int, key: Any, out: Any) -> None:
 @_jit
 def _pack_bf16(x: Any, index: Any, key: Any, out: Any) -> None:
     dim = x.shape[1]
-    noise = np.empty(dim + 6, np.int32)
+    drawn = np.empty(dim + 6, np.int32)
     for k in range(index.size):
         row, target = x[index[k]], out[k]
-        first = k * dim // 4
-        for quad in range((k * dim + dim + 3) // 4 - first):
-            word = _word(key, np.uint64(first + quad))
-            for part in range(4):
-                noise[4 * quad + part] = np.int32((word >> np.uint64(16 * part)) & _LOW64)
-        own = noise[k * dim % 4 :]
+        _draw(k * dim, dim, key, drawn)
+        own = drawn[k * dim % 4 :]
         for c in range(dim):
             is_finite = (row[c] & _EXPONENT) != _EXPONENT
             target[c] = np.int16((row[c] + own[c]) >> np.int32(16)) if is_finite else _NAN16

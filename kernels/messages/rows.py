@@ -4,7 +4,9 @@ A packed row is its zero point and step in BF16 (two bytes each), then its codes
 byte. The zero point is the row's least entry rounded down and the step rounded up, and entries are rounded with these
 rounded values, so that sender and receiver agree and rounding is unbiased:
 
-    code = min(max(floor((x - zero) / step + u), 0), 2^bits - 1),    u uniform in [0, 1)
+    code = min(max(floor((x - zero) / step + u), 0), 2^bits - 1)
+
+with u uniform among the odd multiples of 2^-16 between 0 and 1.
 
 A row that holds NaN or infinity, or whose range overflows, has NaN as its zero point and step.
 16 bits are BF16 with unbiased rounding, 32 bits the entries themselves. NaN in BF16 is 0x7FC0 on the wire, and so is an
@@ -60,17 +62,16 @@ def row_bytes(dim: int, bits: int) -> int:
     return 4 + (dim * bits + 7) // 8 if bits in PACKED else dim * bits // 8
 
 
-def _noise(shape: tuple[int, int], key: int, device: torch.device, bits: int) -> Tensor:
-    """``bits`` random bits of each entry, int64 of a shape: 16, four entries to a mixed word, or 24, two to a word."""
-    parts = 4 if bits == 16 else 2
+def _bits(shape: tuple[int, int], key: int, device: torch.device) -> Tensor:
+    """16 random bits of each entry, int64 of a shape; four entries share a mixed word."""
     entries = shape[0] * shape[1]
-    word = torch.arange(1, -(-entries // parts) + 1, dtype=torch.int64, device=device)
+    word = torch.arange(1, -(-entries // 4) + 1, dtype=torch.int64, device=device)
     word = word * _signed(_GOLDEN) + key
     for _ in range(2):
         word = (word ^ ((word >> 32) & 0xFFFFFFFF)) * _signed(_MULTIPLIER)
     word = word ^ ((word >> 32) & 0xFFFFFFFF)
-    shifts = torch.tensor([0, 16, 32, 48] if parts == 4 else [40, 8], device=device)
-    return ((word[:, None] >> shifts) & ((1 << bits) - 1)).view(-1)[:entries].view(shape)
+    shifts = torch.arange(0, 64, 16, device=device)
+    return ((word[:, None] >> shifts) & 0xFFFF).view(-1)[:entries].view(shape)
 
 
 def _bf16_toward(value: Tensor, up: bool) -> Tensor:
@@ -86,7 +87,7 @@ def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
     if not rows or not dim:
         return x.new_zeros((rows, row_bytes(dim, bits)), dtype=torch.uint8)
     if bits == 16:
-        noise = _noise((rows, dim), key, x.device, 16)
+        noise = _bits((rows, dim), key, x.device)
         upper = (gathered.view(torch.int32) + noise.to(torch.int32)) >> 16
         return torch.where(torch.isfinite(gathered), upper, _NAN).to(torch.int16).view(torch.uint8)
     levels, per_byte = (1 << bits) - 1, 8 // bits
@@ -99,7 +100,7 @@ def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
     bad |= ~torch.isfinite(step)
     nan = torch.full_like(zero, torch.nan)
     zero, step = torch.where(bad, nan, zero), torch.where(bad, nan, step)
-    noise = _noise((rows, dim), key, x.device, 24).to(torch.float32) * 2.0**-24
+    noise = (_bits((rows, dim), key, x.device) | 1).to(torch.float32) * 2.0**-16
     scaled = torch.floor((gathered - zero[:, None]) / step[:, None] + noise)
     scaled = torch.where((step > 0)[:, None], scaled, torch.zeros_like(scaled)).clamp_(0, levels)
     codes = torch.nn.functional.pad(scaled.to(torch.int32), (0, -dim % per_byte)).view(rows, -1, per_byte)

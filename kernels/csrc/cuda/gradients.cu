@@ -136,15 +136,16 @@ struct Length {
   __device__ __forceinline__ bool whole() const { return elements % kBlock == 0; }
 };
 
-// Of a warp that has kRun elements, the first of this lane's fours; the next ones are kHalf apart.
-__device__ __forceinline__ int64_t first_of_run() {
-  return (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kRun + (threadIdx.x % 32) * 4;
+// Of a warp that has so many elements, the first of this lane's fours; the next ones are kHalf apart.
+template <int kElements>
+__device__ __forceinline__ int64_t first_four() {
+  return (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * kElements + (threadIdx.x % 32) * 4;
 }
 
 // sum_scales() for blocks of kBlock. Grid: a warp per kRun elements. Traffic: each element read once.
 __global__ void __launch_bounds__(kThreads)
     block_scales_kernel(const float* x, int64_t count, bool aligned, int64_t blocks, uint16_t* scales) {
-  const int64_t first = first_of_run();
+  const int64_t first = first_four<kRun>();
   float4 v[kTogether];
 #pragma unroll
   for (int k = 0; k < kTogether; ++k) v[k] = load4(x, first + k * kHalf, count, aligned);
@@ -224,22 +225,19 @@ __device__ __forceinline__ float4 values_of(int4 c, float step) {
   return {value_of<kForm>(c.x, step), value_of<kForm>(c.y, step), value_of<kForm>(c.z, step), value_of<kForm>(c.w, step)};
 }
 
-// encode_sum() to INT8. Grid: a warp per kRun elements. Traffic: 4 bytes read and 1 written per element.
+// encode_sum() to INT8. Grid: a warp per kBlock elements; with more of them it was slower. Traffic: 4 bytes read and 1
+// written per element.
 __global__ void __launch_bounds__(kThreads) encode_kernel(const float* x, int64_t count, bool aligned,
                                                           const uint16_t* scales, float levels, Length length,
                                                           uint64_t key, int8_t* codes) {
-  const int64_t first = first_of_run();
-  float4 v[kTogether];
-#pragma unroll
-  for (int k = 0; k < kTogether; ++k) v[k] = load4(x, first + k * kHalf, count, aligned);
-  float inverse = 0.0f;
-#pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
-    const int64_t e = first + k * kHalf;
-    if (e >= count) return;
-    if (k % 2 == 0 || !length.whole()) inverse = inverse_of(scale_at(scales, length.block_of(e)), levels);
-    store4(codes, e, count, true, codes_of(v[k], inverse, levels, key, e));
-  }
+  const int64_t e = first_four<kBlock>(), f = e + kHalf;
+  if (e >= count) return;
+  const float4 a = load4(x, e, count, aligned), b = load4(x, f, count, aligned);
+  const float inverse = inverse_of(scale_at(scales, length.block_of(e)), levels);
+  store4(codes, e, count, true, codes_of(a, inverse, levels, key, e));
+  if (f >= count) return;
+  const float next = length.whole() ? inverse : inverse_of(scale_at(scales, length.block_of(f)), levels);
+  store4(codes, f, count, true, codes_of(b, next, levels, key, f));
 }
 
 // encode_sum() to lanes of INT32. Grid: four words of a thread. Traffic: 4 bytes read per element, 4 written per word.
@@ -278,7 +276,7 @@ __global__ void __launch_bounds__(kThreads)
 // decode_sum() from INT8. Grid: a warp per kRun elements. Traffic: 1 byte read and 4 written per element.
 __global__ void __launch_bounds__(kThreads) decode_kernel(const int8_t* codes, int64_t count, const uint16_t* scales,
                                                           float divisor, Length length, float* out) {
-  const int64_t first = first_of_run();
+  const int64_t first = first_four<kRun>();
   int4 c[kTogether];
 #pragma unroll
   for (int k = 0; k < kTogether; ++k) c[k] = load_codes(codes, first + k * kHalf, count, true);
@@ -441,7 +439,7 @@ Tensor encode_sum_cuda(const Tensor& x, const Tensor& scales, int64_t levels, in
   Tensor codes = empty_on(x, {words}, lanes == 1 ? ScalarType::Char : ScalarType::Int);
   if (count == 0) return codes;
   if (lanes == 1) {
-    encode_kernel<<<grid(count, kWarps * kRun), kThreads, 0, stream>>>(
+    encode_kernel<<<grid(count, kWarps * kBlock), kThreads, 0, stream>>>(
         input<float>(x), count, starts_on(x, 16), input<uint16_t>(scales), static_cast<float>(levels), Length(block),
         static_cast<uint64_t>(key), output<int8_t>(codes));
   } else {

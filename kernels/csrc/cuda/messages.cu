@@ -22,15 +22,22 @@ __device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t number) {
   return mixed(key + (number + 1) * kMessageGolden);
 }
 
-// Noise of an entry in units of 2**-24: the upper 24 bits of its half of a word, that of even entries is the upper one.
-__device__ __forceinline__ uint32_t noise_of(uint64_t word, bool odd) {
-  return static_cast<uint32_t>(odd ? word : word >> 32) >> 8;
+// The 16 random bits of an entry: its quarter of a word, the lowest first.
+__device__ __forceinline__ uint32_t quarter_of(uint64_t word, int part) {
+  return static_cast<uint32_t>(word >> (16 * part)) & 0xFFFFu;
 }
 
-// Noise of an entry of 16 bits: its quarter of a word, the lowest first.
-__device__ __forceinline__ uint32_t short_noise_of(uint64_t word, uint64_t entry) {
-  return static_cast<uint32_t>(word >> (16 * (entry % 4))) & 0xFFFFu;
+__device__ __forceinline__ float least(float a, float b) {  // NaN if one is NaN
+#if __CUDA_ARCH__ >= 800
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+#else
+  return isnan(a) ? a : isnan(b) ? b : fminf(a, b);
+#endif
 }
+
+__device__ __forceinline__ float most(float a, float b) { return -least(-a, -b); }
 
 // FP32 rounded to BF16 toward plus (up) or minus infinity.
 __device__ __forceinline__ float bf16_toward(float value, bool up) {
@@ -44,11 +51,11 @@ struct Range {
   float zero, step, inverse, most;
   bool bad, ordinary;
 
-  __device__ __forceinline__ Range(float low, float high, bool finite, float levels) {
+  __device__ __forceinline__ Range(float low, float high, float levels) {
     zero = bf16_toward(low, false);
     const float spread = __fsub_rn(high, zero);
     step = bf16_toward(__fdiv_rn(spread, levels), true);
-    bad = !finite || !isfinite(spread) || !isfinite(step);
+    bad = !isfinite(spread) || !isfinite(step);
     const bool constant = bad || !(step > 0.0f);
     ordinary = constant || (step > 0x1p-60f && step < 0x1p60f);
     inverse = constant ? 0.0f : __frcp_rn(step);
@@ -57,19 +64,20 @@ struct Range {
 
   // By the reciprocal of a step of ordinary size and one correction, which rounds a quotient by a BF16 number as a division
   // does: tried for all 2**30 pairs of mantissas. Quotients so small that the correction is lost do not show in a code.
-  __device__ __forceinline__ uint32_t code(float x, uint32_t noise) const {
+  __device__ __forceinline__ uint32_t code(float x, uint32_t random) const {
     const float above = __fsub_rn(x, zero), quotient = __fmul_rn(above, inverse);
-    return rounded(__fmaf_rn(__fmaf_rn(-quotient, step, above), inverse, quotient), noise);
+    return rounded(__fmaf_rn(__fmaf_rn(-quotient, step, above), inverse, quotient), random);
   }
 
   // By a division.
-  __device__ __forceinline__ uint32_t code_of_any(float x, uint32_t noise) const {
-    return rounded(__fdiv_rn(__fsub_rn(x, zero), step), noise);
+  __device__ __forceinline__ uint32_t code_of_any(float x, uint32_t random) const {
+    return rounded(__fdiv_rn(__fsub_rn(x, zero), step), random);
   }
 
-  // Quotients are never below 0, as the zero point is rounded down; of NaN the code is `most`, which is 0 then.
-  __device__ __forceinline__ uint32_t rounded(float quotient, uint32_t noise) const {
-    return __float2uint_rz(fminf(__fmaf_rn(static_cast<float>(noise), 0x1p-24f, quotient), most));
+  // Quotients are never below 0, as the zero point is rounded down; of NaN the code is `most`, which is 0 then. The noise is
+  // an odd multiple of 2**-16, so exact: rounded as if it were added.
+  __device__ __forceinline__ uint32_t rounded(float quotient, uint32_t random) const {
+    return __float2uint_rz(fminf(__fmaf_rn(static_cast<float>(random | 1u), 0x1p-16f, quotient), most));
   }
 
   // The first four bytes of a message, one from each of four lanes.
@@ -79,25 +87,23 @@ struct Range {
   }
 };
 
-// Least and largest entry, and NaN once one is not finite.
+// Least and largest entry; NaN if there is one.
 struct Extent {
-  float low = INFINITY, high = -INFINITY, poison = 0.0f;
+  float low = INFINITY, high = -INFINITY;
 
   __device__ __forceinline__ void add(float value) {
-    low = fminf(low, value);
-    high = fmaxf(high, value);
-    poison = __fmaf_rn(value, 0.0f, poison);
+    low = least(low, value);
+    high = most(high, value);
   }
 
   template <int kLanes>
   __device__ __forceinline__ Range over(float levels) {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-      low = fminf(low, __shfl_xor_sync(0xFFFFFFFFu, low, offset));
-      high = fmaxf(high, __shfl_xor_sync(0xFFFFFFFFu, high, offset));
-      poison = __fadd_rn(poison, __shfl_xor_sync(0xFFFFFFFFu, poison, offset));
+      low = least(low, __shfl_xor_sync(0xFFFFFFFFu, low, offset));
+      high = most(high, __shfl_xor_sync(0xFFFFFFFFu, high, offset));
     }
-    return Range(low, high, poison == 0.0f, levels);
+    return Range(low, high, levels);
   }
 };
 
@@ -131,13 +137,10 @@ __global__ void __launch_bounds__(32 * kWarps)
   uint8_t* target = out + row * row_bytes;
   if (there > 0 && lane < 4) target[lane] = range.header(lane);
   target += 4;
-  // The counter of the first word of a piece; its second word is the next.
-  const uint64_t start = key + (static_cast<uint64_t>(row) * pieces * 2 + 1) * kMessageGolden;
   const auto write = [&](int piece, float4 v, auto code) {
-    const uint64_t counter = start + static_cast<uint64_t>(2 * piece) * kMessageGolden;
-    const uint64_t a = mixed(counter), b = mixed(counter + kMessageGolden);
-    uint32_t codes = code(v.x, noise_of(a, false)) | code(v.y, noise_of(a, true)) << kBits |
-                     code(v.z, noise_of(b, false)) << (2 * kBits) | code(v.w, noise_of(b, true)) << (3 * kBits);
+    const uint64_t word = random_word(key, static_cast<uint64_t>(row) * pieces + piece);
+    uint32_t codes = code(v.x, quarter_of(word, 0)) | code(v.y, quarter_of(word, 1)) << kBits |
+                     code(v.z, quarter_of(word, 2)) << (2 * kBits) | code(v.w, quarter_of(word, 3)) << (3 * kBits);
     if constexpr (kBits == 1) {  // pairs of lanes write a byte together
       const uint32_t next = __shfl_down_sync(0xFFFFFFFFu, codes, 1);
       if (piece + 1 < pieces) codes |= next << 4;
@@ -148,9 +151,9 @@ __global__ void __launch_bounds__(32 * kWarps)
     if constexpr (kBits == 2) target[piece] = static_cast<uint8_t>(codes);
     if (kBits == 1 && piece % 2 == 0) target[piece / 2] = static_cast<uint8_t>(codes);
   };
-  const auto fast = [&](float value, uint32_t noise) { return range.code(value, noise); };
-  const auto any = [&](float value, uint32_t noise) {
-    return range.ordinary ? range.code(value, noise) : range.code_of_any(value, noise);
+  const auto fast = [&](float value, uint32_t random) { return range.code(value, random); };
+  const auto any = [&](float value, uint32_t random) {
+    return range.ordinary ? range.code(value, random) : range.code_of_any(value, random);
   };
   const bool ordinary = __all_sync(0xFFFFFFFFu, range.ordinary);
   if (ordinary) {
@@ -163,6 +166,18 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int piece = first + lane;
     write(piece, __ldg(source + min(piece, pieces - 1)), any);
   }
+}
+
+// The first piece of this lane, so that what the lanes of a row write at a time begins on a line of the cache; it may be
+// before the row.
+template <int kLanes>
+__device__ __forceinline__ int first_piece(const float4* row) {
+  constexpr int kLine = kLanes < 8 ? kLanes : 8;
+  return static_cast<int>(threadIdx.x % kLanes) - static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(float4) % kLine);
+}
+
+__device__ __forceinline__ bool is_piece(int piece, int pieces) {
+  return static_cast<unsigned>(piece) < static_cast<unsigned>(pieces);
 }
 
 // unpack_rows() for such rows. Grid: as above. Traffic: each code read once, each entry written once.
@@ -188,16 +203,17 @@ __global__ void __launch_bounds__(32 * kWarps)
     return __ldg(source + piece / 2) >> (4 * (piece % 2));
   };
   const float zero = __uint_as_float(header << 16), step = __uint_as_float(header & 0xFFFF0000u);
-  for (int first = threadIdx.x % kLanes; first < pieces; first += kKept * kLanes) {
+  for (int first = first_piece<kLanes>(target); first < pieces; first += kKept * kLanes) {
     uint32_t codes[kKept];
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) codes[i] = first + i * kLanes < pieces ? load(first + i * kLanes) : 0;
+    for (int i = 0; i < kKept; ++i) codes[i] = is_piece(first + i * kLanes, pieces) ? load(first + i * kLanes) : 0;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       const auto value = [&](int part) {
         return __fadd_rn(__fmul_rn(static_cast<float>((codes[i] >> (part * kBits)) & ((1u << kBits) - 1)), step), zero);
       };
-      if (first + i * kLanes < pieces) target[first + i * kLanes] = make_float4(value(0), value(1), value(2), value(3));
+      if (!is_piece(first + i * kLanes, pieces)) continue;
+      target[first + i * kLanes] = make_float4(value(0), value(1), value(2), value(3));
     }
   }
 }
@@ -227,7 +243,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       const int64_t c = b * kPerByte + i;
       if (c >= dim || range.most == 0.0f) continue;
       const uint64_t entry = start + c;
-      packed |= range.code_of_any(source[c], noise_of(random_word(key, entry / 2), entry % 2)) << (i * kBits);
+      packed |= range.code_of_any(source[c], quarter_of(random_word(key, entry / 4), entry % 4)) << (i * kBits);
     }
     target[4 + b] = static_cast<uint8_t>(packed);
   }
@@ -248,7 +264,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const uint64_t start = static_cast<uint64_t>(row) * dim;
   for (int64_t c = threadIdx.x % 32; c < dim; c += 32) {
     const float value = source[c];
-    const uint32_t noise = short_noise_of(random_word(key, (start + c) / 4), start + c);
+    const uint32_t noise = quarter_of(random_word(key, (start + c) / 4), (start + c) % 4);
     out[start + c] = rounded_half(value, noise);
   }
 }
@@ -264,8 +280,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int piece = threadIdx.x % kLanes; piece < pieces; piece += kLanes) {
     const float4 v = __ldg(source + piece);
     const uint64_t word = random_word(key, row * pieces + piece);
-    out[row * pieces + piece] = {rounded_half(v.x, short_noise_of(word, 0)), rounded_half(v.y, short_noise_of(word, 1)),
-                                 rounded_half(v.z, short_noise_of(word, 2)), rounded_half(v.w, short_noise_of(word, 3))};
+    out[row * pieces + piece] = {rounded_half(v.x, quarter_of(word, 0)), rounded_half(v.y, quarter_of(word, 1)),
+                                 rounded_half(v.z, quarter_of(word, 2)), rounded_half(v.w, quarter_of(word, 3))};
   }
 }
 
@@ -290,10 +306,17 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (row >= rows) return;
   float4* target = reinterpret_cast<float4*>(out) + __ldg(index + row) * pieces;
   const auto value = [](uint16_t half) { return __uint_as_float(static_cast<uint32_t>(half) << 16); };
-#pragma unroll 4
-  for (int piece = threadIdx.x % kLanes; piece < pieces; piece += kLanes) {
-    const ushort4 v = __ldg(wire + row * pieces + piece);
-    target[piece] = make_float4(value(v.x), value(v.y), value(v.z), value(v.w));
+  for (int first = first_piece<kLanes>(target); first < pieces; first += kKept * kLanes) {
+    ushort4 v[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (is_piece(first + i * kLanes, pieces)) v[i] = __ldg(wire + row * pieces + first + i * kLanes);
+    }
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (!is_piece(first + i * kLanes, pieces)) continue;
+      target[first + i * kLanes] = make_float4(value(v[i].x), value(v[i].y), value(v[i].z), value(v[i].w));
+    }
   }
 }
 
