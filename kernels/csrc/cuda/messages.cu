@@ -8,7 +8,8 @@ namespace qsync {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kKept = 4;  // pieces of four entries that a lane keeps between its two passes over a row
+constexpr int kKept = 4;    // pieces of four entries that a lane keeps between its two passes over a row
+constexpr int kSpread = 5;  // pieces of a lane that are on their way at a time, where a row begins within a line of the cache
 constexpr uint64_t kMessageGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kMessageMultiplier = 0xD6E8FEB86659FD93ull;
 
@@ -64,20 +65,25 @@ struct Range {
 
   // By the reciprocal of a step of ordinary size and one correction, which rounds a quotient by a BF16 number as a division
   // does: tried for all 2**30 pairs of mantissas. Quotients so small that the correction is lost do not show in a code.
+  template <int kBits>
   __device__ __forceinline__ uint32_t code(float x, uint32_t random) const {
     const float above = __fsub_rn(x, zero), quotient = __fmul_rn(above, inverse);
-    return rounded(__fmaf_rn(__fmaf_rn(-quotient, step, above), inverse, quotient), random);
+    return rounded<kBits>(__fmaf_rn(__fmaf_rn(-quotient, step, above), inverse, quotient), random);
   }
 
   // By a division.
+  template <int kBits>
   __device__ __forceinline__ uint32_t code_of_any(float x, uint32_t random) const {
-    return rounded(__fdiv_rn(__fsub_rn(x, zero), step), random);
+    return rounded<kBits>(__fdiv_rn(__fsub_rn(x, zero), step), random);
   }
 
-  // Quotients are never below 0, as the zero point is rounded down; of NaN the code is `most`, which is 0 then. The noise is
-  // an odd multiple of 2**-16, so exact: rounded as if it were added.
+  // Quotients are never below 0, as the zero point is rounded down; of NaN the code is 0, as `most` is then. The noise is an
+  // odd multiple of 2**-16, so exact: rounded as if it were added.
+  template <int kBits>
   __device__ __forceinline__ uint32_t rounded(float quotient, uint32_t random) const {
-    return __float2uint_rz(fminf(__fmaf_rn(static_cast<float>(random | 1u), 0x1p-16f, quotient), most));
+    const float sum = __fmaf_rn(static_cast<float>(random | 1u), 0x1p-16f, quotient);
+    if constexpr (kBits == 1) return sum >= 1.0f ? 1u : 0u;
+    return __float2uint_rz(fminf(sum, most));
   }
 
   // The first four bytes of a message, one from each of four lanes.
@@ -151,9 +157,9 @@ __global__ void __launch_bounds__(32 * kWarps)
     if constexpr (kBits == 2) target[piece] = static_cast<uint8_t>(codes);
     if (kBits == 1 && piece % 2 == 0) target[piece / 2] = static_cast<uint8_t>(codes);
   };
-  const auto fast = [&](float value, uint32_t random) { return range.code(value, random); };
+  const auto fast = [&](float value, uint32_t random) { return range.code<kBits>(value, random); };
   const auto any = [&](float value, uint32_t random) {
-    return range.ordinary ? range.code(value, random) : range.code_of_any(value, random);
+    return range.ordinary ? range.code<kBits>(value, random) : range.code_of_any<kBits>(value, random);
   };
   const bool ordinary = __all_sync(0xFFFFFFFFu, range.ordinary);
   if (ordinary) {
@@ -203,12 +209,12 @@ __global__ void __launch_bounds__(32 * kWarps)
     return __ldg(source + piece / 2) >> (4 * (piece % 2));
   };
   const float zero = __uint_as_float(header << 16), step = __uint_as_float(header & 0xFFFF0000u);
-  for (int first = first_piece<kLanes>(target); first < pieces; first += kKept * kLanes) {
-    uint32_t codes[kKept];
+  for (int first = first_piece<kLanes>(target); first < pieces; first += kSpread * kLanes) {
+    uint32_t codes[kSpread];
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) codes[i] = is_piece(first + i * kLanes, pieces) ? load(first + i * kLanes) : 0;
+    for (int i = 0; i < kSpread; ++i) codes[i] = is_piece(first + i * kLanes, pieces) ? load(first + i * kLanes) : 0;
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) {
+    for (int i = 0; i < kSpread; ++i) {
       const auto value = [&](int part) {
         return __fadd_rn(__fmul_rn(static_cast<float>((codes[i] >> (part * kBits)) & ((1u << kBits) - 1)), step), zero);
       };
@@ -243,7 +249,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       const int64_t c = b * kPerByte + i;
       if (c >= dim || range.most == 0.0f) continue;
       const uint64_t entry = start + c;
-      packed |= range.code_of_any(source[c], quarter_of(random_word(key, entry / 4), entry % 4)) << (i * kBits);
+      packed |= range.code_of_any<kBits>(source[c], quarter_of(random_word(key, entry / 4), entry % 4)) << (i * kBits);
     }
     target[4 + b] = static_cast<uint8_t>(packed);
   }
@@ -306,14 +312,14 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (row >= rows) return;
   float4* target = reinterpret_cast<float4*>(out) + __ldg(index + row) * pieces;
   const auto value = [](uint16_t half) { return __uint_as_float(static_cast<uint32_t>(half) << 16); };
-  for (int first = first_piece<kLanes>(target); first < pieces; first += kKept * kLanes) {
-    ushort4 v[kKept];
+  for (int first = first_piece<kLanes>(target); first < pieces; first += kSpread * kLanes) {
+    ushort4 v[kSpread];
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) {
+    for (int i = 0; i < kSpread; ++i) {
       if (is_piece(first + i * kLanes, pieces)) v[i] = __ldg(wire + row * pieces + first + i * kLanes);
     }
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) {
+    for (int i = 0; i < kSpread; ++i) {
       if (!is_piece(first + i * kLanes, pieces)) continue;
       target[first + i * kLanes] = make_float4(value(v[i].x), value(v[i].y), value(v[i].z), value(v[i].w));
     }
