@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from compiled_figures import compiled_figures, memory_figures
 from kernel_figures import host_figures, kernel_figures
@@ -63,6 +64,7 @@ def figures() -> dict[str, str]:
         **_acceptance_by_text(results["decoding-acceptance-texts.json"]),
         **_lookup(results["decoding-lookup.json"]),
         **_decoding_speed(results["decoding.json"]),
+        **_codec_speed(results["codec-speed.json"]),
     }
 
 
@@ -238,13 +240,17 @@ def _by_hand(data: Record) -> dict[str, str]:
     }
     return {
         "by-hand.steps": ", ".join(f"{model} {row['measured']:.2f} ({ways[model]} by hand)" for model, row in rows),
-        "by-hand.missed": "missed by "
-        + ", ".join(
+        "by-hand.missed": _missed(
             model if row["measured"] is not None else f"{model} ({row['note']})"
             for model, row in every
             if not row["met"]
         ),
     }
+
+
+def _missed(what: Iterable[str]) -> str:
+    named = ", ".join(what)
+    return f"missed by {named}" if named else "met by all"
 
 
 def _onnx_runtime(data: Record) -> dict[str, str]:
@@ -384,12 +390,32 @@ def _eight_bit(data: Record) -> dict[str, str]:
     def listed(what: str) -> str:
         return ", ".join(f"{model} {row['measured']:.2f}" for model, kind, row in rows if kind == what)
 
-    missed = [f"{kind.partition(' over')[0]} by {model}" for model, kind, row in rows if not row["met"]]
     return {
         "eight.speed": listed("speed over BF16 autocast"),
         "eight.torchao": listed("speed over the faster recipe of torchao"),
         "eight.memory": listed("peak memory over BF16 autocast"),
-        "eight.missed": ", ".join(missed),
+        "eight.missed": _missed(
+            f"{kind.partition(' over')[0]} of {model}" for model, kind, row in rows if not row["met"]
+        ),
+    }
+
+
+def _codec_speed(data: Record) -> dict[str, str]:
+    """Times of the codecs on a card, and the shares of a copy's speed that they reach."""
+    known = {row["what"]: row["measured"] for row in data["asked"]}
+
+    def shares(what: str, **where: Any) -> str:
+        own = [r for r in data["records"] if r["pass"] == what and all(r.get(k) == v for k, v in where.items())]
+        least, most = (f(r["share_of_copy"] for r in own) for f in (min, max))
+        return f"{least:.2f} to {most:.2f}"
+
+    return {
+        "codec.encode": f"{known['sum8, 26 MB, encode']:.1f} us",
+        "codec.all": f"{known['sum8, 26 MB, all passes']:.1f} us",
+        "codec.sum8": f"{min(r['share_of_copy'] for r in data['records'] if r.get('subject') == 'sum8'):.2f}",
+        "codec.lanes": shares("encode", subject="packed8").partition(" ")[0],
+        **{f"codec.{what}": shares(what, part="messages") for what in ("pack", "unpack")},
+        **{f"codec.{what}-256": shares(what, part="messages", dim=256) for what in ("pack", "unpack")},
     }
 
 
@@ -607,7 +633,7 @@ _ROWS = (
         "with an 8-bit backward pass: speed over compiled BF16 autocast, over the faster FP8 recipe of torchao; peak "
         "memory over BF16 autocast",
         "{{ eight.speed }}; {{ eight.torchao }}; {{ eight.memory }}",
-        "1.3 x and 1.5 x; > 1 x; <= 0.85: missed are {{ eight.missed }}",
+        "1.3 x and 1.5 x; > 1 x; <= 0.85: {{ eight.missed }}",
         "eight-bit-training.json",
     ),
     (

@@ -10,7 +10,9 @@ from qsync_opt.kernels.messages import WIDTHS, pack_rows, unpack_rows
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (5, 7), (33, 100), (61, 24), (77, 64), (9, 128), (1000, 256), (41, 1032)])
+@pytest.mark.parametrize(
+    "shape", [(0, 8), (1, 1), (5, 7), (33, 100), (61, 24), (77, 64), (9, 128), (1000, 256), (41, 1032)]
+)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_cards_send_the_bytes_of_the_reference(shape, bits):
     generator = torch.Generator().manual_seed(bits)

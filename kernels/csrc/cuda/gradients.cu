@@ -352,7 +352,6 @@ __global__ void __launch_bounds__(kThreads)
   if (block >= blocks) return;
   const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
   float4 a = {0.0f, 0.0f, 0.0f, 0.0f}, b = a;
-#pragma unroll 4
   for (int64_t worker = 0; worker < workers; ++worker) {
     const float step = kForm == Form::kBf16 ? 1.0f : step_of(__ldg(scales + worker * blocks + block), kLevels<kForm>);
     const CodeOf<kForm>* own = codes + worker * count;

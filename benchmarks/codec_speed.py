@@ -1,6 +1,6 @@
 """Time the codecs of gradients and of messages on a card, beside a copy's bandwidth.
 
-python benchmarks/codecs.py [--tiny] [--output benchmarks/results/codecs.json]
+python benchmarks/codec_speed.py [--tiny] [--output benchmarks/results/codec-speed.json]
 
 Every figure is the median of replays of a captured graph that goes through inputs beyond the cache.
 ``share_of_copy`` is the time in which a kernel copies as many bytes as are read and written, measured in the same way,
@@ -149,7 +149,7 @@ def main() -> None:
     """Measure and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "codecs.json")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "codec-speed.json")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.tiny:
