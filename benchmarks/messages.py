@@ -385,7 +385,6 @@ def main() -> None:
     if LOCAL_LINK in links:
         asked.hidden(by_link[f"local {LOCAL_LINK}"], f"{LOCAL_LINK} Gbit/s")
     asked.crossover({link: by_link[f"cut {link}"] for link in links})
-    asked.row("packing and unpacking on a card", ">= 70 % of copy bandwidth", None, False, "not measured here")
     output = arguments.output or HERE / "results" / "messages.json"
     data = {
         **results_head(processors(), {"torch": torch.__version__}),
