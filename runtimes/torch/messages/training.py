@@ -88,6 +88,7 @@ class Trained:
         epoch_s: Seconds of an epoch.
         exchange_s: Seconds of an epoch from launching messages until they were there, summed over exchanges.
         exposed_s: Seconds of an epoch for which training waited for messages.
+        exposed_s_by_exchange: Those of each exchange, by its name in the problem.
         codec_s: Seconds of an epoch for packing and unpacking.
         message_bytes: Sent by all workers in an epoch.
         widths: Width in bits to the share of messages that have it at the end.
@@ -100,6 +101,7 @@ class Trained:
     epoch_s: float
     exchange_s: float
     exposed_s: float
+    exposed_s_by_exchange: Mapping[str, float]
     codec_s: float
     message_bytes: int
     widths: Mapping[int, float]
@@ -151,7 +153,8 @@ def train(
         seconds = time.perf_counter() - began
         ways = full.directions()
         waited, coded = sum(w.wait_ns for w in ways), sum(w.codec_ns for w in ways)
-        rows.append([seconds, (sum(w.hidden_ns for w in ways) + waited) / 1e9, waited / 1e9, coded / 1e9])
+        sums = [seconds, (sum(w.hidden_ns for w in ways) + waited) / 1e9, waited / 1e9, coded / 1e9]
+        rows.append(sums + [w.wait_ns / 1e9 for w in ways])
         if epoch == _WARM_UP and options.weigh_layers:
             full.measure_sensitivities()
         on_epoch(epoch + 1)
@@ -160,7 +163,7 @@ def train(
     dist.all_reduce(total)
     times = torch.tensor(rows[min(_WARM_UP, options.epochs - 1) :], dtype=torch.float64, device=message_device())
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    epoch_s, exchange_s, exposed_s, codec_s = (statistics.median(column) for column in times.T.tolist())
+    epoch_s, exchange_s, exposed_s, codec_s, *waits_s = (statistics.median(column) for column in times.T.tolist())
     own = {"bytes": sum(w.wire_bytes for w in full.directions()), "widths": _counts(full.directions())}
     everyone = gather_json(own)
     counts: dict[int, int] = {}
@@ -176,6 +179,7 @@ def train(
         epoch_s=epoch_s,
         exchange_s=exchange_s,
         exposed_s=exposed_s,
+        exposed_s_by_exchange={w.name: wait_s for w, wait_s in zip(full.directions(), waits_s, strict=True)},
         codec_s=codec_s,
         message_bytes=sum(each["bytes"] for each in everyone),
         widths={width: count / max(sum(counts.values()), 1) for width, count in sorted(counts.items())},

@@ -77,6 +77,15 @@ def test_late_messages_and_samples_of_the_boundary(run):
         assert sum(result["parts"][:3]) == pytest.approx(result["parts"][3]) and min(result["parts"]) >= 0
 
 
+def test_a_run_tells_what_was_waited_for_of_every_exchange(run):
+    results = list(run("trained", 2).values())
+    assert results[0] == results[1]
+    assert [*results[0]["waits"]] == results[0]["names"]
+    first, *others = results[0]["waits"].values()
+    assert 0.03 < first <= results[0]["wait"]  # for a worker that begins 0.05 s late
+    assert max(others) < first
+
+
 @pytest.mark.parametrize(
     ("scenario", "words"),
     [

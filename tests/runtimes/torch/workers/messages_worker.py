@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -14,7 +15,14 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from qsync_opt.errors import QSyncError
 from qsync_opt.messages import Plan, by_bytes, evaluate, in_rounds, uniform_plan
-from qsync_opt.runtimes.torch.messages import MessageOptions, full_graph, partition_graph, predict_epoch
+from qsync_opt.runtimes.torch.messages import (
+    MessageOptions,
+    TrainingOptions,
+    full_graph,
+    partition_graph,
+    predict_epoch,
+    train,
+)
 from qsync_opt.systems import solve
 
 KINDS = {"gcn": GCNConv, "mean": SAGEConv, "gat": GATConv}
@@ -222,6 +230,21 @@ def other_messages(rank, world):
         "bias": float(errors.mean(0).norm() / errors.square().mean(0).sum().sqrt()),
         "parts": [predicted.compute_s, predicted.codec_s, predicted.exposed_s, predicted.epoch_s],
     }  # fmt: skip
+
+
+def trained(rank, world):
+    """A short run in which the last worker begins every epoch late."""
+
+    def rest(epoch):
+        time.sleep(0.05 * rank)
+
+    part = parts_of(graph(), world)[rank]
+    result, problem = train(part, TrainingOptions(epochs=6, hidden=16), on_epoch=rest, with_problem=True)
+    return {
+        "waits": dict(result.exposed_s_by_exchange),
+        "wait": result.exposed_s,
+        "names": [each["name"] for each in problem["exchanges"]],
+    }
 
 
 def nan(rank, world):
