@@ -11,6 +11,7 @@ to check the benchmark itself.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import sys
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent / "kernel_bench"))
-from measuring import median_s
+from measuring import copies_beyond_cache, median_in_turn_s
 from results_head import asked_row, results_head
 
 from qsync_opt.gradients import scheme
@@ -35,38 +36,40 @@ HERE = Path(__file__).parent
 MEGABYTES, WORKERS = 26, 2
 SUM_SCHEMES, OWN_FORMS = ("sum8", "packed8", "sum4"), ("int8", "fp8", "bf16")
 DIMS, WIDTHS, ENTRIES = (64, 128, 256, 500), (1, 2, 4, 8, 16), 100_000_000
-BEYOND_CACHE_BYTES = 200e6
 ENCODE_US, ALL_US, GRADIENT_SHARE, MESSAGE_SHARE = 11, 35, 0.8, 0.7
 """What is asked: of a gradient of `MEGABYTES`, and of the bandwidth of a copy."""
 
 
 def seconds(call: Callable[[Any], Any], inputs: Sequence[Any], device: torch.device) -> float:
     """Of one call, over all inputs in turn."""
-
-    def run() -> None:
-        for each in inputs:
-            call(each)
-
     if device.type == "cuda":
-        return median_s(run, calls=1) / len(inputs)
+        return median_in_turn_s(call, inputs)
     began = time.perf_counter()
-    run()
+    for each in inputs:
+        call(each)
     return (time.perf_counter() - began) / len(inputs)
 
 
+def copies(num_bytes: int, device: torch.device) -> int:
+    """Number of inputs of so many bytes."""
+    return copies_beyond_cache(num_bytes) if device.type == "cuda" else 2
+
+
+@functools.cache
 def copy_seconds(num_bytes: int, device: torch.device) -> float:
     """In which a kernel, a negation, reads and writes so many bytes in total."""
     elements = max(1, num_bytes // 8)
-    copies = max(2, round(BEYOND_CACHE_BYTES / (4 * elements))) if device.type == "cuda" else 2
-    pairs = [(torch.randn(elements, device=device), torch.empty(elements, device=device)) for _ in range(copies)]
+    pairs = [
+        (torch.randn(elements, device=device), torch.empty(elements, device=device))
+        for _ in range(copies(4 * elements, device))
+    ]
     return seconds(lambda pair: torch.neg(pair[0], out=pair[1]), pairs, device)
 
 
 def gradient_records(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
     """Passes of the codec over one gradient; ``moved_bytes`` are read and written."""
     codec, block = Codec(), 256
-    copies = max(2, round(BEYOND_CACHE_BYTES / (4 * elements))) if device.type == "cuda" else 2
-    gradients = [torch.randn(elements, device=device) for _ in range(copies)]
+    gradients = [torch.randn(elements, device=device) for _ in range(copies(4 * elements, device))]
     blocks = -(-elements // block)
 
     def record(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "kernel_bench"))
-from measuring import copy_bandwidth, median_s
+from measuring import copies_beyond_cache, copy_bandwidth, median_in_turn_s
 from results_head import results_head
 
 from qsync_opt.io import write_json
@@ -33,18 +33,9 @@ SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "d
 CPU_SHAPES = {"gemma-270m gate_up": (4096, 640), "gemma-270m down": (640, 2048), "square": (4096, 4096)}
 FORMATS = {"W4A16": (4, "A16"), "W8A16": (8, "A16"), "W4A8": (4, "A8")}
 ROWS = (1, 2, 4, 8, 16, 32, 512, 2048)
-BEYOND_CACHE_BYTES = 200e6
 GROUP = 128
 FEW_ROWS, LEAST_SHARE = 16, 0.75
 """Most rows of a small batch, and the share of a copy's bandwidth that its products should reach."""
-
-
-def _in_turn(call: Callable[[Any], Any], weights: list[Any]) -> Callable[[], None]:
-    def run() -> None:
-        for weight in weights:
-            call(weight)
-
-    return run
 
 
 def _fastest_s(call: Callable[[], Any]) -> float:
@@ -58,14 +49,14 @@ def _fastest_s(call: Callable[[], Any]) -> float:
 
 def _seconds(call: Callable[[Any], Any], weights: list[Any], device: torch.device) -> float:
     if device.type == "cuda":
-        return median_s(_in_turn(call, weights), calls=1) / len(weights)
+        return median_in_turn_s(call, weights)
     return _fastest_s(lambda: call(weights[0]))
 
 
 def _copies(weight: Any, memory_bytes: int, device: torch.device) -> list[Any]:
     if device.type == "cpu":
         return [weight]
-    count = max(2, round(BEYOND_CACHE_BYTES / memory_bytes))
+    count = copies_beyond_cache(memory_bytes)
     if isinstance(weight, PackedWeight):
         return [replace(weight, codes=weight.codes.clone(), scales=weight.scales.clone()) for _ in range(count)]
     return [weight.clone() for _ in range(count)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+BEYOND_CACHE_BYTES = 200e6
 WARM_UPS = 3
 REPLAYS = 15
 
@@ -32,6 +33,21 @@ def median_s(function: Callable[[], Any], calls: int = 8) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e-3 / calls)
     return statistics.median(times)
+
+
+def copies_beyond_cache(num_bytes: int) -> int:
+    """How many inputs of so many bytes a graph goes through so that none is found in the cache."""
+    return max(2, round(BEYOND_CACHE_BYTES / num_bytes))
+
+
+def median_in_turn_s(function: Callable[[Any], Any], inputs: Sequence[Any]) -> float:
+    """Seconds of one call, median of replays of a graph that calls with each of the inputs."""
+
+    def run() -> None:
+        for each in inputs:
+            function(each)
+
+    return median_s(run, calls=1) / len(inputs)
 
 
 def median_eager_s(function: Callable[[], Any], calls: int = 5) -> float:

@@ -320,9 +320,10 @@ def _transposed_weight(
 
 
 def _can_wait(codes: torch.dtype, options: KernelOptions) -> bool:
-    """Whether `_transposed_later` draws the noise that `weight_operand` does."""
-    drawn = options.step is not None or options.rounding == "nearest"
-    return torch.compiler.is_compiling() and (drawn or _granularity(codes, options) == "tensor")
+    """Whether this is a compiled graph in which `_transposed_later` draws the noise that `weight_operand` does."""
+    if not torch.compiler.is_compiling():
+        return False
+    return options.step is not None or options.rounding == "nearest" or _granularity(codes, options) == "tensor"
 
 
 def quantize_gradient(

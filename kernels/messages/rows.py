@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.quantize import random_words, signed
 
 UNIT = "messages"
 PACKED = (1, 2, 4, 8)
@@ -35,11 +36,6 @@ _MULTIPLIER = 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
 
 
-def _signed(value: int) -> int:
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
-
-
 def row_key(seed: int, *parts: int) -> int:
     """Key of a random stream from a seed and further integers, such as rank, exchange and step; an int64."""
     value = 0
@@ -48,7 +44,7 @@ def row_key(seed: int, *parts: int) -> int:
         for _ in range(2):
             value = ((value ^ (value >> 32)) * _MULTIPLIER) & _MASK
         value ^= value >> 32
-    return _signed(value)
+    return signed(value)
 
 
 def row_bytes(dim: int, bits: int) -> int:
@@ -63,15 +59,10 @@ def row_bytes(dim: int, bits: int) -> int:
 
 
 def _bits(shape: tuple[int, int], key: int, device: torch.device) -> Tensor:
-    """16 random bits of each entry, int64 of a shape; four entries share a mixed word."""
+    """16 random bits of each entry, int32 of a shape; four entries share a word, from the second of the stream on."""
     entries = shape[0] * shape[1]
-    word = torch.arange(1, -(-entries // 4) + 1, dtype=torch.int64, device=device)
-    word = word * _signed(_GOLDEN) + key
-    for _ in range(2):
-        word = (word ^ ((word >> 32) & 0xFFFFFFFF)) * _signed(_MULTIPLIER)
-    word = word ^ ((word >> 32) & 0xFFFFFFFF)
-    shifts = torch.arange(0, 64, 16, device=device)
-    return ((word[:, None] >> shifts) & 0xFFFF).view(-1)[:entries].view(shape)
+    words = random_words(key, 1, -(-entries // 4), device)
+    return (words.view(torch.int16)[:entries].to(torch.int32) & 0xFFFF).view(shape)
 
 
 def _bf16_toward(value: Tensor, up: bool) -> Tensor:
@@ -88,7 +79,7 @@ def _pack_plain(x: Tensor, index: Tensor, bits: int, key: int) -> Tensor:
         return x.new_zeros((rows, row_bytes(dim, bits)), dtype=torch.uint8)
     if bits == 16:
         noise = _bits((rows, dim), key, x.device)
-        upper = (gathered.view(torch.int32) + noise.to(torch.int32)) >> 16
+        upper = (gathered.view(torch.int32) + noise) >> 16
         return torch.where(torch.isfinite(gathered), upper, _NAN).to(torch.int16).view(torch.uint8)
     levels, per_byte = (1 << bits) - 1, 8 // bits
     low, high = gathered.amin(1), gathered.amax(1)

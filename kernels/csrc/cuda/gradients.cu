@@ -80,10 +80,6 @@ __device__ __forceinline__ uint32_t magnitude(float4 v) {
   return max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
 }
 
-__device__ __forceinline__ uint32_t warp_max(uint32_t bits) {
-  return group_max<32>(bits);
-}
-
 __device__ __forceinline__ float floored(uint32_t bits) {
   const float scale = __uint_as_float(bits);
   return scale > 0.0f && scale < kSmallestScale ? kSmallestScale : scale;
@@ -151,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int k = 0; k < kTogether; ++k) v[k] = load4(x, first + k * kHalf, count, aligned);
 #pragma unroll
   for (int k = 0; k < kTogether; k += 2) {
-    const uint32_t bits = warp_max(max(magnitude(v[k]), magnitude(v[k + 1])));
+    const uint32_t bits = group_max<32>(max(magnitude(v[k]), magnitude(v[k + 1])));
     const int64_t block = (first + k * kHalf) / kBlock;
     if (threadIdx.x % 32 == 0 && block < blocks) scales[block] = rounded_up(bits);
   }
@@ -166,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t end = min(min(begin + kPiece, (block + 1) * length), count);
   uint32_t bits = 0;
   for (int64_t e = begin + threadIdx.x; e < end; e += kThreads) bits = max(bits, magnitude(__ldg(x + e)));
-  bits = warp_max(bits);
+  bits = group_max<32>(bits);
   if (threadIdx.x % 32 == 0) atomicMax(largest + block, bits);
 }
 
@@ -316,7 +312,7 @@ __device__ __forceinline__ void encode_block(float4 a, float4 b, int64_t block, 
   const int64_t e = block * kBlock + (threadIdx.x % 32) * 4;
   float factor = 0.0f;
   if constexpr (kForm != Form::kBf16) {
-    const float scale = floored(warp_max(max(magnitude(a), magnitude(b))));
+    const float scale = floored(group_max<32>(max(magnitude(a), magnitude(b))));
     factor = inverse_of(scale, kLevels<kForm>);
     if (threadIdx.x % 32 == 0) scales[block] = scale;
   }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/random_words.cuh"
 #include "stable.cuh"
 
 namespace qsync {
@@ -10,17 +11,10 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kKept = 4;    // pieces of four entries that a lane keeps between its two passes over a row
 constexpr int kSpread = 5;  // pieces of a lane that are on their way at a time, where a row begins within a line of the cache
-constexpr uint64_t kMessageGolden = 0x9E3779B97F4A7C15ull;
-constexpr uint64_t kMessageMultiplier = 0xD6E8FEB86659FD93ull;
 
-__device__ __forceinline__ uint64_t mixed(uint64_t word) {
-  word = (word ^ (word >> 32)) * kMessageMultiplier;
-  word = (word ^ (word >> 32)) * kMessageMultiplier;
-  return word ^ (word >> 32);
-}
-
-__device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t number) {
-  return mixed(key + (number + 1) * kMessageGolden);
+// Word `number` of a stream of messages, which begin with the second counter of their key.
+__device__ __forceinline__ uint64_t message_word(uint64_t key, uint64_t number) {
+  return random_word(counter(key, number + 1));
 }
 
 // The 16 random bits of an entry: its quarter of a word, the lowest first.
@@ -144,7 +138,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (there > 0 && lane < 4) target[lane] = range.header(lane);
   target += 4;
   const auto write = [&](int piece, float4 v, auto code) {
-    const uint64_t word = random_word(key, static_cast<uint64_t>(row) * pieces + piece);
+    const uint64_t word = message_word(key, static_cast<uint64_t>(row) * pieces + piece);
     uint32_t codes = code(v.x, quarter_of(word, 0)) | code(v.y, quarter_of(word, 1)) << kBits |
                      code(v.z, quarter_of(word, 2)) << (2 * kBits) | code(v.w, quarter_of(word, 3)) << (3 * kBits);
     if constexpr (kBits == 1) {  // pairs of lanes write a byte together
@@ -249,7 +243,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       const int64_t c = b * kPerByte + i;
       if (c >= dim || range.most == 0.0f) continue;
       const uint64_t entry = start + c;
-      packed |= range.code_of_any<kBits>(source[c], quarter_of(random_word(key, entry / 4), entry % 4)) << (i * kBits);
+      packed |= range.code_of_any<kBits>(source[c], quarter_of(message_word(key, entry / 4), entry % 4)) << (i * kBits);
     }
     target[4 + b] = static_cast<uint8_t>(packed);
   }
@@ -270,7 +264,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const uint64_t start = static_cast<uint64_t>(row) * dim;
   for (int64_t c = threadIdx.x % 32; c < dim; c += 32) {
     const float value = source[c];
-    const uint32_t noise = quarter_of(random_word(key, (start + c) / 4), (start + c) % 4);
+    const uint32_t noise = quarter_of(message_word(key, (start + c) / 4), (start + c) % 4);
     out[start + c] = rounded_half(value, noise);
   }
 }
@@ -285,7 +279,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll 4
   for (int piece = threadIdx.x % kLanes; piece < pieces; piece += kLanes) {
     const float4 v = __ldg(source + piece);
-    const uint64_t word = random_word(key, row * pieces + piece);
+    const uint64_t word = message_word(key, row * pieces + piece);
     out[row * pieces + piece] = {rounded_half(v.x, quarter_of(word, 0)), rounded_half(v.y, quarter_of(word, 1)),
                                  rounded_half(v.z, quarter_of(word, 2)), rounded_half(v.w, quarter_of(word, 3))};
   }

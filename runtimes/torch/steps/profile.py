@@ -298,8 +298,8 @@ class _Recorder:
     ) -> None:
         """Record parts of a plan until the deadline; ``one``: in any case until one fits."""
         size = {name: self._elements(name) for name in plan}
-        large = [name for name in plan if size[name] * _FAR_SMALLER >= max(size.values())]
-        small = [name for name in plan if name not in large]
+        least = max(size.values()) / _FAR_SMALLER
+        small, large = [n for n in plan if size[n] < least], [n for n in plan if size[n] >= least]
         # The whole does not fit: begin with what is not to blame, else with halves.
         waiting = [part for part in (small, large[: len(large) // 2], large[len(large) // 2 :]) if part]
         number, took_s = 0, 0.0

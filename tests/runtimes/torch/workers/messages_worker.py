@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from datetime import timedelta
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 from qsync_opt.errors import QSyncError
 from qsync_opt.messages import Plan, by_bytes, evaluate, in_rounds, uniform_plan
 from qsync_opt.runtimes.torch.messages import (
+    FullGraph,
     MessageOptions,
     TrainingOptions,
     full_graph,
@@ -233,13 +233,18 @@ def other_messages(rank, world):
 
 
 def trained(rank, world):
-    """A short run in which the last worker begins every epoch late."""
+    """A short run of workers that say how long they waited: in exchange i 10 rank + i + 1 seconds."""
+    directions = FullGraph.directions
 
-    def rest(epoch):
-        time.sleep(0.05 * rank)
+    def told(full):
+        ways = directions(full)
+        for i, way in enumerate(ways):
+            way.wait_ns = 1e9 * (10 * rank + i + 1)
+        return ways
 
+    FullGraph.directions = told
     part = parts_of(graph(), world)[rank]
-    result, problem = train(part, TrainingOptions(epochs=6, hidden=16), on_epoch=rest, with_problem=True)
+    result, problem = train(part, TrainingOptions(epochs=6, hidden=16), with_problem=True)
     return {
         "waits": dict(result.exposed_s_by_exchange),
         "wait": result.exposed_s,
