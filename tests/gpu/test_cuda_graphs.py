@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from qsync_opt.errors import NotReadyError
 from qsync_opt.kernels import KernelOptions, ops
@@ -231,6 +232,23 @@ def test_the_first_training_pass_is_captured(autocast):
     assert applied_plan(model).interception.graphs.replayed
     undo(model)
     assert model(**batches[0])["logits"].dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_what_is_captured_is_compiled_once():
+    torch.manual_seed(0)
+    model = Model().to(CUDA)
+    twin = copy.deepcopy(model)
+    plan = {"up/linear": "BF16", "down/linear": "BF16"}
+    apply(model, plan, options=ApplyOptions(autocast="BF16", compiled=True, captured=True))
+    apply(twin, plan, options=ApplyOptions(autocast="BF16"))
+    batches = [{"x": torch.randn(128, 256, device=CUDA), "labels": torch.arange(128, device=CUDA) % 64}] * 4
+    torch._dynamo.reset()
+    counters.clear()
+    mine, theirs = (_train(one, batches) for one in (model, twin))
+    assert counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
+    assert applied_plan(model).interception.graphs.replayed
 
 
 def test_capturing_again_and_again_takes_no_more_memory():

@@ -285,8 +285,9 @@ class CapturedPasses:
 
         used = [g is not None for g in both(self._parameters)]
         # The same memory as other leaves of the autograd graph: a wrapper or an earlier loss may keep the nodes that
-        # accumulate into parameters, which belong to their stream and must not be touched while capturing.
-        aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
+        # accumulate into parameters, which belong to their stream and must not be touched while capturing. They are
+        # parameters themselves, or what was compiled for the first pass would be compiled anew for another class.
+        aliases = [nn.Parameter(parameter.detach()) for parameter in self._parameters]
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
