@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         pack_parts,
         rotated_inputs,
     )
-    from qsync_opt.kernels.weight_only.operators import explain, linear, unpack
+    from qsync_opt.kernels.weight_only.operators import explain, gated_linear, linear, unpack
     from qsync_opt.kernels.weight_only.rotation import rotate, rotate_and_round
     from qsync_opt.kernels.weight_only.rounding import ACTIVATIONS, EIGHT_BITS, WIDE, RoundedRows
 else:
@@ -28,5 +28,6 @@ else:
 
 __all__ = [
     "ACTIVATIONS", "EIGHT_BITS", "TILE", "UNIT", "WIDE", "PackedWeight", "RoundedRows", "codes_of", "explain",
-    "hadamard", "linear", "pack", "pack_codes", "pack_parts", "rotate", "rotate_and_round", "rotated_inputs", "unpack",
+    "gated_linear", "hadamard", "linear", "pack", "pack_codes", "pack_parts", "rotate", "rotate_and_round",
+    "rotated_inputs", "unpack",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
@@ -26,6 +27,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CARD_DTYPES = (torch.bfloat16, torch.float16)
 _FEW_ROWS = {"cuda": 80, "cpu": 64}
 """Rows up to which packed weights are multiplied directly; more are multiplied by unpacked ones."""
+_BLOCKS_AT_A_TIME = 2
+"""Of threads on a multiprocessor; a weight of more tiles than all run at a time is cut in pairs, as in the kernel."""
 _OLDEST_CARD = (8, 0)
 _OLDEST_CARD_OF = {torch.int8: _OLDEST_CARD, torch.float8_e4m3fn: (8, 9)}
 """That multiplies codes of 8 bits as such."""
@@ -50,6 +53,14 @@ def _plain_linear_rounded(
     return product.mul_(x_scales.double().view(-1, 1)).to(dtype)
 
 
+def _plain_linear_gated(
+    x: Tensor, codes: Tensor, scales: Tensor, bits: int, group: int, outputs: int, by_gelu: bool
+) -> Tensor:
+    gate, up = _plain_linear(x, codes, scales, bits, group, outputs).float().chunk(2, -1)
+    turned = F.gelu(gate, approximate="tanh") if by_gelu else F.silu(gate)
+    return (turned * up).to(x.dtype)
+
+
 def _plain_unpack(codes: Tensor, scales: Tensor, bits: int, group: int, dtype: torch.dtype) -> Tensor:
     return _weight_MK(codes, scales, bits, group, torch.float32).to(dtype)
 
@@ -59,6 +70,13 @@ library.define(
     unit=UNIT,
     plain=_plain_linear,
     fake=lambda x, codes, scales, bits, group, outputs: x.new_empty((x.shape[0], outputs)),
+)
+library.define(
+    "weight_only_linear_gated(Tensor x, Tensor codes, Tensor scales, int bits, int group, int outputs, bool by_gelu) "
+    "-> Tensor",
+    unit=UNIT,
+    plain=_plain_linear_gated,
+    fake=lambda x, codes, scales, bits, group, outputs, by_gelu: x.new_empty((x.shape[0], outputs // 2)),
 )
 library.define(
     "weight_only_linear_rounded(Tensor x, Tensor x_scales, Tensor codes, Tensor scales, int group, int outputs, "
@@ -163,7 +181,7 @@ def linear(
     source = x.codes if isinstance(x, RoundedRows) else x
     _check(source, x.dtype, packed, activations, backend)
     missing = -source.shape[-1] % TILE
-    padded = torch.nn.functional.pad(source, (0, missing)) if missing else source  # padding by nothing would copy
+    padded = F.pad(source, (0, missing)) if missing else source  # padding by nothing would copy
     rows = padded.reshape(-1, packed.codes.shape[1] * TILE)
     if rows.shape[0] == 0:
         product = rows.new_empty((0, packed.out_features), dtype=x.dtype)
@@ -178,6 +196,38 @@ def linear(
         product = _rounded_linear(codes, packed, reproducible, backend)
     product = product.view(*source.shape[:-1], packed.out_features)
     return product if bias is None else product + bias.to(product.dtype)
+
+
+def gated_linear(x: Tensor, packed: PackedWeight, *, by_gelu: bool, reproducible: bool = False) -> Tensor | None:
+    """The first half of each row of ``x @ weight.T``, by SiLU or GELU (by tanh), times the second, as one kernel.
+
+    Args:
+        x: As of `linear`, not rounded.
+        packed: The weight: rows of the gate, then as many of what it multiplies.
+        by_gelu: GELU in place of SiLU.
+        reproducible: As of `linear`.
+
+    Returns:
+        Shape (..., outputs / 2), with the bits of `linear` and then `qsync_opt.kernels.decoder.silu_gate` or
+        ``gelu_gate``; None where no kernel does this for these types, rows and sizes.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if not (x.is_cuda and len(rows) and _is_gated_by_card(packed) and x.shape[-1] == packed.codes.shape[1] * TILE):
+        return None
+    if not _runs_packed(rows, x.dtype, reproducible, "auto"):
+        return None
+    turned = rotate(rows, packed.rotation) if packed.rotation else rows
+    arguments = (packed.codes, packed.scales, packed.bits, packed.group, packed.out_features)
+    run = library.operator(UNIT, "weight_only_linear_gated", x.device, "auto")
+    product: Tensor = run(turned.contiguous(), *arguments, by_gelu)
+    return product.view(*x.shape[:-1], packed.out_features // 2)
+
+
+def _is_gated_by_card(packed: PackedWeight) -> bool:
+    """Whether blocks of threads of a card have two tiles of the weight each, and pairs of them are whole."""
+    tiles = packed.codes.shape[0]
+    blocks = _BLOCKS_AT_A_TIME * torch.cuda.get_device_properties(packed.device).multi_processor_count
+    return packed.out_features == tiles * TILE and tiles % 2 == 0 and tiles > blocks
 
 
 def _check(x: Tensor, dtype: torch.dtype, packed: PackedWeight, activations: str, backend: str) -> None:
@@ -217,7 +267,7 @@ def _wide_linear(rows: Tensor, packed: PackedWeight, reproducible: bool, backend
     if backend == "reference" or rows.dtype is torch.float64:
         return _plain_linear(rows, *arguments)
     if not _runs_packed(rows, rows.dtype, reproducible, backend):
-        return torch.nn.functional.linear(rows, _stored(packed, rows.dtype))
+        return F.linear(rows, _stored(packed, rows.dtype))
     if rows.device.type == "cpu":
         return host.linear(rows, packed).to(rows.dtype)
     product: Tensor = library.operator(UNIT, "weight_only_linear", rows.device, backend)(rows.contiguous(), *arguments)

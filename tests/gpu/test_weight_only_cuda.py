@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from qsync_opt.kernels import decoder
 from qsync_opt.kernels.quantize import quantize_matrix
 from qsync_opt.kernels.weight_only import (
     EIGHT_BITS,
     RoundedRows,
     explain,
+    gated_linear,
     linear,
     pack,
     pack_codes,
@@ -139,6 +141,26 @@ def test_reproducible_rows_do_not_depend_on_the_batch(bits, activations_as, shap
     for begin, end in ((0, 1), (3, 8), (0, 9), (5, 21), (40, 70)):
         part = linear(x[begin:end], packed, activations=activations_as, reproducible=True)
         assert torch.equal(part, together[begin:end])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_gelu", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gated_products_have_the_bits_of_products_that_are_gated_after(bits, dtype, by_gelu, rotated):
+    weight = activations(28672, 384, torch.float32)
+    packed = pack(weight, bits, 64, rotate=rotated)
+    gate = decoder.gelu_gate if by_gelu else decoder.silu_gate
+    for rows in (1, 8, 9, 33):
+        x = activations(rows, 384, dtype) / 8
+        assert torch.equal(gated_linear(x, packed, by_gelu=by_gelu), gate(linear(x, packed)))
+    many = activations(200, 384, dtype) / 8
+    assert gated_linear(many, packed, by_gelu=by_gelu) is None
+    together = gated_linear(many, packed, by_gelu=by_gelu, reproducible=True)
+    assert torch.equal(together[70:71], gated_linear(many[70:71], packed, by_gelu=by_gelu))
+    assert (
+        gated_linear(x, pack(weight[:4096], bits, 64), by_gelu=by_gelu) is None
+    )  # blocks of fewer tiles share a cluster
 
 
 @pytest.mark.parametrize("bits", [4, 8])

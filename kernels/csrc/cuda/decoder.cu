@@ -9,6 +9,7 @@
 #include <cfloat>
 
 #include "cuda/early_start.cuh"
+#include "cuda/gate.cuh"
 #include "cuda/hadamard.cuh"
 #include "cuda/rounding.cuh"
 #include "stable.cuh"
@@ -176,10 +177,7 @@ __global__ void gate_kernel(const T* x, T* y, int64_t vectors, int size) {
   load(x + (row + 1) * size + begin, up);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const float v = gate[i];
-    // GELU by tanh is v times the logistic function of twice the argument of tanh.
-    const float argument = kGelu ? 1.5957691216057308f * (v + 0.044715f * v * v * v) : v;
-    gate[i] = v / (1.0f + expf(-argument)) * up[i];
+    gate[i] = gated(gate[i], up[i], kGelu);
   }
   store(y + begin, gate);
 }

@@ -17,7 +17,8 @@ namespace qsync {
 namespace {
 
 constexpr int kPage = 16;     // positions of a page, kernels/paged_attention/operators.py; a warp takes one at a time
-constexpr int kWarps = 4;     // of a block of threads
+template <int kSize>  // of a head
+constexpr int kWarpsOf = kSize > 128 ? 4 : 8;  // of a block of threads: what they found fits the shared memory of every card
 constexpr int kRows = 16;     // of queries that share a head of keys and are answered by a block at a time
 constexpr int kLength = 512;  // positions of a split
 constexpr float kLowest = -1e30f;  // no score is lower, and differences of it are numbers
@@ -232,7 +233,8 @@ __device__ __forceinline__ int number_of_column(int n, int column) {
 // once for each part, of which there is one up to 16 rows. Contract: products of numbers and weights of 16 bits or more with FP32
 // sums, the result rounded once. Reference: kernels/paged_attention/operators.py.
 template <class T, int kSize, Kept kKept>
-__global__ void __launch_bounds__(32 * kWarps) attend_kernel(const Paged p) {
+__global__ void __launch_bounds__(32 * kWarpsOf<kSize>) attend_kernel(const Paged p) {
+  constexpr int kWarps = kWarpsOf<kSize>;
   constexpr bool kNumbers = kKept == Kept::kNumbers;
   constexpr int kStride = kSize + 2;
   // Weights are times 64 where numbers from codes are so much too small, and larger in FP16 so that small ones keep their bits:
@@ -432,7 +434,7 @@ void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences) {
   Tensor partial = empty_on(q, {p.splits > 1 ? q.size(0) * heads * p.splits : 0, kSize + 2}, ScalarType::Float);
   p.partial = static_cast<float*>(partial.data_ptr());
   const auto attend = attend_kernel<T, kSize, kKept>, join = join_kernel<T, kSize>;
-  constexpr int kRowBytes = kWarps * (kSize + 2) * int(sizeof(float));
+  constexpr int kWarps = kWarpsOf<kSize>, kRowBytes = kWarps * (kSize + 2) * int(sizeof(float));
   const int shared = std::min(rows, kRows) * kRowBytes;
   STD_CUDA_CHECK(cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, kRows * kRowBytes));
   const dim3 grid(unsigned(p.splits), unsigned(kv_heads * p.parts), unsigned(sequences));

@@ -140,10 +140,10 @@ void check_packed(const Tensor& codes, const Tensor& scales, int64_t bits, int64
                   "weight_only: scales must be a contiguous float32 tensor of shape (groups, outputs) on the card of the codes");
 }
 
-template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles>
+template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles, bool kGated = false>
 void launch(const Arguments& args, cudaStream_t stream) {
   const int shared = shared_bytes<kBits, kColumns>(args.cluster);
-  const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInputs, kTiles>;
+  const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInputs, kTiles, kGated>;
   if constexpr (kInputs == Inputs::kE4M3) {
     static const int version = [&] {  // of the code, which does not change
       cudaFuncAttributes code;
@@ -228,6 +228,42 @@ Tensor linear_cuda(const Tensor& x, const Tensor& codes, const Tensor& scales, i
   } else {
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "weight_only: x is of another type; allowed are bfloat16 and float16");
     wide ? run<__half, __half, 8, kWide>(args, stream) : run<__half, __half, 4, kWide>(args, stream);
+  }
+  return y;
+}
+
+// As `linear_cuda`, the first half of the results gating the second; of weights of which `run` gives a block two tiles.
+Tensor linear_gated_cuda(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t bits, int64_t group, int64_t outputs,
+                         bool by_gelu) {
+  const OnDeviceOf guard(x);
+  check_packed(codes, scales, bits, group);
+  Arguments args = arguments(x, codes, scales, group, outputs);
+  const int64_t tiles = codes.size(0), room = 2 * int64_t(multiprocessors());
+  STD_TORCH_CHECK(outputs == tiles * kTile && tiles % 2 == 0 && tiles > room, "weight_only: gated results need an even number "
+                  "of whole tiles above ", room, ", not ", outputs, " outputs");
+  Tensor y = empty_on(x, {args.rows, outputs / 2}, x.scalar_type());
+  args.y = y.data_ptr();
+  args.cluster = 1;
+  args.by_gelu = by_gelu;
+  if (args.rows == 0) {
+    return y;
+  }
+  const cudaStream_t stream = stream_of(x);
+  const bool few = args.rows <= 8;
+  const auto run_as = [&](auto number) {
+    using T = decltype(number);
+    constexpr Inputs kWide = Inputs::kWide;
+    if (bits == 4) {
+      few ? launch<T, T, 4, 1, kWide, 2, true>(args, stream) : launch<T, T, 4, 2, kWide, 2, true>(args, stream);
+    } else {
+      few ? launch<T, T, 8, 1, kWide, 2, true>(args, stream) : launch<T, T, 8, 2, kWide, 2, true>(args, stream);
+    }
+  };
+  if (x.scalar_type() == ScalarType::BFloat16) {
+    run_as(__nv_bfloat16());
+  } else {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "weight_only: x is of another type; allowed are bfloat16 and float16");
+    run_as(__half());
   }
   return y;
 }
@@ -356,6 +392,7 @@ std::tuple<Tensor, Tensor> rotate_and_round_cuda(const Tensor& x, int64_t block,
 
 STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
   m.impl("weight_only_linear", TORCH_BOX(&qsync::linear_cuda));
+  m.impl("weight_only_linear_gated", TORCH_BOX(&qsync::linear_gated_cuda));
   m.impl("weight_only_linear_rounded", TORCH_BOX(&qsync::linear_rounded_cuda));
   m.impl("weight_only_unpack", TORCH_BOX(&qsync::unpack_cuda));
   m.impl("weight_only_rotate", TORCH_BOX(&qsync::rotate_cuda));

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "cuda/early_start.cuh"
+#include "cuda/gate.cuh"
 #include "cuda/half_mma.cuh"
 
 namespace qsync {
@@ -34,7 +35,8 @@ struct Arguments {
   void* y;                                // (rows, outputs)
   int64_t rows, outputs, padded, blocks;  // blocks: inputs / 64
   int group_blocks, cluster;
-  bool hopper;  // whether the card and the code have clusters and early starts
+  bool hopper;   // whether the card and the code have clusters and early starts
+  bool by_gelu;  // of gated results: by GELU, else by SiLU
 };
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
@@ -114,6 +116,8 @@ __device__ __forceinline__ void widen8(uint32_t low, uint32_t high, uint32_t (&a
 __device__ __forceinline__ void store(__half* y, float value) { *y = __float2half_rn(value); }
 __device__ __forceinline__ void store(__nv_bfloat16* y, float value) { *y = __float2bfloat16_rn(value); }
 __device__ __forceinline__ void store(float* y, float value) { *y = value; }
+__device__ __forceinline__ float stored(float value, __half) { return __half2float(__float2half_rn(value)); }
+__device__ __forceinline__ float stored(float value, __nv_bfloat16) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
 // What is copied at a time: two blocks of inputs of a tile for 4 bits, one for 8, as they lie in memory, each with its scales.
 template <int kBits>
@@ -349,8 +353,10 @@ __device__ __forceinline__ void send(float4* to, uint64_t* barrier, int rank, co
 // the cache next to them. Traffic: codes and scales once from memory, activations once per block of threads, from the cache.
 // Contract: products of codes and activations are exact, sums are FP32 in an order that depends on the shape of the weight and the
 // card alone: a row's result does not depend on the other rows. Codes and scales are complete before the first of a row of kernels
-// that start early begins. Reference: kernels/weight_only/operators.py.
-template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles>
+// that start early begins. With kGated a block has a tile of the first half of the outputs and the same one of the second, no
+// cluster, and stores the gated results of both: the bits of storing both and gating them after. Reference:
+// kernels/weight_only/operators.py.
+template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles, bool kGated>
 __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) {
   constexpr int kShares = kWarps / kTiles, kTileParts = kStrips * kColumns * 32, kParts = kTiles * kTileParts;
   constexpr float kFactor = kInputs == Inputs::kWide ? kUnit<T> : kInputs == Inputs::kInt8 ? 1.0f : kPerStep;
@@ -363,7 +369,9 @@ __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const bool alone = p.cluster == 1;
   const int rank = blockIdx.x % p.cluster, part = blockIdx.x / p.cluster, row_blocks = int((p.rows + kRows - 1) / kRows);
-  const int first_tile = part / row_blocks * kTiles, tile = first_tile + warp / kShares;
+  static_assert(!kGated || kTiles == 2);
+  const int first_tile = part / row_blocks * (kGated ? 1 : kTiles);
+  const int tile = first_tile + warp / kShares * (kGated ? int(p.padded / kTile / 2) : 1);
   const int64_t first_row = int64_t(part % row_blocks) * kRows;
   const int share = rank * kShares + warp % kShares, shares = p.cluster * kShares, pairs = int(p.blocks + 1) / 2;
   const int begin = pairs * share / shares * 2, end = min(pairs * (share + 1) / shares * 2, int(p.blocks));
@@ -447,6 +455,28 @@ __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) 
     __syncthreads();
   } else {
     barrier_wait(address_of(received_all), 0);
+  }
+  if constexpr (kGated) {
+    for (int k = threadIdx.x; k < kTileParts * 4; k += kThreads) {
+      float halves[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto* from = reinterpret_cast<const float*>(&buffers[half * kShares]) + k;
+        halves[half] = *from;
+#pragma unroll
+        for (int other = 1; other < kShares; ++other) {
+          halves[half] += from[other * int(sizeof(Warp) / 4)];
+        }
+        halves[half] = stored(halves[half] * kFactor, Out());
+      }
+      const int at = k / 4, e = k % 4;
+      const int64_t row = first_row + at / 32 % kColumns * 8 + at % 4 * 2 + e % 2;
+      const int64_t output = int64_t(first_tile) * kTile + at / 32 / kColumns * 16 + at % 32 / 4 + e / 2 * 8;
+      if (row < p.rows) {
+        store(static_cast<Out*>(p.y) + row * (p.outputs / 2) + output, gated(halves[0], halves[1], p.by_gelu));
+      }
+    }
+    return;
   }
   for (int k = threadIdx.x; k < own * 4; k += kThreads) {
     const auto* from = alone ? reinterpret_cast<const float*>(&buffers[k / (4 * kTileParts) * kShares]) + k % (4 * kTileParts)

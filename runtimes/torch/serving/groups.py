@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from qsync_opt.kernels import decoder
 from qsync_opt.kernels.paged_attention import explain, paged_attention
-from qsync_opt.kernels.weight_only import WIDE, RoundedRows
+from qsync_opt.kernels.weight_only import WIDE, RoundedRows, gated_linear
 from qsync_opt.runtimes.torch.serving.cache import PagedCache
 from qsync_opt.runtimes.torch.serving.config import DecoderConfig, Rotary
 from qsync_opt.runtimes.torch.serving.packing import (
@@ -298,11 +298,22 @@ class Mlp(Group):
 
     def __call__(self, stream: Residual, layout: Layout) -> Residual:
         """The hidden states after the MLP."""
-        gate = decoder.gelu_gate if self.config.gemma else decoder.silu_gate
         normed, x_NH = self.norm.of(stream, layout, self.gate_up)
-        inner = layout.apart(gate, _product(normed, self.gate_up, layout))
-        y = _product(inner, self.down, layout)
+        y = _product(self._gated(normed, layout), self.down, layout)
         return Residual(x_NH, y if self.after is None else layout.apart(self.after, y))
+
+    def _gated(self, normed: torch.Tensor | RoundedRows, layout: Layout) -> torch.Tensor:
+        """The gate times what it lets through, (N, inner)."""
+        by_gelu, packed = self.config.gemma, self.gate_up.packed
+        is_wide = (
+            isinstance(normed, torch.Tensor) and activations_of(self.gate_up, layout.precision.activations) == WIDE
+        )
+        if packed is not None and is_wide:
+            gated = gated_linear(normed, packed, by_gelu=by_gelu, reproducible=bool(layout.pieces))
+            if gated is not None:
+                return gated
+        gate = decoder.gelu_gate if by_gelu else decoder.silu_gate
+        return layout.apart(gate, _product(normed, self.gate_up, layout))
 
 
 class Embedding:

@@ -12,6 +12,7 @@ from qsync_opt.kernels.weight_only import (
     RoundedRows,
     codes_of,
     explain,
+    gated_linear,
     hadamard,
     linear,
     pack,
@@ -303,6 +304,18 @@ def test_rows_that_are_rounded_already(activations, rotated, backend):
         linear(RoundedRows(rows.codes[:, :64], rows.scale, x.dtype), packed)
 
 
+@pytest.mark.parametrize("by_gelu", [False, True])
+def test_the_plain_gated_product_gates_the_first_half(by_gelu):
+    packed, _, _ = random_packed(128, 64, 4, 64)
+    x = torch.randn((3, 64), generator=torch.Generator().manual_seed(0)) / 64
+    arguments = (packed.codes, packed.scales, packed.bits, packed.group, 128)
+    product = torch.ops.qsync_opt.weight_only_linear_gated(x, *arguments, by_gelu)
+    gate, up = linear(x, packed, backend="reference").double().chunk(2, dim=-1)
+    turned = torch.nn.functional.gelu(gate, approximate="tanh") if by_gelu else torch.nn.functional.silu(gate)
+    torch.testing.assert_close(product.double(), turned * up, rtol=1e-5, atol=1e-6)
+    assert gated_linear(x, packed, by_gelu=by_gelu) is None  # on a CPU
+
+
 def test_operators_keep_torch_s_rules():
     packed, _, _ = random_packed(65, 128, 4, 64)
     assert isinstance(packed, PackedWeight)
@@ -310,6 +323,7 @@ def test_operators_keep_torch_s_rules():
     arguments = (packed.codes, packed.scales, packed.bits, packed.group)
     ops = torch.ops.qsync_opt
     torch.library.opcheck(ops.weight_only_linear.default, (x, *arguments, 65))
+    torch.library.opcheck(ops.weight_only_linear_gated.default, (x, *arguments, 64, True))
     torch.library.opcheck(ops.weight_only_unpack.default, (*arguments, torch.bfloat16))
     torch.library.opcheck(ops.weight_only_rotate.default, (x, 128))
     torch.library.opcheck(ops.weight_only_rotate_and_round.default, (x, 64, torch.int8))
