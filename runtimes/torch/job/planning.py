@@ -405,8 +405,21 @@ def _compiled_autocast_bytes(
 
 
 def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: JobPlan) -> list[str]:
-    """Device types on which one iteration under the plan needs more than their limit, all ranks having tried."""
-    peaks_bytes = gather_json(together(lambda: _peak_bytes(job, plan, measured)))
+    """Device types on which one iteration under the plan needs more than their limit, all ranks having tried.
+
+    A plan that the model refuses is none's: where passes of others are compared with it, it is left out there.
+    """
+
+    def tried() -> int | None:
+        try:
+            return _peak_bytes(job, plan, measured)
+        except UnsupportedError as failure:
+            if not job.options.compare or job.options.compiled:
+                raise
+            _LOGGER.warning("%s", first_line(failure))
+            return 0
+
+    peaks_bytes = gather_json(together(tried))
     kept_bytes = _kept_bytes(job, measured)
     short = []
     for name, ranks in types.ranks.items():

@@ -291,6 +291,21 @@ def test_a_trial_that_runs_out_of_memory_tightens_the_plan(options, monkeypatch,
     assert "needs more memory than predicted" in caplog.text
 
 
+def test_a_plan_that_the_model_refuses_is_left_out_where_others_are_compared(options, monkeypatch, caplog):
+    def refused(*_):
+        raise UnsupportedError("the model does not run under its plan (one operand is half)")
+
+    monkeypatch.setattr(planning, "try_plan", refused)
+    with pytest.raises(UnsupportedError, match="one operand is half"):
+        auto_plan(Net(), torch.randn(32, 64), loss=cross_entropy, options=options(least_gain=0.0))
+    with caplog.at_level(logging.WARNING):
+        plan = auto_plan(
+            Net(), torch.randn(32, 64), loss=cross_entropy, options=options(least_gain=0.0, compare="passes")
+        )
+    assert "one operand is half" in caplog.text
+    assert plan.model.modes
+
+
 def test_a_trial_that_never_fits_ends(options, monkeypatch):
     monkeypatch.setattr(planning, "try_plan", lambda *_: 1 << 60)
     with pytest.raises(ProblemError, match="smaller batch"):
