@@ -35,6 +35,7 @@ def _plain(
     scale: float,
     window: int,
     high_halves: bool,
+    settled: bool,
 ) -> Tensor:
     _, kv_heads, slots, size = pool.shape
     sequences, tokens = len(table), len(q) // max(1, len(table))
@@ -64,7 +65,7 @@ def _plain(
 
 library.define(
     "paged_attention(Tensor q, Tensor pool, Tensor? scales, Tensor table, Tensor contexts, float scale, int window, "
-    "bool high_halves) -> Tensor",
+    "bool high_halves, bool settled) -> Tensor",
     unit=UNIT,
     plain=_plain,
     fake=lambda q, *others: q.new_empty(q.shape),
@@ -92,6 +93,7 @@ def paged_attention(
     window: int | None = None,
     scales: Tensor | None = None,
     high_halves: bool = False,
+    settled: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """What the newest tokens of each sequence attend to, as many of each: a token sees itself and what is before it.
@@ -108,6 +110,8 @@ def paged_attention(
         window: Most positions that a token sees, the newest ones; None: all.
         scales: Of codes (2, heads of keys, pages times 16, 1), FP32.
         high_halves: Read the first half of the codes of each head only.
+        settled: Pages, table and contexts were complete before the operation before this one began, but for the keys
+            and values of the newest tokens: a card then begins to read while that operation ends.
         backend: ``"auto"``, ``"compiled"`` (compiled code or an error) or ``"reference"`` (FP64, rounded once).
 
     Returns:
@@ -143,5 +147,5 @@ def paged_attention(
         raise UnsupportedError(f"backend 'compiled': {reason}")
     plain = backend == "reference" or bool(reason)
     run = _plain if plain else library.operator(UNIT, "paged_attention", q_NHD.device, backend)
-    result: Tensor = run(q_NHD, pool, scales, table_SP, contexts_S, scale, window or 0, high_halves)
+    result: Tensor = run(q_NHD, pool, scales, table_SP, contexts_S, scale, window or 0, high_halves, settled)
     return result

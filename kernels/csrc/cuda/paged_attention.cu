@@ -31,7 +31,8 @@ struct Paged {
   const int64_t *table, *contexts;
   int64_t q_stride, columns, slots;
   int tokens, group, parts, splits, window;
-  float scale;  // of scores, times log2(e)
+  float scale;   // of scores, times log2(e)
+  bool settled;  // whether all but the new positions was complete before the kernel before this one began
 };
 
 // What a pass sees of a sequence: positions from `low` on, which its first token sees, up to `context`, where its last one ends.
@@ -245,13 +246,35 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kSize>) attend_kernel(const Page
   extern __shared__ float merged[];  // (warp, row, kStride)
   __shared__ uint4 queries[kSize / 16 * 32];
   launch_next();
-  wait_for_previous();
+  if (!p.settled) {
+    wait_for_previous();
+  }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.y / p.parts, first_row = blockIdx.y % p.parts * kRows;
   const int rows = min(kRows, p.tokens * p.group - first_row);
   const int64_t sequence = blockIdx.z, heads = int64_t(gridDim.y / p.parts) * p.group;
   const Seen seen(p, sequence);
-  if (int(blockIdx.x) >= seen.splits) {
+  const bool has_split = int(blockIdx.x) < seen.splits;
+  const int64_t* pages = p.table + sequence * p.columns;
+  const int begin = (seen.first_split + int(blockIdx.x)) * kLength, end = min(begin + kLength, seen.context);
+  const auto load = [&](Page<T, kSize, kKept>& page, int position) {
+    const int64_t slot = int64_t(head) * p.slots + pages[position / kPage] * kPage;
+    page.load(p, slot, position, seen, g, t);
+  };
+  int position = begin + warp * kPage;
+  while (position + kPage <= seen.low) {
+    position += kWarps * kPage;
+  }
+  Page<T, kSize, kKept> page, ahead;
+  bool is_loaded = false;
+  if (p.settled) {
+    is_loaded = has_split && position < end && position + kPage <= seen.context - p.tokens;
+    if (is_loaded) {
+      load(page, position);
+    }
+    wait_for_previous();
+  }
+  if (!has_split) {
     return;
   }
   for (int i = threadIdx.x; i < kSize / 16 * 32; i += 32 * kWarps) {
@@ -275,18 +298,7 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kSize>) attend_kernel(const Page
     ends[half] = seen.context - (p.tokens - 1 - row / p.group);
     lows[half] = p.window > 0 ? ends[half] - p.window : 0;
   }
-  const int64_t* pages = p.table + sequence * p.columns;
-  const int begin = (seen.first_split + int(blockIdx.x)) * kLength, end = min(begin + kLength, seen.context);
-  const auto load = [&](Page<T, kSize, kKept>& page, int position) {
-    const int64_t slot = int64_t(head) * p.slots + pages[position / kPage] * kPage;
-    page.load(p, slot, position, seen, g, t);
-  };
-  int position = begin + warp * kPage;
-  while (position + kPage <= seen.low) {
-    position += kWarps * kPage;
-  }
-  Page<T, kSize, kKept> page, ahead;
-  if (position < end) {
+  if (!is_loaded && position < end) {
     load(page, position);
   }
   for (; position < end; position += kWarps * kPage) {
@@ -464,7 +476,7 @@ void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences, Kept ke
 }
 
 Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::optional<Tensor>& scales, const Tensor& table,
-                            const Tensor& contexts, double scale, int64_t window, bool high_halves) {
+                            const Tensor& contexts, double scale, int64_t window, bool high_halves, bool settled) {
   const OnDeviceOf guard(q);
   const int device = q.get_device_index();
   STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && (q.size(1) == 1 || q.stride(1) == q.size(2)) &&
@@ -515,6 +527,7 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::opti
   p.group = int(q.size(1) / kv_heads);
   p.window = window < table.size(1) * kPage ? int(window) : 0;  // one that hides nothing is none
   p.scale = float(scale * kLog2OfE);
+  p.settled = settled;
   const Kept kept = !scales ? Kept::kNumbers : high_halves ? Kept::kUpper : Kept::kCodes;
   if (q.scalar_type() == ScalarType::BFloat16) {
     run<__nv_bfloat16>(p, q, kv_heads, sequences, kept);

@@ -6,6 +6,7 @@
 // chosen so that the lane's activations are contiguous too: lane (g, t) has outputs g and g + 8 and inputs 16 t to
 // 16 t + 15, four for each of the steps s. kernels/weight_only/layout.py is the specification.
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/hadamard.cuh"
 #include "cuda/rounding.cuh"
@@ -173,12 +174,19 @@ void launch(const Arguments& args, cudaStream_t stream) {
   STD_TORCH_CHECK(error == cudaSuccess, "weight_only: the launch failed: ", cudaGetErrorString(error));
 }
 
+constexpr int kMostCluster = 8;  // blocks of threads, of every card that has clusters
+
 // How a weight is shared does not depend on the rows, which would change the order of sums: with two blocks of threads on each
 // multiprocessor, small weights are split along their inputs, too, and large ones so that all blocks run at a time.
 template <class T, class Out, int kBits, Inputs kInputs>
 void run(Arguments args, cudaStream_t stream) {
   const int64_t tiles = args.padded / kTile, room = 2 * int64_t(multiprocessors());
-  args.cluster = args.hopper && 2 * tiles <= room && args.blocks > 2 * kWarps ? 2 : 1;
+  const char* most = getenv("QSYNC_MOST");
+  const int most_cluster = most ? atoi(most) : kMostCluster;
+  args.cluster = 1;
+  while (args.hopper && args.cluster < most_cluster && 2 * args.cluster * tiles <= room && args.blocks > 2 * args.cluster * kWarps) {
+    args.cluster *= 2;
+  }
   const bool few = args.rows <= 8;
   if (tiles <= room) {
     few ? launch<T, Out, kBits, 1, kInputs, 1>(args, stream) : launch<T, Out, kBits, 2, kInputs, 1>(args, stream);

@@ -201,7 +201,7 @@ class Attention(Group):
         if self.has_kernel:
             y = paged_attention(
                 q, self.cache.codes, layout.table_SP, layout.contexts_S, scale=c.query_scale, window=window,
-                scales=self.cache.scales, high_halves=layout.precision.high_halves,
+                scales=self.cache.scales, high_halves=layout.precision.high_halves, settled=True,
             )  # fmt: skip
             return y.view(sequences, -1)
         table, mask = layout.seen(window, self.dtype)

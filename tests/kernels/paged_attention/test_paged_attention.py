@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.decoder import rotate_into_pages
 from qsync_opt.kernels.paged_attention import explain, from_halves, in_halves, paged_attention, to_codes
 
 PAGE = 16
@@ -209,14 +210,40 @@ def test_queries_may_be_a_part_of_a_product_and_contexts_grow_in_a_graph():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("kept", ["numbers", "codes"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_settled_pages_are_read_early_and_new_tokens_are_not(size, kept, tokens):
+    steps, starts = 24, torch.tensor([500, 40, 7], device="cuda")
+    (_, pool, table, _), _ = case([600, 140, 100], group=4, size=size, dtype=torch.bfloat16, device="cuda")
+    pool, scales = with_codes(pool.nan_to_num(0.0)) if kept == "codes" else (pool, None)
+    draw = torch.Generator("cuda").manual_seed(size)
+    heads = torch.randn((steps, 3 * tokens, 12, size), generator=draw, device="cuda", dtype=torch.bfloat16)
+    angles = torch.randn((3 * tokens, 1, size), generator=draw, device="cuda")
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    positions = [(starts + k * tokens)[:, None] + torch.arange(tokens, device="cuda") for k in range(steps)]
+    slots = [(table.gather(1, own // PAGE) * PAGE + own % PAGE).flatten() for own in positions]
+    contexts = [own[:, -1] + 1 for own in positions]
+    torch.cuda.synchronize()
+    early, late = [], []
+    for k in range(steps):
+        q = rotate_into_pages(heads[k].clone(), cos, sin, slots[k], pool, scales)[:, :8]
+        how = {"scale": size**-0.5, "scales": scales, "backend": "compiled"}
+        early.append(paged_attention(q, pool, table, contexts[k], settled=True, **how))
+        late.append(paged_attention(q, pool, table, contexts[k], **how))
+    assert torch.isfinite(torch.stack(early)).all()
+    torch.testing.assert_close(torch.stack(early), torch.stack(late), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
 def test_what_the_kernel_refuses_is_named():
     tensors, _ = case([20, 3], dtype=torch.bfloat16, device="cuda")
     q, pool, table, ends = tensors
     run = torch.ops.qsync_opt.paged_attention
     paged_attention(*tensors, scale=0.1, backend="compiled")
     with pytest.raises(RuntimeError, match="its rows contiguous"):
-        run(q.transpose(0, 1).contiguous().transpose(0, 1), pool, None, table, ends, 0.1, 0, False)
+        run(q.transpose(0, 1).contiguous().transpose(0, 1), pool, None, table, ends, 0.1, 0, False, False)
     with pytest.raises(RuntimeError, match="contiguous int64"):
-        run(q, pool, None, table.int(), ends, 0.1, 0, False)
+        run(q, pool, None, table.int(), ends, 0.1, 0, False, False)
     with pytest.raises(RuntimeError, match="of the type of q"):
-        run(q, pool.half(), None, table, ends, 0.1, 0, False)
+        run(q, pool.half(), None, table, ends, 0.1, 0, False, False)
