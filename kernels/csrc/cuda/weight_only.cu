@@ -6,7 +6,6 @@
 // chosen so that the lane's activations are contiguous too: lane (g, t) has outputs g and g + 8 and inputs 16 t to
 // 16 t + 15, four for each of the steps s. kernels/weight_only/layout.py is the specification.
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/hadamard.cuh"
 #include "cuda/rounding.cuh"
@@ -17,6 +16,8 @@ namespace qsync {
 namespace {
 
 constexpr int kPlainWarps = 8;  // of a block of threads in kernels whose warps have nothing to do with each other
+// Of a Hopper multiprocessor's shared memory: blocks that ask for it are spread, where the ones that end first would get two.
+constexpr int kMoreThanHalf = 118 * 1024;
 
 // Grid: a warp per strip of 16 outputs by 64 inputs, of whose rows four lanes write whole lines, 16 bytes at a time. Traffic:
 // codes once, results once. Contract: code times scale in FP32, rounded once.
@@ -143,7 +144,13 @@ void check_packed(const Tensor& codes, const Tensor& scales, int64_t bits, int64
 
 template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles, bool kGated = false>
 void launch(const Arguments& args, cudaStream_t stream) {
-  const int shared = shared_bytes<kBits, kColumns>(args.cluster);
+  const int64_t tiles = args.padded / kTile;
+  const int64_t row_blocks = (args.rows + kRows - 1) / kRows;
+  const int64_t grid = (tiles + kTiles - 1) / kTiles * row_blocks * args.cluster;
+  int shared = shared_bytes<kBits, kColumns>(args.cluster);
+  if (args.hopper && grid <= multiprocessors()) {
+    shared = std::max(shared, kMoreThanHalf);
+  }
   const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInputs, kTiles, kGated>;
   if constexpr (kInputs == Inputs::kE4M3) {
     static const int version = [&] {  // of the code, which does not change
@@ -154,11 +161,11 @@ void launch(const Arguments& args, cudaStream_t stream) {
     STD_TORCH_CHECK(version >= 89, "weight_only: products of FP8 need code for compute capability 8.9 or later, this is for ",
                     version / 10, ".", version % 10);
   }
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  static_assert(shared_bytes<kBits, kColumns>(2) <= kMoreThanHalf);
+  const int most = args.hopper ? kMoreThanHalf : shared;  // whatever the shape: another thread may launch the same kernel
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
   cudaLaunchConfig_t config = {};
-  const int64_t tiles = args.padded / kTile;
-  const int64_t row_blocks = (args.rows + kRows - 1) / kRows;
-  config.gridDim = dim3(unsigned((tiles + kTiles - 1) / kTiles * row_blocks * args.cluster));
+  config.gridDim = dim3(unsigned(grid));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
@@ -174,19 +181,12 @@ void launch(const Arguments& args, cudaStream_t stream) {
   STD_TORCH_CHECK(error == cudaSuccess, "weight_only: the launch failed: ", cudaGetErrorString(error));
 }
 
-constexpr int kMostCluster = 8;  // blocks of threads, of every card that has clusters
-
 // How a weight is shared does not depend on the rows, which would change the order of sums: with two blocks of threads on each
 // multiprocessor, small weights are split along their inputs, too, and large ones so that all blocks run at a time.
 template <class T, class Out, int kBits, Inputs kInputs>
 void run(Arguments args, cudaStream_t stream) {
   const int64_t tiles = args.padded / kTile, room = 2 * int64_t(multiprocessors());
-  const char* most = getenv("QSYNC_MOST");
-  const int most_cluster = most ? atoi(most) : kMostCluster;
-  args.cluster = 1;
-  while (args.hopper && args.cluster < most_cluster && 2 * args.cluster * tiles <= room && args.blocks > 2 * args.cluster * kWarps) {
-    args.cluster *= 2;
-  }
+  args.cluster = args.hopper && 2 * tiles <= room && args.blocks > 2 * kWarps ? 2 : 1;
   const bool few = args.rows <= 8;
   if (tiles <= room) {
     few ? launch<T, Out, kBits, 1, kInputs, 1>(args, stream) : launch<T, Out, kBits, 2, kInputs, 1>(args, stream);
