@@ -54,14 +54,14 @@ class DecodeGraphs:
         rows, tokens = rounded_up(len(step.tokens)), max(step.counts)
         longest = max(start + count for start, count in zip(step.starts, step.counts, strict=True))
         width = rounded_up(pages_of(longest), _LEAST_PAGES)
-        layout = Layout.of(step, device, rows=rows, width=width, tokens=tokens)
+        layout = Layout.of(step, torch.device("cpu"), rows=rows, width=width, tokens=tokens)
         key = rows, tokens, width, step.precision
         graph = self._graphs.pop(key, None)
         if graph is None:
             while len(self._graphs) >= MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             with without_cudnn_attention():  # it plans anew for every size
-                graph = self._capture(layout, x)
+                graph = self._capture(layout.to(device), x)
         self._graphs[key] = graph  # the last one
         graph.layout.copy_(layout)
         own = _places(step.counts, tokens, device)
@@ -70,12 +70,9 @@ class DecodeGraphs:
         graph.graph.replay()
         return graph.result[own]
 
-    def _capture(self, layout: Layout, x: torch.Tensor | None) -> _Graph:
-        static = layout.tokens_N.clone() if x is None else x.new_zeros((len(layout.tokens_N), x.shape[1]))
-        own = Layout(
-            layout.tokens_N.clone(), layout.positions_N.clone(), layout.slots_N.clone(), layout.contexts_S.clone(),
-            layout.table_SP.clone(), layout.last_S, (), (), layout.precision,
-        )  # fmt: skip
+    def _capture(self, own: Layout, x: torch.Tensor | None) -> _Graph:
+        """A graph that reads this layout from then on."""
+        static = own.tokens_N.clone() if x is None else x.new_zeros((len(own.tokens_N), x.shape[1]))
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

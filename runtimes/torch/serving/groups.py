@@ -305,10 +305,8 @@ class Mlp(Group):
     def _gated(self, normed: torch.Tensor | RoundedRows, layout: Layout) -> torch.Tensor:
         """The gate times what it lets through, (N, inner)."""
         by_gelu, packed = self.config.gemma, self.gate_up.packed
-        is_wide = (
-            isinstance(normed, torch.Tensor) and activations_of(self.gate_up, layout.precision.activations) == WIDE
-        )
-        if packed is not None and is_wide:
+        is_wide = activations_of(self.gate_up, layout.precision.activations) == WIDE
+        if isinstance(normed, torch.Tensor) and packed is not None and is_wide:
             gated = gated_linear(normed, packed, by_gelu=by_gelu, reproducible=bool(layout.pieces))
             if gated is not None:
                 return gated

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,6 +120,7 @@ class Layout:
     """A pass as tensors on a stage's device.
 
     Attributes:
+        numbers: What the tensors of numbers below are parts of, one after another, int64.
         tokens_N: Token numbers, int64.
         positions_N: Position of each token in its sequence, int64.
         slots_N: Where each token's keys and values go: page times positions per page plus position in the page, int64.
@@ -133,12 +134,13 @@ class Layout:
             whole prompt, or one token. Empty: all are.
     """
 
+    numbers: torch.Tensor
     tokens_N: torch.Tensor
     positions_N: torch.Tensor
     slots_N: torch.Tensor
     contexts_S: torch.Tensor
-    table_SP: torch.Tensor
     last_S: torch.Tensor
+    table_SP: torch.Tensor
     counts: tuple[int, ...]
     starts: tuple[int, ...]
     precision: Precision = FULL
@@ -189,21 +191,13 @@ class Layout:
         )
         # One transfer for all numbers.
         flat = torch.from_numpy(np.concatenate([numbers, positions, slots, contexts, ends - 1, table.ravel()]))
-        flat = flat.to(device, non_blocking=True)
-        n, s = len(at), lines
-        tokens_N, positions_N, slots_N, contexts_S, last_S, pages_SP = torch.split(flat, [n, n, n, s, s, s * width])
         alike = (step.decodes or tokens > 0) and not reproducible
         return cls(
-            tokens_N,
-            positions_N,
-            slots_N,
-            contexts_S,
-            pages_SP.view(s, width),
-            last_S,
-            () if alike else step.counts,
-            () if alike else step.starts,
-            step.precision,
-            tuple(_pieces(step)) if reproducible else (),
+            **_parts(flat.to(device, non_blocking=True), len(at), lines),
+            counts=() if alike else step.counts,
+            starts=() if alike else step.starts,
+            precision=step.precision,
+            pieces=tuple(_pieces(step)) if reproducible else (),
         )
 
     def apart(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -212,10 +206,14 @@ class Layout:
             return compute(x)
         return torch.cat([compute(x[piece]) for piece in self.pieces])
 
+    def to(self, device: torch.device) -> Layout:
+        """The same with numbers of its own on a device."""
+        parts = _parts(self.numbers.to(device, copy=True), len(self.tokens_N), len(self.contexts_S))
+        return Layout(**parts, counts=self.counts, starts=self.starts, precision=self.precision, pieces=self.pieces)
+
     def copy_(self, other: Layout) -> None:
         """Take the numbers of another layout of the same shape."""
-        for name in ("tokens_N", "positions_N", "slots_N", "contexts_S", "table_SP"):
-            getattr(self, name).copy_(getattr(other, name))
+        self.numbers.copy_(other.numbers, non_blocking=True)
 
     def forget(self) -> None:
         """Compute anew what layers share."""
@@ -253,6 +251,13 @@ class Layout:
             mask = torch.zeros(hidden.shape, dtype=dtype, device=table.device).masked_fill_(hidden, -torch.inf)
             self._seen[window] = table, mask[None, :, None]
         return self._seen[window]
+
+
+def _parts(numbers: torch.Tensor, tokens: int, sequences: int) -> dict[str, Any]:
+    """The numbers of a layout and their parts, by the names that it has for them."""
+    sizes = {"tokens_N": tokens, "positions_N": tokens, "slots_N": tokens, "contexts_S": sequences, "last_S": sequences}
+    *parts, table = torch.split(numbers, [*sizes.values(), len(numbers) - sum(sizes.values())])
+    return {"numbers": numbers, **dict(zip(sizes, parts, strict=True)), "table_SP": table.view(sequences, -1)}
 
 
 def drafting(step: Step) -> Generator[Step, Sequence[int], Step]:
