@@ -191,8 +191,8 @@ def timed(step: Callable[[], None], steps: int) -> dict[str, Any]:
     return {"step_ms": statistics.median(blocks), "blocks_ms": blocks, "peak_mib": peak}
 
 
-def run(model: str, way: str, *, held: bool) -> dict[str, Any]:
-    """The record of one subject and one way; ``held`` as in the module's description."""
+def run(model: str, way: str, *, held: bool = False, **options: Any) -> dict[str, Any]:
+    """The record of one subject and one way; ``held`` as in the module's description, ``options`` of the plan."""
     from unlike_models import subject
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -200,7 +200,7 @@ def run(model: str, way: str, *, held: bool) -> dict[str, Any]:
     try:
         made = subject(model)
         if way == PLANNED:
-            step = planned(made, device, record)
+            step = planned(made, device, record, **options)
         elif way == BY_BLOCKS:
             step = by_blocks(made, device)
         else:

@@ -3,8 +3,8 @@
 python benchmarks/planning_again.py [--models "decoder full,vit full"] [--output FILE]
 
 Every start is a process of its own. The first one has nothing and writes a job file; the second one has that file, the
-third one has measurements and compiled code alone. Records hold seconds of planning and of the first step, in which the
-model is compiled, and the mode that was taken. Writes ``benchmarks/results/planning-again.json``.
+third one has measurements and compiled code alone. Records are those of `by_hand_worker.py`, among them seconds of
+planning and of the first step, in which the model is compiled. Writes ``benchmarks/results/planning-again.json``.
 """
 
 from __future__ import annotations
@@ -15,37 +15,28 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from by_hand_worker import planned
+from by_hand_worker import PLANNED, run
 from results_head import asked_row, processors, results_head
-from unlike_models import subject
 
 from qsync_opt.io import write_json
 
 MODELS = ("decoder full", "encoder-decoder full", "vit full")
-STARTS = ("first", "job file", "measurements")
-MOST_S = {"first": 90.0, "job file": 30.0}
-"""Seconds of planning that were asked for."""
+STARTS = ("nothing", "job file", "measurements")
+"""What a start has."""
+MOST_S = {"nothing": 90.0, "job file": 30.0}
+"""Seconds of planning that were asked for, by start."""
 LIMIT_S = 600.0
 """Seconds after which a start is given up."""
 
 
 def start(model: str, folder: Path, how: str) -> dict[str, Any]:
-    """Plan in this process and train one step."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts: dict[str, Any] = {}
+    """Plan in this process and train some steps."""
     options = {} if how == "measurements" else {"job_file": folder / "job.json"}
-    step = planned(subject(model), device, facts, cache_dir=folder / "measurements", **options)
-    began = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    kept = {key: facts[key] for key in ("planning_s", "stages_s", "taken")}
-    return {**kept, "first_step_s": time.perf_counter() - began}
+    return run(model, PLANNED, cache_dir=folder / "measurements", **options)
 
 
 def start_afresh(model: str, folder: Path, how: str) -> dict[str, Any]:
@@ -68,7 +59,7 @@ def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             seconds = record.get("planning_s")
             met = seconds is not None and seconds <= most
             what = f"{record['model']}, start with {record['start']}: seconds of planning"
-            rows.append(asked_row(what.replace("with first", "with nothing"), f"<= {most:.0f}", seconds, met))
+            rows.append(asked_row(what, f"<= {most:.0f}", seconds, met))
     return rows
 
 

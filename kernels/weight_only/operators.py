@@ -57,8 +57,8 @@ def _plain_linear_gated(
     x: Tensor, codes: Tensor, scales: Tensor, bits: int, group: int, outputs: int, by_gelu: bool
 ) -> Tensor:
     gate, up = _plain_linear(x, codes, scales, bits, group, outputs).float().chunk(2, -1)
-    turned = F.gelu(gate, approximate="tanh") if by_gelu else F.silu(gate)
-    return (turned * up).to(x.dtype)
+    gate = F.gelu(gate, approximate="tanh") if by_gelu else F.silu(gate)
+    return (gate * up).to(x.dtype)
 
 
 def _plain_unpack(codes: Tensor, scales: Tensor, bits: int, group: int, dtype: torch.dtype) -> Tensor:
@@ -188,8 +188,9 @@ def linear(
     elif isinstance(x, RoundedRows):
         product = _rounded_linear(x._replace(codes=rows), packed, reproducible, backend)
     elif activations == WIDE:
-        turned = rotate(rows, packed.rotation, backend=backend) if packed.rotation else rows
-        product = _wide_linear(turned, packed, reproducible, backend)
+        if packed.rotation:
+            rows = rotate(rows, packed.rotation, backend=backend)
+        product = _wide_linear(rows, packed, reproducible, backend)
     else:
         plain = backend == "reference" or rows.dtype is torch.float64
         codes = rotate_and_round(rows, packed.rotation, activations, "reference" if plain else backend)
@@ -216,10 +217,11 @@ def gated_linear(x: Tensor, packed: PackedWeight, *, by_gelu: bool, reproducible
         return None
     if not _runs_packed(rows, x.dtype, reproducible, "auto"):
         return None
-    turned = rotate(rows, packed.rotation) if packed.rotation else rows
+    if packed.rotation:
+        rows = rotate(rows, packed.rotation)
     arguments = (packed.codes, packed.scales, packed.bits, packed.group, packed.out_features)
     run = library.operator(UNIT, "weight_only_linear_gated", x.device, "auto")
-    product: Tensor = run(turned.contiguous(), *arguments, by_gelu)
+    product: Tensor = run(rows.contiguous(), *arguments, by_gelu)
     return product.view(*x.shape[:-1], packed.out_features // 2)
 
 

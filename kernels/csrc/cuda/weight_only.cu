@@ -142,7 +142,7 @@ void check_packed(const Tensor& codes, const Tensor& scales, int64_t bits, int64
                   "weight_only: scales must be a contiguous float32 tensor of shape (groups, outputs) on the card of the codes");
 }
 
-template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles, bool kGated = false>
+template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles, bool kGated>
 void launch(const Arguments& args, cudaStream_t stream) {
   const int64_t tiles = args.padded / kTile;
   const int64_t row_blocks = (args.rows + kRows - 1) / kRows;
@@ -182,17 +182,20 @@ void launch(const Arguments& args, cudaStream_t stream) {
 }
 
 // How a weight is shared does not depend on the rows, which would change the order of sums: with two blocks of threads on each
-// multiprocessor, small weights are split along their inputs, too, and large ones so that all blocks run at a time.
-template <class T, class Out, int kBits, Inputs kInputs>
+// multiprocessor, small weights are split along their inputs, too, and large ones so that all blocks run at a time. Gated results
+// are for large ones.
+template <class T, class Out, int kBits, Inputs kInputs, bool kGated = false>
 void run(Arguments args, cudaStream_t stream) {
   const int64_t tiles = args.padded / kTile, room = 2 * int64_t(multiprocessors());
   args.cluster = args.hopper && 2 * tiles <= room && args.blocks > 2 * kWarps ? 2 : 1;
   const bool few = args.rows <= 8;
-  if (tiles <= room) {
-    few ? launch<T, Out, kBits, 1, kInputs, 1>(args, stream) : launch<T, Out, kBits, 2, kInputs, 1>(args, stream);
-  } else {
-    few ? launch<T, Out, kBits, 1, kInputs, 2>(args, stream) : launch<T, Out, kBits, 2, kInputs, 2>(args, stream);
+  if constexpr (!kGated) {
+    if (tiles <= room) {
+      few ? launch<T, Out, kBits, 1, kInputs, 1, false>(args, stream) : launch<T, Out, kBits, 2, kInputs, 1, false>(args, stream);
+      return;
+    }
   }
+  few ? launch<T, Out, kBits, 1, kInputs, 2, kGated>(args, stream) : launch<T, Out, kBits, 2, kInputs, 2, kGated>(args, stream);
 }
 
 Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t group, int64_t outputs) {
@@ -219,6 +222,19 @@ Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, 
   return args;
 }
 
+template <bool kGated>
+void run_wide(const Arguments& args, int64_t bits, ScalarType dtype, cudaStream_t stream) {
+  const auto run_as = [&](auto number) {
+    using T = decltype(number);
+    bits == 8 ? run<T, T, 8, Inputs::kWide, kGated>(args, stream) : run<T, T, 4, Inputs::kWide, kGated>(args, stream);
+  };
+  switch (dtype) {
+    case ScalarType::BFloat16: run_as(__nv_bfloat16()); break;
+    case ScalarType::Half: run_as(__half()); break;
+    default: STD_TORCH_CHECK(false, "weight_only: x is of another type; allowed are bfloat16 and float16");
+  }
+}
+
 Tensor linear_cuda(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t bits, int64_t group, int64_t outputs) {
   const OnDeviceOf guard(x);
   check_packed(codes, scales, bits, group);
@@ -228,15 +244,7 @@ Tensor linear_cuda(const Tensor& x, const Tensor& codes, const Tensor& scales, i
   if (args.rows == 0) {
     return y;
   }
-  const cudaStream_t stream = stream_of(x);
-  const bool wide = bits == 8;
-  constexpr Inputs kWide = Inputs::kWide;
-  if (x.scalar_type() == ScalarType::BFloat16) {
-    wide ? run<__nv_bfloat16, __nv_bfloat16, 8, kWide>(args, stream) : run<__nv_bfloat16, __nv_bfloat16, 4, kWide>(args, stream);
-  } else {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "weight_only: x is of another type; allowed are bfloat16 and float16");
-    wide ? run<__half, __half, 8, kWide>(args, stream) : run<__half, __half, 4, kWide>(args, stream);
-  }
+  run_wide<false>(args, bits, x.scalar_type(), stream_of(x));
   return y;
 }
 
@@ -251,28 +259,11 @@ Tensor linear_gated_cuda(const Tensor& x, const Tensor& codes, const Tensor& sca
                   "of whole tiles above ", room, ", not ", outputs, " outputs");
   Tensor y = empty_on(x, {args.rows, outputs / 2}, x.scalar_type());
   args.y = y.data_ptr();
-  args.cluster = 1;
   args.by_gelu = by_gelu;
   if (args.rows == 0) {
     return y;
   }
-  const cudaStream_t stream = stream_of(x);
-  const bool few = args.rows <= 8;
-  const auto run_as = [&](auto number) {
-    using T = decltype(number);
-    constexpr Inputs kWide = Inputs::kWide;
-    if (bits == 4) {
-      few ? launch<T, T, 4, 1, kWide, 2, true>(args, stream) : launch<T, T, 4, 2, kWide, 2, true>(args, stream);
-    } else {
-      few ? launch<T, T, 8, 1, kWide, 2, true>(args, stream) : launch<T, T, 8, 2, kWide, 2, true>(args, stream);
-    }
-  };
-  if (x.scalar_type() == ScalarType::BFloat16) {
-    run_as(__nv_bfloat16());
-  } else {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "weight_only: x is of another type; allowed are bfloat16 and float16");
-    run_as(__half());
-  }
+  run_wide<true>(args, bits, x.scalar_type(), stream_of(x));
   return y;
 }
 

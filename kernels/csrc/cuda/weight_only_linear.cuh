@@ -15,6 +15,7 @@
 #include "cuda/early_start.cuh"
 #include "cuda/gate.cuh"
 #include "cuda/half_mma.cuh"
+#include "cuda/rounding.cuh"
 
 namespace qsync {
 
@@ -116,8 +117,6 @@ __device__ __forceinline__ void widen8(uint32_t low, uint32_t high, uint32_t (&a
 __device__ __forceinline__ void store(__half* y, float value) { *y = __float2half_rn(value); }
 __device__ __forceinline__ void store(__nv_bfloat16* y, float value) { *y = __float2bfloat16_rn(value); }
 __device__ __forceinline__ void store(float* y, float value) { *y = value; }
-__device__ __forceinline__ float stored(float value, __half) { return __half2float(__float2half_rn(value)); }
-__device__ __forceinline__ float stored(float value, __nv_bfloat16) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
 // What is copied at a time: two blocks of inputs of a tile for 4 bits, one for 8, as they lie in memory, each with its scales.
 template <int kBits>
@@ -467,7 +466,7 @@ __global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) 
         for (int other = 1; other < kShares; ++other) {
           halves[half] += from[other * int(sizeof(Warp) / 4)];
         }
-        halves[half] = stored(halves[half] * kFactor, Out());
+        halves[half] = to_float(from_float<Out>(halves[half] * kFactor));
       }
       const int at = k / 4, e = k % 4;
       const int64_t row = first_row + at / 32 % kColumns * 8 + at % 4 * 2 + e % 2;

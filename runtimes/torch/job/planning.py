@@ -410,7 +410,7 @@ def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: Job
     A plan that the model refuses is none's: where passes of others are compared with it, it is left out there.
     """
 
-    def tried() -> int | None:
+    def peak_bytes() -> int | None:
         try:
             return _peak_bytes(job, plan, measured)
         except UnsupportedError as failure:
@@ -419,7 +419,7 @@ def _short_of_memory(job: Job, measured: JobModel, types: DeviceTypes, plan: Job
             _LOGGER.warning("%s", first_line(failure))
             return 0
 
-    peaks_bytes = gather_json(together(tried))
+    peaks_bytes = gather_json(together(peak_bytes))
     kept_bytes = _kept_bytes(job, measured)
     short = []
     for name, ranks in types.ranks.items():

@@ -72,7 +72,7 @@ class DecodeGraphs:
 
     def _capture(self, own: Layout, x: torch.Tensor | None) -> _Graph:
         """A graph that reads this layout from then on."""
-        static = own.tokens_N.clone() if x is None else x.new_zeros((len(own.tokens_N), x.shape[1]))
+        static = own.tokens_N if x is None else x.new_zeros((len(own.tokens_N), x.shape[1]))
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

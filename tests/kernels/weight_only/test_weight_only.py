@@ -311,8 +311,8 @@ def test_the_plain_gated_product_gates_the_first_half(by_gelu):
     arguments = (packed.codes, packed.scales, packed.bits, packed.group, 128)
     product = torch.ops.qsync_opt.weight_only_linear_gated(x, *arguments, by_gelu)
     gate, up = linear(x, packed, backend="reference").double().chunk(2, dim=-1)
-    turned = torch.nn.functional.gelu(gate, approximate="tanh") if by_gelu else torch.nn.functional.silu(gate)
-    torch.testing.assert_close(product.double(), turned * up, rtol=1e-5, atol=1e-6)
+    gate = torch.nn.functional.gelu(gate, approximate="tanh") if by_gelu else torch.nn.functional.silu(gate)
+    torch.testing.assert_close(product.double(), gate * up, rtol=1e-5, atol=1e-6)
     assert gated_linear(x, packed, by_gelu=by_gelu) is None  # on a CPU
 
 
