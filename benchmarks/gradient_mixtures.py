@@ -3,8 +3,9 @@
 A combination is a link, a model and a number of workers (processes of this machine with one thread each). For each,
 steps under every scheme of the menu are recorded and fitted (`qsync_opt.gradients.fit_reductions`), and
 `plan_reductions` plans the mixture of least variance that is as fast as the fastest scheme, or that scheme where the
-mixture gains less than the model errs. Links of so many Gbit/s are network namespaces that this script makes (it needs
-root and ``tc``) and removes.
+mixture gains less than the model errs. A mixture is then recorded in turn with that scheme, which is taken where it was
+faster; what is predicted of a mixture that is kept is what it took there. Links of so many Gbit/s are network
+namespaces that this script makes (it needs root and ``tc``) and removes.
 
     python benchmarks/gradient_mixtures.py --predict     # plans and predictions, to be committed before
     python benchmarks/gradient_mixtures.py               # writes benchmarks/results/gradient-mixtures.json
@@ -35,7 +36,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
-from qsync_opt.gradients import Computation, Plan, RecordedReductions, fit_reductions, plan_reductions, scheme
+from qsync_opt.gradients import (
+    Computation,
+    Plan,
+    RecordedReductions,
+    fastest_scheme,
+    fit_reductions,
+    is_as_fast,
+    plan_reductions,
+    scheme,
+)
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.ddp import broadcast_json
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
@@ -52,6 +62,8 @@ CAP_MB = 1.0
 SETTLING, SAMPLED, RECORDED = 3, 2, 5
 ROUNDS = 4
 """Records of each scheme."""
+TURNS = 6
+"""Records of a mixture and of the fastest scheme, in turn."""
 BLOCK_STEPS = 3
 MIXTURE = "mixture"
 
@@ -117,12 +129,16 @@ class Job:
         records: dict[str, list[RecordedReductions]] = {name: [] for name in MENU}
         for _ in range(ROUNDS):
             for name in MENU:
-                self.compression.use(name)
-                self.run(2)
-                with self.compression.recording():
-                    self.run(1 + RECORDED)
-                records[name].append(self.compression.recorded())
+                records[name].append(self.record(name))
         return records
+
+    def record(self, plan: Plan | str) -> RecordedReductions:
+        """Some steps under a plan."""
+        self.compression.use(plan)
+        self.run(2)
+        with self.compression.recording():
+            self.run(1 + RECORDED)
+        return self.compression.recorded()
 
 
 def predicted(model: str) -> dict[str, Any]:
@@ -133,17 +149,25 @@ def predicted(model: str) -> dict[str, Any]:
         job.run(SAMPLED)
     records = job.recorded()
     computation = job.computation()
-    found = None
+    found, plans = None, []
     if dist.get_rank() == 0:
         fitted = fit_reductions(itertools.chain.from_iterable(records.values()), computation)
         own = job.compression.statistics()
-        plan = plan_reductions(fitted, own)
+        plans = [plan_reductions(fitted, own), fastest_scheme(fitted, own)]
+    mixture, single = (Plan.from_json(each) for each in broadcast_json([each.to_json() for each in plans] or None))
+    turns = [] if mixture == single else [(job.record(mixture), job.record(single)) for _ in range(TURNS)]
+    if dist.get_rank() == 0:
+        plan = mixture if turns and is_as_fast(turns) else single
+        kept_ns = None if plan is single else statistics.median(each.iteration_ns for each, _ in turns)
         found = {
+            "proposed": mixture.to_json(),
+            "turns_ms": [[round(each.iteration_ns / 1e6, 3) for each in pair] for pair in turns],
             "plan": plan.to_json(),
             "predicted_ms": {
                 name: round(fitted.predict(each)[-1].end_ns / 1e6, 3)
                 for name, each in ((*((name, fitted.single(name)) for name in MENU), (MIXTURE, plan)))
-            },
+            }
+            | ({} if kept_ns is None else {MIXTURE: round(kept_ns / 1e6, 3)}),
             "recorded_ms": {
                 name: [round(each.iteration_ns / 1e6, 3) for each in steps] for name, steps in records.items()
             },

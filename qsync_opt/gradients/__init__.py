@@ -46,7 +46,14 @@ if TYPE_CHECKING:
         predicted_reductions,
         reductions_timeline,
     )
-    from qsync_opt.gradients.stepping import Computation, ReductionModel, fit_reductions, plan_reductions
+    from qsync_opt.gradients.stepping import (
+        Computation,
+        ReductionModel,
+        fastest_scheme,
+        fit_reductions,
+        is_as_fast,
+        plan_reductions,
+    )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -56,7 +63,7 @@ __all__ = [
     "GradientCosts", "GradientScheme", "JointEvaluation", "JointPlan", "JointProblem", "Moments", "Objective",
     "OtherScheme", "Plan", "Problem", "RecordedReductions", "Reduction", "ReductionModel", "Scheme", "SchemeTimes",
     "Transport", "build_joint_problem", "build_problem", "communication_problem", "evaluate", "evaluate_choices",
-    "evaluate_joint", "explain_buckets", "fit_reductions", "load_gradient_costs", "load_recorded_reductions",
-    "load_scheme_times", "plan_reductions", "predicted_reductions", "reductions_timeline", "scheme", "schemes",
-    "training_part", "under_schemes", "uniform_plan",
+    "evaluate_joint", "explain_buckets", "fastest_scheme", "fit_reductions", "is_as_fast", "load_gradient_costs",
+    "load_recorded_reductions", "load_scheme_times", "plan_reductions", "predicted_reductions", "reductions_timeline",
+    "scheme", "schemes", "training_part", "under_schemes", "uniform_plan",
 ]  # fmt: skip

@@ -24,7 +24,9 @@ from qsync_opt.gradients import (
     SchemeTimes,
     build_problem,
     evaluate,
+    fastest_scheme,
     fit_reductions,
+    is_as_fast,
     plan_reductions,
     scheme,
     uniform_plan,
@@ -51,6 +53,8 @@ _SIZES = (1 << 10, 1 << 16, 1 << 20)
 _REPEATS = 3
 _SETTLING, _RECORDED = 2, 2
 """Steps after which DDP's buckets are settled, and steps of a record."""
+_TURNS = 3
+"""Records of a mixture and of the fastest scheme, in turn."""
 
 
 def with_compression(job: Job, plan: JobPlan) -> JobPlan:
@@ -61,7 +65,8 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
     are those of DDP's default sizes.
 
     Steps under the plan of precisions are recorded with each scheme, the iteration is predicted from them, and a
-    mixture must gain more than such predictions err (`plan_reductions`). Where DDP cannot take such steps, and where
+    mixture must gain more than such predictions err (`plan_reductions`), and then be no slower than the fastest scheme
+    in steps of both in turn (`is_as_fast`). Where DDP cannot take such steps, and where
     passes are captured, schemes are timed alone, and buckets are ready when the evaluation of the precisions says so.
 
     Raises:
@@ -85,7 +90,12 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
             records = []  # DDP groups its buckets in another way than was foreseen
         computation = training.computation() if training is not None and records else None
         sent = broadcast_json(together(lambda: _solved(job, plan, statistics, times, records, computation)))
-        chosen, note = Plan.from_json(sent["plan"]), sent["note"]
+        plans, notes = [Plan.from_json(each) for each in sent["plans"]], sent["notes"]
+        chosen, note = plans[0], notes[0]
+        if training is not None and len(plans) > 1:
+            turns = [(training.recorded(chosen), training.recorded(plans[1])) for _ in range(_TURNS)]
+            if not broadcast_json(is_as_fast(turns)):
+                chosen, note = plans[1], f"{notes[1]}; a mixture that was predicted to be faster was not"
         if training is not None and records:
             plain = [each.iteration_ns for each in records if each.steps[0][0].scheme == "FP32"]
             measured = training.recorded(chosen).iteration_ns, round(median(plain))
@@ -183,7 +193,10 @@ def _solved(
     records: Sequence[RecordedReductions],
     computation: Computation | None,
 ) -> dict[str, object] | None:
-    """The plan, what is said of it, the optimizer's time, and recorded times of buckets by scheme, on rank 0."""
+    """The plan, the fastest scheme where that is another, what is said of them, and times, on rank 0.
+
+    Times are the optimizer's, and those recorded of buckets by scheme.
+    """
     if plan.model is None or plan.problem is None:
         return None
     tail_ns, error = plan.problem.optimizer_ns, ""
@@ -191,23 +204,30 @@ def _solved(
     if records:
         model = fit_reductions(records, computation)
         bucket_times_ns = model.times_ns
-        chosen = plan_reductions(model, statistics, noise_share=job.options.noise_share)
-        ns = [model.predict(each)[-1].end_ns for each in (chosen, model.single("FP32"))]
+        plans = [plan_reductions(model, statistics, noise_share=job.options.noise_share)]
+        single = fastest_scheme(model, statistics, noise_share=job.options.noise_share)
+        plans += [] if single is None or single == plans[0] else [single]
+        predicted = [model.predict(each)[-1].end_ns for each in (*plans, model.single("FP32"))]
         error = f" (such predictions err by {model.error:.0%})"
     else:
-        chosen, ns = _solved_apart(job, plan, statistics, times)
-        ns = [each - tail_ns for each in ns]
-    counts = {name: list(chosen.schemes.values()).count(name) for name in dict.fromkeys(chosen.schemes.values())}
-    note = (
-        f"{', '.join(f'{name} in {count}' for name, count in counts.items())} of {len(statistics)} buckets: iterations "
-        f"of {_both(ns[0], ns[1], tail_ns)} are predicted{error}"
-    )
+        chosen, predicted = _solved_apart(job, plan, statistics, times)
+        plans, predicted = [chosen], [each - tail_ns for each in predicted]
     return {
-        "plan": chosen.to_json(),
-        "note": note,
+        "plans": [each.to_json() for each in plans],
+        "notes": [
+            f"{_counted(each)}: iterations of {_both(ns, predicted[-1], tail_ns)} are predicted{error}"
+            for each, ns in zip(plans, predicted, strict=False)
+        ],
         "tail_ns": tail_ns,
         "bucket_times_ns": {name: [*ns] for name, ns in bucket_times_ns.items()},
     }
+
+
+def _counted(plan: Plan) -> str:
+    """In how many buckets which scheme is."""
+    names = list(plan.schemes.values())
+    counts = ", ".join(f"{name} in {names.count(name)}" for name in dict.fromkeys(names))
+    return f"{counts} of {len(names)} buckets"
 
 
 def _solved_apart(

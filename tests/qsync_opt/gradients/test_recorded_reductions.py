@@ -20,7 +20,9 @@ from qsync_opt.gradients import (
     ReductionModel,
     SchemeTimes,
     evaluate,
+    fastest_scheme,
     fit_reductions,
+    is_as_fast,
     load_recorded_reductions,
     plan_reductions,
     predicted_reductions,
@@ -345,3 +347,27 @@ def test_a_plan_as_the_network_of_the_step_predictor():
         times.network(plan_of(["sum8"]), (10, 20))
     with pytest.raises(ProblemError, match=r"the slowdown of 'sum8' is 1\.5, but a share from 0 to 1"):
         replace(times, slowdowns={"sum8": 1.5})
+
+
+def test_the_fastest_scheme_is_one_whose_variance_is_allowed():
+    model = model_of([100, 500], [[0, 0]], [0.0])
+    times = {"FP32": (900, 900), "two8": (500, 450), "sum8": (500, 400)}
+    model = replace(model, times_ns=times, slowdowns=dict.fromkeys(times, 0.0))
+    own = statistics(2)
+    assert fastest_scheme(model, own) == model.single("sum8")
+    assert fastest_scheme(model, own, schemes=["FP32", "two8"]) == model.single("two8")
+    assert fastest_scheme(model, own, noise_share=1e-12) == model.single("FP32")
+    assert fastest_scheme(model, own, noise_share=1e-12, schemes=["two8", "sum8"]) is None
+    # Of two that take as long, the quieter one.
+    times = {"two8": (500, 400), "sum8": (500, 400)}
+    model = replace(model, times_ns=times, slowdowns=dict.fromkeys(times, 0.0))
+    assert fastest_scheme(model, own) == model.single("two8")
+
+
+def test_records_in_turn_say_whether_a_mixture_is_as_fast():
+    model = model_of([400_000] * 3, [[300_000, 150_000, 50_000]], [0.0])
+    once = recorded(model, model.single(next(iter(model.times_ns))))
+    assert is_as_fast([(once, once)])
+    assert is_as_fast([(lengthened(once, 0.9), once)] * 2 + [(lengthened(once, 3.0), once)])
+    # A busy moment slows both down.
+    assert not is_as_fast([(lengthened(once, factor * 1.05), lengthened(once, factor)) for factor in (1.0, 2.0, 0.5)])

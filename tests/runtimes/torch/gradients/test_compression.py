@@ -159,6 +159,16 @@ def test_a_job_plans_its_compression(everything):
     assert [outcome["by_the_job"]["costs"] for outcome in everything] == [len(one["elements"]), None]
 
 
+def test_a_mixture_is_kept_where_steps_in_turn_say_so(everything):
+    same(everything, "mixtures")
+    (kept, note), (dropped, other) = everything[0]["mixtures"]
+    assert set(kept) == {"FP32", "BF16"}
+    assert note.startswith(f"FP32 in {kept.count('FP32')}, BF16 in {kept.count('BF16')} of {len(kept)} buckets")
+    assert len(set(dropped)) == 1 and len(dropped) == len(kept)
+    assert f"{dropped[0]} in {len(dropped)} of {len(dropped)} buckets" in other
+    assert "a mixture that was predicted to be faster was not" in other
+
+
 def test_a_lost_rank_is_an_error_on_the_others_and_nothing_is_applied(everything):
     first, last = (outcome["lost"] for outcome in everything)
     assert last == "gone"

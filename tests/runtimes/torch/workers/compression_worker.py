@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from qsync_opt.errors import QSyncError
 from qsync_opt.gradients import Plan, build_problem, fit_reductions, schemes, uniform_plan
 from qsync_opt.runtimes.torch.ddp import digest, process_group
 from qsync_opt.runtimes.torch.gradients import Reducer, measure_schemes
+from qsync_opt.runtimes.torch.job import compressing
 
 CAP_MB = 0.02
 
@@ -249,8 +252,8 @@ def planned(rank):
     }
 
 
-def planned_by_the_job(rank):
-    """`auto_plan` chooses schemes for the buckets that DDP will have, and its plan is carried out."""
+def plan_of_the_job(rank):
+    """A model, and what `auto_plan` chooses for it and the buckets that DDP will have."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 700), nn.Tanh(), nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 8))
     x, y = batch(rank, 0)
@@ -260,6 +263,34 @@ def planned_by_the_job(rank):
     plan = qsync_opt.auto_plan(
         model, x, loss=lambda output: (output - y).square().mean(), options=options, compress=True
     )
+    return model, plan
+
+
+def mixtures_in_turn(rank):
+    """Schemes by bucket and what is said of them where a mixture is planned, and rank 0 finds it as fast, or not."""
+    found = []
+    for is_kept in (True, False):
+
+        def mixture(model, statistics, *, noise_share):
+            names = [("FP32", "BF16")[k % 2] for k in range(len(model.elements))]
+            return replace(model.single("FP32"), schemes={f"b{k}": name for k, name in enumerate(names)})
+
+        def is_as_fast(turns, kept=is_kept):
+            named = [{r.scheme for r in record.steps[0]} for record in turns[0]]
+            return kept if rank == 0 and named[0] == {"FP32", "BF16"} and len(named[1]) == 1 else not kept
+
+        with (
+            mock.patch.object(compressing, "plan_reductions", mixture),
+            mock.patch.object(compressing, "is_as_fast", is_as_fast),
+        ):
+            _, plan = plan_of_the_job(rank)
+        found.append([list(plan.compression.schemes.values()), plan.compression_note])
+    return found
+
+
+def planned_by_the_job(rank):
+    """The plan of a job is carried out."""
+    model, plan = plan_of_the_job(rank)
     ddp = DistributedDataParallel(model)
     state = qsync_opt.compress_gradients(ddp, plan.compression)
     for step in range(2):
@@ -385,6 +416,7 @@ def main():
                 "trained": trained(rank), "plain": plain_equals_ddp(rank), "accumulated": accumulated(rank),
                 "idle": idle(rank), "not_finite": not_finite(rank), "half": half(rank), "refused": refused(rank, size),
                 "planned": planned(rank), "pieces": in_pieces(rank, size), "by_the_job": planned_by_the_job(rank),
+                "mixtures": mixtures_in_turn(rank),
                 "recorded": recorded(rank), "closed": closed_and_begun(rank),
             }  # fmt: skip
         if what == "unbiased":
