@@ -26,7 +26,8 @@ from qsync_opt.errors import ProblemError
 
 FOLDS = 4
 MIN_SCORES = 39
-"""Held-out times of a law and size from which on their interval is their own; otherwise it is that of the level."""
+"""Held-out times of a law and size from which on their interval is their own; otherwise it is that of the kind of
+operator in all its precisions and passes, or of the level."""
 _ONE_BY_ONE = 997
 """Folds that part families, which are few, one from another."""
 _CLASSES = (Level.DEVICE_CLASS, Level.CLASS)
@@ -196,24 +197,32 @@ def _add_scores(
 
 def _intervals(names: Sequence[str], scores: dict[tuple[str, int], NDArray[np.float64]]) -> Matrix:
     """Logarithms of both ends over the prediction, shape (L, S, 2), per law and size."""
-    pools: dict[tuple[str, int | None], list[NDArray[np.float64]]] = {}
+    pools: dict[tuple[str, ...], list[NDArray[np.float64]]] = {}
     for (name, size), logs in scores.items():
-        for key in ((Level.of(name), size), (Level.of(name), None)):
+        for key in _pools(name, size):
             pools.setdefault(key, []).append(logs)
     pooled = {key: np.concatenate(logs) for key, logs in pools.items()}
-    beyond = [
-        conformal_ends(logs) for (level, size), logs in pooled.items() if level != Level.DEVICE_KERNEL and size is None
-    ]
+    beyond = [conformal_ends(pooled[level,]) for level in Level if level != Level.DEVICE_KERNEL and (level,) in pooled]
     widest = (min((a for a, _ in beyond), default=-math.log(10.0)), max((b for _, b in beyond), default=math.log(10.0)))
     ends = np.empty((len(names), len(SIZES) + 1, 2))
     for (i, name), size in itertools.product(enumerate(names), range(len(SIZES) + 1)):
-        level = Level.of(name)
-        # What is exchangeable are workloads, devices and families: many for a kernel on a device, few for wider laws.
-        of_law = scores.get((name, size), ()) if level == Level.DEVICE_KERNEL else ()
-        of_size = pooled.get((level, size), ())
-        enough = next((logs for logs in (of_law, of_size) if len(logs) >= MIN_SCORES), pooled.get((level, None)))
-        ends[i, size] = widest if enough is None else conformal_ends(enough)
+        *narrow, last = (pooled.get(key, ()) for key in _pools(name, size))
+        enough = next((logs for logs in narrow if len(logs) >= MIN_SCORES), last)
+        ends[i, size] = conformal_ends(enough) if len(enough) else widest
     return ends
+
+
+def _pools(name: str, size: int) -> tuple[tuple[str, ...], ...]:
+    """Keys of the pools of scores for a law and a size, the narrowest first.
+
+    What is exchangeable are workloads, devices and families: many for a kernel on a device, few for wider laws.
+    """
+    level = Level.of(name)
+    wide = (level, str(size)), (level,)
+    if level != Level.DEVICE_KERNEL:
+        return wide
+    family = name.partition(": ")[2].partition(" ")[0]
+    return (name, str(size)), (level, str(size), family), *wide
 
 
 def predict_samples(model: LearnedModel, record: CostRecord) -> tuple[TimeEstimate, ...]:

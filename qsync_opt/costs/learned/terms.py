@@ -15,16 +15,19 @@ from numpy.typing import NDArray
 from qsync_opt.costs.learned.devices import DeviceVector
 from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
 
-FEATURE_VERSION = 3
+FEATURE_VERSION = 4
 """Changes with the meaning of any term; models of another version are refused."""
 Matrix = NDArray[np.float64]
-TERMS = (
-    "launch", "launch per leaf", "launch per product", "launch per 256 steps of depth",
+_WORK = (
     "operations", "operations in waves of tiles", "operations in small tiles",
     "elements of results", "elements of left operands", "elements of right operands",
     "bytes of products", "bytes of casts", "bytes of quantizations", "bytes of streams",
     "elements", "rows", "padded rows",
+)  # fmt: skip
+TERMS = (
+    "launch", "launch per leaf", "launch per product", "launch per 256 steps of depth", *_WORK,
     *(f"bytes beyond 1/{part} of the cache" for part in (512, 32, 8, 2)), "bytes beyond twice the cache",
+    *(f"{what}, not at full rate" for what in _WORK),
 )  # fmt: skip
 """Names of the columns of `terms_of`."""
 _CACHES = (1 / 512, 1 / 32, 1 / 8, 1 / 2, 2.0)
@@ -53,7 +56,7 @@ def _row(program: Program, device: DeviceVector) -> list[float]:
     element_ns = 1e9 / device.peak("FP32")
     rows: list[list[float]] = []
     for leaf in program.leaves:
-        row = [0.0] * len(TERMS)
+        row = [0.0] * (4 + len(_WORK))
         row[1] = launch
         column = _BYTES[leaf.kind] if program.phase is not Phase.CAST else _BYTES[LeafKind.STREAM]
         row[column] = leaf.num_bytes * byte_ns
@@ -74,14 +77,16 @@ def _row(program: Program, device: DeviceVector) -> list[float]:
         else:
             row[4] = leaf.flops * element_ns
             row[14] = leaf.rows * leaf.columns * element_ns
-            row[15] = leaf.rows * element_ns
-            row[16] = leaf.rows * -(-leaf.columns // _ROW) * _ROW * element_ns
+            if leaf.kind is not LeafKind.POINTWISE:  # whose elements may as well be in one row
+                row[15] = leaf.rows * element_ns
+                row[16] = leaf.rows * -(-leaf.columns // _ROW) * _ROW * element_ns
         rows.append(row)
-    total = [math.fsum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * len(TERMS)
+    total = [math.fsum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (4 + len(_WORK))
     total[0] = launch
     moved = program.num_bytes
-    total[17:] = [max(0.0, moved - share * device.cache_bytes) * byte_ns for share in _CACHES]
-    return total
+    beyond = [max(0.0, moved - share * device.cache_bytes) * byte_ns for share in _CACHES]
+    # Small work does not reach the full rate: time grows more slowly than it, from a launch on.
+    return [*total, *beyond, *(math.sqrt(launch * ns) for ns in total[4:])]
 
 
 def _padded(sizes: tuple[int, int, int], tile: tuple[int, int, int]) -> int:

@@ -366,6 +366,32 @@ def test_no_time_falls_when_a_size_grows(
         assert a.ns <= b.ns * (1 + 1e-9)
 
 
+def test_rows_of_element_wise_passes_do_not_matter(model: LearnedModel) -> None:
+    """Images have short rows where sentences have long ones; elements next to each other are the same to them."""
+    wide, narrow = (
+        programs_of(pointwise_workload("relu", *shape), "FP32", FORMATS["FP32"]) for shape in ((64, 512), (4096, 8))
+    )
+    for one, other in zip(*(model.predict(p, make_device_vector()) for p in (wide, narrow)), strict=True):
+        assert one == other
+
+
+def test_few_held_out_times_of_a_kernel_take_the_interval_of_its_kind() -> None:
+    """Times of one kind are scattered: its intervals are wide in every precision, those of other kinds are not."""
+    record = make_cost_record(30)
+    rng = np.random.default_rng(0)
+    kinds = [work.kind for work in record.workloads]
+    scattered = tuple(
+        replace(s, ns=s.ns * math.exp(rng.uniform(0, 1.5))) if kinds[s.workload] == "linear" else s
+        for s in record.samples
+    )
+    model = fit_laws(replace(record, samples=scattered), errors=False)
+    works = linear_workload(48, 100, 256), pointwise_workload("gelu", 200, 64)
+    wide, narrow = (
+        model.predict(programs_of(work, "FP32", FORMATS["FP32"])[:1], make_device_vector())[0] for work in works
+    )
+    assert math.log(wide.high_ns / wide.low_ns) > 1.5 * math.log(narrow.high_ns / narrow.low_ns)
+
+
 def test_an_unseen_device_is_corrected_by_a_few_times(record: CostRecord, model: LearnedModel) -> None:
     """A device that takes 2.5 times as long for what runs in one format: some operators correct the others."""
     strange = make_device_vector("strange", 1.0)
