@@ -36,6 +36,8 @@ class Limits:
     elements: int
 
 
+_SIDES = (7, 8, 14, 16, 28, 32, 56)
+"""Sides of images inside networks for images of 224 and of 256, or of 32, pixels."""
 LIMITS = {"cpu": Limits(flops=6e8, elements=2**21), "cuda": Limits(flops=6e11, elements=2**26)}
 
 
@@ -133,12 +135,18 @@ def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
 
 def _scale(limits: Limits) -> int:
     """How much larger than on a cpu the sizes of a dimension are."""
-    return max(1, round(math.sqrt(limits.elements / LIMITS["cpu"].elements)))
+    return max(1, round(math.sqrt(_more(limits))))
+
+
+def _more(limits: Limits) -> int:
+    """How much larger than on a cpu tensors are, and batches with them."""
+    return max(1, limits.elements // LIMITS["cpu"].elements)
 
 
 def _linear(rng: random.Random, limits: Limits) -> RecordedCall:
     s = _scale(limits)
-    rows, depth, columns = _size(rng, 8, 1024 * s, 8), _size(rng, 16, 1024 * s, 16), _size(rng, 16, 1024 * s, 16)
+    rows = _size(rng, 8, 1024 * _more(limits), 8)
+    depth, columns = _size(rng, 16, 1024 * s, 16), _size(rng, 16, 1024 * s, 16)
     lead = (rows,) if rng.random() < 0.5 or rows < 16 else (4, rows // 4)
     bias = _w("b", columns) if rng.random() < 0.7 else None
     return RecordedCall(target=aten.linear.default, args=(_x(*lead, depth), _w("w", columns, depth), bias))
@@ -147,7 +155,7 @@ def _linear(rng: random.Random, limits: Limits) -> RecordedCall:
 def _conv2d(rng: random.Random, limits: Limits) -> RecordedCall:
     s = _scale(limits)
     channels, width = _size(rng, 3, 128 * s, 8), _size(rng, 8, 128 * s, 8)
-    kernel, side, batch = rng.choice((1, 3, 3, 5)), rng.choice((7, 14, 28, 56)), _size(rng, 1, 8 * s)
+    kernel, side, batch = rng.choice((1, 3, 3, 5)), rng.choice(_SIDES), _size(rng, 1, 8 * _more(limits))
     stride, groups = rng.choice((1, 1, 2)), 1
     if rng.random() < 0.15:
         groups = width = channels
@@ -164,7 +172,8 @@ def _matmul(rng: random.Random, limits: Limits) -> RecordedCall:
 
 def _attention(rng: random.Random, limits: Limits) -> RecordedCall:
     s = _scale(limits)
-    batch, heads, length = _size(rng, 1, 4 * s), rng.choice((2, 4, 8, 12)), _size(rng, 32, 256 * s, 16)
+    batch, heads = _size(rng, 1, 4 * _more(limits)), rng.choice((2, 4, 8, 12))
+    length = _size(rng, 32, 256 * s, 16)
     x = _x(batch, heads, length, rng.choice((32, 64, 128)))
     return RecordedCall(
         target=aten.scaled_dot_product_attention.default, args=(x, x, x), kwargs={"is_causal": rng.random() < 0.5}
@@ -173,13 +182,14 @@ def _attention(rng: random.Random, limits: Limits) -> RecordedCall:
 
 def _embedding(rng: random.Random, limits: Limits) -> RecordedCall:
     s = _scale(limits)
-    rows, width = _size(rng, 100, 8000 * s), _size(rng, 32, 512, 16)
-    return RecordedCall(target=aten.embedding.default, args=(_w("w", rows, width), _i(rows, 4, _size(rng, 8, 512 * s))))
+    rows, width = _size(rng, 100, 8000 * s), _size(rng, 32, 512 * s, 16)
+    read = _i(rows, 4, _size(rng, 8, 512 * _more(limits)))
+    return RecordedCall(target=aten.embedding.default, args=(_w("w", rows, width), read))
 
 
 def _shape(rng: random.Random, limits: Limits) -> tuple[int, int, int]:
     s = _scale(limits)
-    return _size(rng, 1, 16 * s), _size(rng, 8, 256 * s, 8), _size(rng, 32, 1024, 16)
+    return _size(rng, 1, 16 * s), _size(rng, 8, 256 * s, 8), _size(rng, 32, 1024 * s, 16)
 
 
 def _unary(target: Any, *more: Any) -> Callable[[random.Random, Limits], RecordedCall]:
@@ -201,16 +211,27 @@ def _layer_norm(rng: random.Random, limits: Limits) -> RecordedCall:
 
 
 def _images(rng: random.Random, limits: Limits) -> tuple[int, int, int, int]:
-    s, side = _scale(limits), rng.choice((8, 14, 28, 56))
-    return _size(rng, 1, 8 * s), _size(rng, 8, 128 * s, 8), side, side
+    side = rng.choice(_SIDES)
+    return _size(rng, 1, 8 * _more(limits)), _size(rng, 8, 128 * _scale(limits), 8), side, side
 
 
 def _max_pool(rng: random.Random, limits: Limits) -> RecordedCall:
     return RecordedCall(target=aten.max_pool2d.default, args=(_x(*_images(rng, limits)), [2, 2], [2, 2]))
 
 
+def _average_pool(rng: random.Random, limits: Limits) -> RecordedCall:
+    return RecordedCall(target=aten.adaptive_avg_pool2d.default, args=(_x(*_images(rng, limits)), (1, 1)))
+
+
+def _batch_norm(rng: random.Random, limits: Limits) -> RecordedCall:
+    shape = _images(rng, limits)
+    means, variances = (TensorArgument(spec=_spec(shape[1:2]), stride=(1,), state=name) for name in ("m", "v"))
+    args = (_x(*shape), _w("w", shape[1]), _w("b", shape[1]), means, variances, True, 0.1, 1e-5, False)
+    return RecordedCall(target=aten.batch_norm.default, args=args)
+
+
 def _cross_entropy(rng: random.Random, limits: Limits) -> RecordedCall:
-    rows, classes = _size(rng, 8, 256 * _scale(limits), 8), _size(rng, 10, 4096)
+    rows, classes = _size(rng, 8, 256 * _more(limits), 8), _size(rng, 10, 4096)
     return RecordedCall(target=aten.cross_entropy_loss.default, args=(_x(rows, classes), _i(classes, rows)))
 
 
@@ -237,6 +258,8 @@ FAMILIES: dict[str, Callable[[random.Random, Limits], RecordedCall]] = {
     "cat": _cat,
     "mean": _unary(aten.mean.dim, [-1]),
     "max_pool2d": _max_pool,
+    "adaptive_avg_pool2d": _average_pool,
+    "batch_norm": _batch_norm,
     "cross_entropy_loss": _cross_entropy,
 }
 """Kind of operator to what makes a random call of it."""

@@ -89,6 +89,25 @@ def test_a_swept_operator_is_described_as_a_captured_one() -> None:
         assert swept == programs_of(workload_of(graph, operator), precision, formats[precision])
 
 
+def test_swept_normalizations_and_poolings_of_images_are_described_as_captured_ones() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.zero = torch.nn.Parameter(torch.zeros(()))
+            self.norm, self.pool = torch.nn.BatchNorm2d(channels), torch.nn.AdaptiveAvgPool2d(1)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.norm(x + self.zero), self.pool(y + self.zero)
+
+    swept = {c.workload.kind: c.workload for c in itertools.islice(sweep(LIMITS["cpu"], 1), len(FAMILIES))}
+    works = swept["batch_norm"], swept["adaptive_avg_pool2d"]
+    inputs = tuple(torch.randn(work.inputs[0].shape) for work in works)
+    graph = capture_model(Model(works[0].inputs[1].shape[0]), inputs).graph
+    for work in works:
+        operator = next(o for o in graph if o.op_type == work.kind)
+        assert workload_of(graph, operator) == work
+
+
 def test_models_are_captured_with_unlike_operators() -> None:
     candidates = captured("perceptron", *MODELS["perceptron"](1))
     assert {c.workload.kind for c in candidates} >= {"linear", "layer_norm", "gelu", "cross_entropy_loss"}
