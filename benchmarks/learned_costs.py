@@ -2,7 +2,7 @@
 
     python benchmarks/learned_costs.py [--records FILE...] [--output PATH] [--no-networks]
 
-Reads the records of times of processors under ``benchmarks/records``, or those given; nothing is measured here. Errors
+Reads the records of times of a processor under ``benchmarks/records``, or those given; nothing is measured here. Errors
 are in seconds. Plans are the fastest ones of captured models, made from predicted costs and evaluated with the measured
 ones.
 """
@@ -64,8 +64,8 @@ from qsync_opt.training import (
 )
 
 ROOT = Path(__file__).resolve().parent
-# Of one kind of device; those of cards have a result of their own.
-RECORDS = sorted((ROOT / "records").glob("costs-cpu-*.json.gz"))
+# Of one machine; those of another processor and of cards have results of their own.
+RECORDS = sorted((ROOT / "records").glob("costs-xeon-*.json.gz"))
 RESULTS = ROOT / "results" / "learned-costs.json"
 SEEDS = 10
 BUDGETS = (1, 2, 4, 8)
