@@ -53,6 +53,7 @@ def figures() -> dict[str, str]:
         **trained_figures(results["training-quality.json"]),
         **_unseen(results["predictor-unseen-cpu.json"]),
         **_learned_costs("costs", results["learned-costs.json"]),
+        **_learned_costs("costs-epyc", results["learned-costs-epyc.json"]),
         **_learned_costs("costs-h200", results["learned-costs-h200.json"]),
         **_plain_processor(results["plain-processor.json"]),
         **_serving_harm(results["serving-harm.json"]),
