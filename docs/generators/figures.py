@@ -297,7 +297,7 @@ def _serving_cards(data: Record) -> dict[str, str]:
     """What was measured of a served model on two cards: the best rival's time, predictions, and a killed stage."""
     rows = {row["what"]: row["measured"] for row in data["asked"]}
     runs = [record for record in data["records"] if "measured" in record]
-    rival = rows["the best rival's time over the plan's"]
+    rivals = [value for what, value in rows.items() if what.startswith("the best rival's time") and value is not None]
     decode = [1 - run["predicted"]["decode"] / run["measured"]["decode"] for run in runs]
     memory = [
         predicted / measured - 1
@@ -305,7 +305,7 @@ def _serving_cards(data: Record) -> dict[str, str]:
         for predicted, measured in zip(run["predicted"]["memory_kib"], run["measured"]["memory_kib"], strict=True)
     ]
     return {
-        "serving-cards.rival": f"{rival:.2f}",
+        "serving-cards.rival": f"{rivals[0]:.2f}" if len(rivals) == 1 else span(rivals, ".2f"),
         "serving-cards.prefill": f"{100 * abs(rows['prefill: predicted over measured, furthest']):.0f} %",
         "serving-cards.decode": f"{span((100 * share for share in decode), '.0f')} %",
         "serving-cards.memory": f"{span((100 * share for share in memory), '.0f')} %",
