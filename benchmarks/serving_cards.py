@@ -12,15 +12,17 @@ need. On a card, weights in 4 bits take 0.27 of those in 16 bits, half in 4 and 
 The rivals have the same memory and harm limit. By hand: equal layers, layers by memory, or the card with most memory
 alone, each with one scheme everywhere or with 8 bits where a card has memory for them and 4 elsewhere (first the groups
 with most harm; 16 bits would only be slower), in the micro-batches that suit it best. By the planner: one scheme
-everywhere, one card, and the fastest plan, which knows no harm. All are predicted; of memory that is skewed, the plan
-and the three different rivals that should be fastest are served, one and the same plan once. At the end a stage is
-killed while it serves. On a CPU everything is small. Writes ``benchmarks/results/serving-cards-<number>.json``.
+everywhere, and the fastest plan, which knows no harm. All are predicted, for many prompts and for one; of memory that
+is skewed, the plan is served, the rival that should be fastest, and the fastest of the usual ways: an even split and
+uniform bits, with one scheme everywhere, and the fastest plan. At the end a stage is killed while it serves. On a CPU
+everything is small. Writes ``benchmarks/results/serving-cards-<number>.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -61,7 +63,9 @@ from qsync_opt.serving import (
     ServingPlan,
     ServingProfile,
     Stage,
+    build_serving_problem,
     plan_serving,
+    predict,
 )
 
 SCHEMES = ("W4", "W8", "W16")
@@ -70,7 +74,8 @@ HARM_LIMIT = 0.5
 SETTINGS = ((0.45, 1), (0.45, 3), (0.55, 1), (0.55, 3))
 """Share and skew; see above."""
 PLANNED = "planned"
-SERVED_RIVALS = 3
+COMMON = ("equal layers, W", "planned, W", "planned, any harm")
+"""How the labels of the usual ways begin: an even split, uniform bits in the best split, and time alone."""
 PLANNING_S = 10.0
 LIMIT_S = 60.0
 """Until a batch must have failed once a stage was killed."""
@@ -81,7 +86,7 @@ class Sizes:
     """A model and what it serves."""
 
     model: dict[str, int]
-    workload: ServeWorkload
+    workloads: tuple[ServeWorkload, ...]  # the first is the largest
     rounds: int
     dtype: torch.dtype
 
@@ -89,17 +94,33 @@ class Sizes:
 SIZES = {
     "cuda": Sizes(
         {"layers": 16, "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 32768},
-        ServeWorkload(prompts=16, prompt_tokens=512, new_tokens=64),
+        (
+            ServeWorkload(prompts=16, prompt_tokens=512, new_tokens=64),
+            ServeWorkload(prompts=1, prompt_tokens=128, new_tokens=64),
+        ),
         3,
         torch.bfloat16,
     ),
     "cpu": Sizes(
         {"layers": 4, "hidden": 128, "inner": 256, "heads": 4, "kv_heads": 2, "vocabulary": 300},
-        ServeWorkload(prompts=4, prompt_tokens=16, new_tokens=8),
+        (ServeWorkload(prompts=4, prompt_tokens=16, new_tokens=8),),
         1,
         torch.float32,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """Devices that a plan uses, and what it must keep: one that is alone needs no memory for links."""
+
+    devices: list[ServingDevice]
+    workload: ServeWorkload
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        model = self.devices[0].profile.model
+        return build_serving_problem(model, self.devices, self.workload, harm_limit=HARM_LIMIT, schemes=SCHEMES)
 
 
 def write_model(folder: Path, sizes: Sizes) -> str:
@@ -170,32 +191,37 @@ def schemes_by_memory(problem: Problem, stages: tuple[Stage, ...]) -> dict[str, 
     return schemes
 
 
-def rivals_of(planned: ServingPlan) -> dict[str, tuple[ServingPlan, list[Plan]]]:
-    """What is done otherwise, each with the problem that it solves; by hand in all micro-batches."""
-    devices, work = list(planned.devices), planned.workload
-    alone = plan_for(devices[:1], work, harm_limit=HARM_LIMIT, schemes=SCHEMES)  # without the memory that links need
-    memory = [device.memory_kib for device in planned.problem.devices]
-    rivals: dict[str, tuple[ServingPlan, list[Plan]]] = {}
-    for split, base, shares in (
-        ("equal layers", planned, [1] * len(memory)),
-        ("layers by memory", planned, memory),
-        ("card0 alone", alone, [1]),
+def rivals_of(devices: list[ServingDevice], workload: ServeWorkload) -> dict[str, tuple[Case, list[Plan]]]:
+    """What is done otherwise; by hand in all micro-batches."""
+    all_cards, first = Case(devices, workload), Case(devices[:1], workload)
+    memory = [device.memory_kib for device in all_cards.problem.devices]
+    rivals: dict[str, tuple[Case, list[Plan]]] = {}
+    for split, case, shares in (
+        ("equal layers", all_cards, [1] * len(memory)),
+        ("layers by memory", all_cards, memory),
+        ("card0 alone", first, [1]),
     ):
-        stages = split_layers(base.problem, shares)
+        stages = split_layers(case.problem, shares)
         for bits in (*SCHEMES, MIXED):
-            names = [group.name for group in base.problem.groups]
-            schemes = schemes_by_memory(base.problem, stages) if bits == MIXED else dict.fromkeys(names, bits)
-            options = range(len(base.problem.microbatches))
-            rivals[f"{split}, {bits}"] = base, [Plan(microbatch=k, stages=stages, schemes=schemes) for k in options]
-    chosen = {f"planned, {s} everywhere": plan_for(devices, work, harm_limit=HARM_LIMIT, schemes=(s,)) for s in SCHEMES}
-    chosen["planned, any harm"] = plan_for(devices, work, schemes=SCHEMES)
-    rivals |= {label: (planned, [found.plan] if found.plan else []) for label, found in chosen.items()}
-    return rivals | {"planned, card0 alone": (alone, [alone.plan] if alone.plan else [])}
+            names = [group.name for group in case.problem.groups]
+            schemes = schemes_by_memory(case.problem, stages) if bits == MIXED else dict.fromkeys(names, bits)
+            options = range(len(case.problem.microbatches))
+            rivals[f"{split}, {bits}"] = case, [Plan(microbatch=k, stages=stages, schemes=schemes) for k in options]
+    chosen = {
+        f"planned, {s} everywhere": plan_for(devices, workload, harm_limit=HARM_LIMIT, schemes=(s,)) for s in SCHEMES
+    }
+    chosen["planned, any harm"] = plan_for(devices, workload, schemes=SCHEMES)
+    return rivals | {label: case_of(found) for label, found in chosen.items()}
 
 
-def expect(planned: ServingPlan, tries: list[Plan]) -> tuple[Plan | None, dict[str, Any]]:
+def case_of(found: ServingPlan) -> tuple[Case, list[Plan]]:
+    """A plan beside the problem that it is held to."""
+    return Case(list(found.devices), found.workload), [found.plan] if found.plan else []
+
+
+def expect(case: Case, tries: list[Plan]) -> tuple[Plan | None, dict[str, Any]]:
     """The fastest of some plans that keeps the limits, if one does, and what is recorded of it."""
-    expected = [(plan, planned.predict(plan)) for plan in tries]
+    expected = [(plan, predict(case.problem, plan, case.workload, case.devices)) for plan in tries]
     fitting = [(plan, prediction) for plan, prediction in expected if prediction.evaluation.feasible]
     if not fitting:
         reasons = [violation for _, prediction in expected[:1] for violation in prediction.evaluation.violations]
@@ -209,13 +235,18 @@ def expect(planned: ServingPlan, tries: list[Plan]) -> tuple[Plan | None, dict[s
         },
         "harm": prediction.harm,
         "stages": prediction.to_json()["stages"],
-        "microbatches": dataclasses.asdict(planned.problem.microbatches[plan.microbatch]),
+        "microbatches": dataclasses.asdict(case.problem.microbatches[plan.microbatch]),
     }
 
 
 def seconds(record: dict[str, Any], how: str = "predicted") -> float:
     """Of both phases."""
     return float(record[how]["prefill"] + record[how]["decode"])
+
+
+def is_usual(label: str) -> bool:
+    """Whether a rival is one of the usual ways."""
+    return label.startswith(COMMON) and MIXED not in label
 
 
 def same(plan: Plan) -> tuple[Any, ...]:
@@ -257,9 +288,9 @@ def places(plan: Plan, device: str) -> list[str]:
     return [f"cuda:{k}" if device == "cuda" else "cpu" for k in range(len(plan.stages))]
 
 
-def serve(model: str, base: ServingPlan, plan: Plan, sizes: Sizes, device: str) -> dict[str, Any]:
+def serve(model: str, case: Case, plan: Plan, sizes: Sizes, device: str) -> dict[str, Any]:
     """What a plan does: seconds of both phases, and memory of the stages."""
-    work, option = base.workload, base.problem.microbatches[plan.microbatch]
+    work, option = case.workload, case.problem.microbatches[plan.microbatch]
     watch: Any = CardWatch() if device == "cuda" else MemoryWatch()
     started = watch.add if device == "cpu" else None
     with (
@@ -279,7 +310,7 @@ def serve(model: str, base: ServingPlan, plan: Plan, sizes: Sizes, device: str) 
     return {"prefill": speeds["prefill_s"], "decode": speeds["decode_s"], "memory_kib": peaks}
 
 
-def lose_a_stage(model: str, base: ServingPlan, plan: Plan, sizes: Sizes, device: str) -> dict[str, Any]:
+def lose_a_stage(model: str, case: Case, plan: Plan, sizes: Sizes, device: str) -> dict[str, Any]:
     """Seconds from the death of the last stage until the batch fails, and the error."""
     with Pipeline(model, plan, dtype=sizes.dtype, devices=places(plan, device)) as pipeline:
         killed: list[float] = []
@@ -289,9 +320,9 @@ def lose_a_stage(model: str, base: ServingPlan, plan: Plan, sizes: Sizes, device
                 killed.append(time.perf_counter())
                 os.kill(pipeline.pids[-1], signal.SIGKILL)
 
-        prompts = [[1] * base.workload.prompt_tokens] * base.workload.prompts
+        prompts = [[1] * case.workload.prompt_tokens] * case.workload.prompts
         try:
-            pipeline.generate(prompts, 10_000 // base.workload.prompts, on_tokens=kill)
+            pipeline.generate(prompts, 10_000 // case.workload.prompts, on_tokens=kill)
         except StageError as failure:
             return {"failed_after_s": round(time.perf_counter() - killed[0], 3), "message": str(failure)[:300]}
     return {"failed_after_s": None, "message": "the batch did not fail"}
@@ -305,17 +336,20 @@ def asked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for plan in (r for r in runs.values() if r["plan"] == PLANNED):
         setting = plan["setting"]
         rivals = [r for r in runs.values() if r["setting"] == setting and r["plan"] != PLANNED]
-        best = min(rivals, key=lambda r: seconds(r, "measured"), default=None)
-        ratio = None if best is None else round(seconds(best, "measured") / seconds(plan, "measured"), 3)
-        if ratio is not None:
-            ratios[setting] = ratio
+        times = {r["plan"]: seconds(r, "measured") / seconds(plan, "measured") for r in rivals}
+        ratios |= {f"{setting}: {label}": ratio for label, ratio in times.items()}
+        usual = {label: ratio for label, ratio in times.items() if is_usual(label)}
+        best = min(usual, key=lambda label: usual[label], default=None)
+        ratio = None if best is None else round(usual[best], 3)
         rows.append(
-            asked_row(f"the best rival's time over the plan's, {setting}", ">= 1.3", ratio,
-                      ratio is not None and ratio >= 1.3, best["plan"] if best else "no rival keeps the limits")
+            asked_row(f"the best of the usual ways over the plan, {setting}", ">= 1.3", ratio,
+                      ratio is None or ratio >= 1.3, best or "none of them keeps the limits")
         )  # fmt: skip
     if ratios:
-        worst = min(ratios, key=lambda setting: ratios[setting])
-        rows.append(asked_row("the plan below the best", ">= 1", ratios[worst], ratios[worst] >= 1, worst))
+        worst = min(ratios, key=lambda label: ratios[label])
+        rows.append(
+            asked_row("any rival over the plan, least", ">= 1", round(ratios[worst], 3), ratios[worst] >= 1, worst)
+        )
     for phase in ("prefill", "decode"):
         errors = {name: r["predicted"][phase] / r["measured"][phase] - 1 for name, r in runs.items()}
         worst = max(errors, key=lambda name: abs(errors[name]))
@@ -365,40 +399,44 @@ def main() -> None:
         model = write_model(Path(name) / "model", sizes)
         print(f"model written after {time.perf_counter() - began:.0f} s", flush=True)
         profile = profile_serving(
-            model, sizes.workload, device="cuda:0" if device == "cuda" else "cpu", schemes=SCHEMES, dtype=sizes.dtype
+            model,
+            sizes.workloads[0],
+            device="cuda:0" if device == "cuda" else "cpu",
+            schemes=SCHEMES,
+            dtype=sizes.dtype,
         )
         print(f"profiled after {time.perf_counter() - began:.0f} s", flush=True)
         facts: dict[str, Any] = {"devices": {}, "gap": {}, "profile": profile.to_json()}
-        to_serve: list[tuple[dict[str, Any], ServingPlan, Plan]] = []
-        for share, skew in SETTINGS:
-            setting = f"{share} of 16 bits, {skew} : 1"
-            devices = devices_of(profile, sizes.workload, count, share, skew)
-            planned = plan_for(devices, sizes.workload, harm_limit=HARM_LIMIT, schemes=SCHEMES)
+        to_serve: list[tuple[dict[str, Any], Case, Plan]] = []
+        for workload, (share, skew) in itertools.product(sizes.workloads, SETTINGS):
+            setting = f"{workload.prompts} prompts, {share} of 16 bits, {skew} : 1"
+            devices = devices_of(profile, workload, count, share, skew)
+            planned = plan_for(devices, workload, harm_limit=HARM_LIMIT, schemes=SCHEMES)
             facts["devices"][setting] = {device.name: device.memory_kib for device in devices}
             facts["gap"][setting] = planned.solution.gap
-            tries = {PLANNED: (planned, [planned.plan] if planned.plan else [])} | rivals_of(planned)
             found = {}
-            for label, (base, plans) in tries.items():
-                plan, facts_of_plan = expect(base, plans)
+            for label, (case, plans) in ({PLANNED: case_of(planned)} | rivals_of(devices, workload)).items():
+                plan, facts_of_plan = expect(case, plans)
                 records.append({"setting": setting, "plan": label, **facts_of_plan})
                 if plan is not None:
-                    found[label] = (records[-1], base, plan)
+                    found[label] = (records[-1], case, plan)
             if skew > 1 and PLANNED in found:
                 to_serve.append(found.pop(PLANNED))
-                distinct = {same(one[2]): one for one in reversed(found.values())}
-                to_serve += sorted(distinct.values(), key=lambda one: seconds(one[0]))[:SERVED_RIVALS]
+                usual = [one for label, one in found.items() if is_usual(label)]
+                fastest = [min(some, key=lambda one: seconds(one[0])) for some in (usual, found.values()) if some]
+                to_serve += {same(one[2]): one for one in reversed(fastest)}.values()
         write_json(output, {**head, **facts, "asked": [], "records": records})
         assert to_serve, "nothing can be planned"
         served: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for record, base, plan in to_serve:
+        for record, case, plan in to_serve:
             if same(plan) not in served:
-                served[same(plan)] = serve(model, base, plan, sizes, device)
+                served[same(plan)] = serve(model, case, plan, sizes, device)
                 print(f"served after {time.perf_counter() - began:.0f} s", flush=True)
             record["measured"] = served[same(plan)]
             print(f"{record['setting']}, {record['plan']}: {record['predicted']}, {record['measured']}", flush=True)
             write_json(output, {**head, **facts, "asked": [], "records": records})
-        record, base, plan = to_serve[0]
-        lost = lose_a_stage(model, base, plan, sizes, device)
+        record, case, plan = to_serve[0]
+        lost = lose_a_stage(model, case, plan, sizes, device)
         records.append({"setting": record["setting"], "plan": "planned, a stage killed", **lost})
     rows = asked(records)
     write_json(output, {**head, **facts, "asked": rows, "records": records})

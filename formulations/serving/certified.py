@@ -23,6 +23,8 @@ _SMALL = 50
 """Groups times devices up to which the default method searches on: there a node costs next to nothing."""
 _GOOD = 1e-3
 """Relative gap at which the default method stops."""
+_WIDE = 0.01
+"""Relative gap above which it searches on for large problems, too: memory that is nearly full leaves few good plans."""
 
 
 class ChainFormulation:
@@ -79,11 +81,13 @@ def _solve(problem: Problem, options: SolveOptions, *, complete: bool) -> Answer
     search = Search(tables, deadline)
     search.begin(rough_ns(tables[0]))
     small = len(problem.groups) * len(problem.devices) <= _SMALL
-    if complete or small or search.best is None:
+    thorough = complete or small or search.best is None
+    if not thorough:
+        search.raise_bound(_FEW_STEPS if len(problem.devices) <= _FEW_DEVICES else 1)
+        thorough = search.upper - search.bound > _WIDE * search.upper
+    if thorough:
         search.root(_ROOT_STEPS)
         search.climb(_ROUNDS, gap)
-    else:
-        search.raise_bound(_FEW_STEPS if len(problem.devices) <= _FEW_DEVICES else 1)
     if search.best is None:
         draft, reason = harm_draft(problem, tables, deadline)
         if reason is not None:
@@ -92,7 +96,7 @@ def _solve(problem: Problem, options: SolveOptions, *, complete: bool) -> Answer
             search.offer(tables[draft[0]], draft[1], pairs=True, again=True)
     if complete or search.best is None:
         search.run(gap)
-    elif small:
+    elif thorough:
         search.run(gap, most_nodes=_NODES)
     if search.best is None:
         if search.exhausted:

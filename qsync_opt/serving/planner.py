@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from qsync_opt.errors import ProblemError
@@ -13,7 +13,7 @@ from qsync_opt.serving.evaluation import Evaluation, evaluate
 from qsync_opt.serving.plan import Plan
 from qsync_opt.serving.problem import Device, Ends, Group, Microbatch, Problem, Times
 from qsync_opt.serving.profile import KINDS, PhaseCosts, ServeModel, ServingProfile
-from qsync_opt.solving import Solution
+from qsync_opt.solving import Solution, TerminationStatus
 from qsync_opt.systems import solve
 
 _KIB = 1024
@@ -306,15 +306,36 @@ def plan_serving(
 
     Returns:
         The plan; where nothing fits its ``plan`` is None and its ``reason`` names limit, device and missing memory.
+        Where one device alone is fastest, which then has the memory that links to others would need, the problem is
+        that of this device, and the bound one of all devices.
 
     Raises:
         ProblemError: As `build_serving_problem` does.
 
     Source: ours; the problem is LLM-PQ's (PPoPP 2024), corrected.
     """
-    problem = build_serving_problem(model, devices, workload, **options)
-    solution = solve(problem, method, time_limit_s=time_limit_s)
-    return ServingPlan(problem=problem, workload=workload, devices=tuple(devices), solution=solution)
+    def planned(devices: Sequence[ServingDevice]) -> ServingPlan:
+        problem = build_serving_problem(model, devices, workload, **options)
+        solution = solve(problem, method, time_limit_s=time_limit_s)
+        return ServingPlan(problem=problem, workload=workload, devices=tuple(devices), solution=solution)
+
+    together = planned(devices)
+    # A stage that is alone needs no memory for links, which no problem of several devices can say.
+    alone = [planned([device]) for device in devices if len(devices) > 1 and device.profile.link_kib]
+    best = min((each for each in alone if each.plan is not None), key=_objective, default=None)
+    if best is None or _objective(best) >= _objective(together):
+        return together
+    possible = (each.solution for each in (together, *alone))
+    bound = min(each.bound or 0.0 for each in possible if each.termination is not TerminationStatus.INFEASIBLE)
+    is_proved = _objective(best) - bound <= 1e-6 * _objective(best)
+    termination = TerminationStatus.OPTIMAL if is_proved else TerminationStatus.FEASIBLE
+    return replace(best, solution=replace(best.solution, bound=bound, termination=termination))
+
+
+def _objective(planned: ServingPlan) -> float:
+    """Of the plan; infinite if there is none."""
+    objective = planned.solution.objective
+    return math.inf if objective is None else objective
 
 
 def predict(problem: Problem, plan: Plan, workload: ServeWorkload, devices: Sequence[ServingDevice]) -> Prediction:

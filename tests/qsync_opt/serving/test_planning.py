@@ -79,6 +79,27 @@ def test_links_hold_memory_where_there_are_several_stages():
     assert alone.problem.devices == planned(0, 1).problem.devices
 
 
+def test_one_device_alone_has_the_memory_of_links():
+    linked = dataclasses.replace(profile(), base_kib=1000, link_kib=4_000, link_ns=2_000_000)
+    cards = [ServingDevice(name=f"d{k}", memory_kib=36_000 - k, profile=linked) for k in range(2)]
+    together = qsync_opt.solve(build_serving_problem(MODEL, cards, WORKLOAD, schemes=("W8",)), "exact")
+    assert len(together.plan.stages) == 2  # one would need more than links leave
+    planned = plan_serving(MODEL, cards, WORKLOAD, schemes=("W8",), method="exact")
+    assert [device.name for device in planned.devices] == [stage.device for stage in planned.plan.stages] == ["d0"]
+    assert planned.solution.objective < together.objective
+    assert planned.solution.bound <= planned.solution.objective
+    assert planned.solution.termination == "optimal"
+    prediction = planned.predict()
+    assert prediction.evaluation.feasible and prediction.stages[0].memory_kib <= cards[0].memory_kib
+    # Where several are faster all the same, or the only way, nothing changes.
+    quick = dataclasses.replace(linked, link_ns=0)
+    for memory in (36_000, 26_000):
+        few = [ServingDevice(name=f"d{k}", memory_kib=memory, profile=quick) for k in range(2)]
+        alone = [plan_serving(MODEL, [card], WORKLOAD, schemes=("W8",)).solution.objective for card in few]
+        best = plan_serving(MODEL, few, WORKLOAD, schemes=("W8",), method="exact").solution.objective
+        assert best <= min((each for each in alone if each is not None), default=math.inf)
+
+
 def test_costs_are_longer_everywhere():
     costs = profile().costs["mlp"]["W4"]
     longer = costs.longer_by(50)
