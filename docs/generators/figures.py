@@ -294,21 +294,31 @@ def _cards(data: Record) -> dict[str, str]:
 
 
 def _serving_cards(data: Record) -> dict[str, str]:
-    """What was measured of a served model on two cards: the best rival's time, predictions, and a killed stage."""
+    """What was measured of a served model on two cards: times of rivals, predictions, and a killed stage."""
     rows = {row["what"]: row["measured"] for row in data["asked"]}
     runs = [record for record in data["records"] if "measured" in record]
-    rivals = [value for what, value in rows.items() if what.startswith("the best rival's time") and value is not None]
-    decode = [1 - run["predicted"]["decode"] / run["measured"]["decode"] for run in runs]
+    usual = {
+        what.rpartition("plan, ")[2]: value for what, value in rows.items() if what.startswith("the best of the usual")
+    }
+    own = [run for run in runs if run["plan"] == "planned"]
+    decode, prefill = (
+        [run["predicted"][phase] / run["measured"][phase] - 1 for run in own] for phase in ("decode", "prefill")
+    )
     memory = [
         predicted / measured - 1
-        for run in runs
+        for run in own
         for predicted, measured in zip(run["predicted"]["memory_kib"], run["measured"]["memory_kib"], strict=True)
     ]
     return {
-        "serving-cards.rival": f"{rivals[0]:.2f}" if len(rivals) == 1 else span(rivals, ".2f"),
-        "serving-cards.prefill": f"{100 * abs(rows['prefill: predicted over measured, furthest']):.0f} %",
+        "serving-cards.usual": " and ".join(
+            f"{value:.2f} ({setting.partition(' prompts')[0]} prompt{'s' if setting[:2] != '1 ' else ''})"
+            for setting, value in usual.items()
+            if value is not None
+        ),
+        "serving-cards.least": f"{rows['any rival over the plan, least']:.2f}",
+        "serving-cards.prefill": f"{span((100 * share for share in prefill), '.0f')} %",
         "serving-cards.decode": f"{span((100 * share for share in decode), '.0f')} %",
-        "serving-cards.memory": f"{span((100 * share for share in memory), '.0f')} %",
+        "serving-cards.memory": f"{span((100 * share for share in memory), '.1f')} %",
         "serving-cards.lost": f"{rows['a stage killed: seconds until its batch fails']:.1f} s",
     }
 

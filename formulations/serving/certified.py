@@ -23,7 +23,7 @@ _SMALL = 50
 """Groups times devices up to which the default method searches on: there a node costs next to nothing."""
 _GOOD = 1e-3
 """Relative gap at which the default method stops."""
-_WIDE = 0.01
+_WIDE = 0.05
 """Relative gap above which it searches on for large problems, too: memory that is nearly full leaves few good plans."""
 
 

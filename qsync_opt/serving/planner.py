@@ -314,6 +314,7 @@ def plan_serving(
 
     Source: ours; the problem is LLM-PQ's (PPoPP 2024), corrected.
     """
+
     def planned(devices: Sequence[ServingDevice]) -> ServingPlan:
         problem = build_serving_problem(model, devices, workload, **options)
         solution = solve(problem, method, time_limit_s=time_limit_s)
