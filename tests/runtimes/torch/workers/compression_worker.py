@@ -19,7 +19,6 @@ from qsync_opt.errors import QSyncError
 from qsync_opt.gradients import Plan, build_problem, fit_reductions, schemes, uniform_plan
 from qsync_opt.runtimes.torch.ddp import digest, process_group
 from qsync_opt.runtimes.torch.gradients import Reducer, measure_schemes
-from qsync_opt.runtimes.torch.job import compressing
 
 CAP_MB = 0.02
 
@@ -280,8 +279,8 @@ def mixtures_in_turn(rank):
             return kept if rank == 0 and named[0] == {"FP32", "BF16"} and len(named[1]) == 1 else not kept
 
         with (
-            mock.patch.object(compressing, "plan_reductions", mixture),
-            mock.patch.object(compressing, "is_as_fast", is_as_fast),
+            mock.patch("qsync_opt.runtimes.torch.job.compressing.plan_reductions", mixture),
+            mock.patch("qsync_opt.runtimes.torch.job.compressing.is_as_fast", is_as_fast),
         ):
             _, plan = plan_of_the_job(rank)
         found.append([list(plan.compression.schemes.values()), plan.compression_note])
