@@ -26,6 +26,9 @@ _GOOD = 1e-3
 _WIDE = 0.05
 """Relative gap above which it searches on for large problems, too: memory that is nearly full leaves few good plans."""
 
+_PATIENCE_S = 10.0
+"""After which the default method ends in any case: plans may be hard to find, and a proof of none harder."""
+
 
 class ChainFormulation:
     """Prices, a dynamic program over the chain of devices, and true transfers; a few nodes of the search of ``exact``.
@@ -51,7 +54,9 @@ class ExactFormulation:
 
 def _solve(problem: Problem, options: SolveOptions, *, complete: bool) -> Answer:
     started = time.monotonic()
-    deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
+    limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
+    limit_s = limit_s if complete else min(limit_s, _PATIENCE_S)
+    deadline = started + limit_s
     tables, types = build_tables(problem)
     if count_states(tables[0]) > MOST_STATES:
         raise UnsupportedError(
@@ -101,7 +106,8 @@ def _solve(problem: Problem, options: SolveOptions, *, complete: bool) -> Answer
     if search.best is None:
         if search.exhausted:
             return answer(TerminationStatus.INFEASIBLE, reason="every choice breaks the memory or the harm limit")
-        reason = f"no plan was found within the time limit of {options.time_limit_s} s; allow more time"
+        more = "allow more time" if options.time_limit_s == limit_s else "method 'exact' may take longer"
+        reason = f"no plan was found within {limit_s:g} s, which proves nothing; {more}"
         return answer(TerminationStatus.TIME_LIMIT, search, reason)
     if search.upper - search.bound <= 1e-6 * search.upper:
         return answer(TerminationStatus.OPTIMAL, search)

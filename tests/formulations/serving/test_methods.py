@@ -204,6 +204,17 @@ def test_the_default_is_near_its_bound_where_nothing_can_be_enumerated():
     assert solution.objective < qsync_opt.solve(large_problem(), "llm-pq").objective
 
 
+def test_the_default_ends_by_itself_where_there_is_nothing_to_find():
+    with mock.patch("qsync_opt.formulations.serving.certified._PATIENCE_S", 0.0):
+        solution = qsync_opt.solve(large_problem())
+        assert solution.plan is not None and solution.bound <= solution.objective  # the first that was looked at
+        data = large_problem().to_json()
+        data["harm_limit"] = 1e-9
+        nothing = qsync_opt.solve(Problem.from_json(data))
+    assert nothing.plan is None
+    assert nothing.termination in ("infeasible", "time_limit") and nothing.reason
+
+
 def test_more_memory_never_hurts_the_default_by_more_than_its_gap():
     problem = large_problem()
     data = problem.to_json()
