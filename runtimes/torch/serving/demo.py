@@ -207,7 +207,12 @@ def _devices(profiles: Sequence[Any]) -> list[ServingDevice]:
 
 
 def _even(planned: ServingPlan) -> Plan | None:
-    """Half of the layers on each device in 8 bits, with as many micro-batches as stages; None if that does not fit."""
+    """Half of the layers on each device in 8 bits, with as many micro-batches as stages; None if that does not fit.
+
+    None too where one device alone is planned: its problem knows no other.
+    """
+    if len(planned.devices) != 2:
+        return None
     names = [group.name for group in planned.problem.groups]
     half = len(names) // 2
     options = planned.problem.microbatches
