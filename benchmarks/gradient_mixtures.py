@@ -149,7 +149,7 @@ def predicted(model: str) -> dict[str, Any]:
         job.run(SAMPLED)
     records = job.recorded()
     computation = job.computation()
-    found, plans = None, []
+    record, plans = None, []
     if dist.get_rank() == 0:
         fitted = fit_reductions(itertools.chain.from_iterable(records.values()), computation)
         own = job.compression.statistics()
@@ -158,16 +158,15 @@ def predicted(model: str) -> dict[str, Any]:
     turns = [] if mixture == single else [(job.record(mixture), job.record(single)) for _ in range(TURNS)]
     if dist.get_rank() == 0:
         plan = mixture if turns and is_as_fast(turns) else single
-        kept_ns = None if plan is single else statistics.median(each.iteration_ns for each, _ in turns)
-        found = {
+        iteration_ns = {name: fitted.predict(fitted.single(name))[-1].end_ns for name in MENU}
+        iteration_ns[MIXTURE] = fitted.predict(plan)[-1].end_ns
+        if plan is mixture:
+            iteration_ns[MIXTURE] = statistics.median(each.iteration_ns for each, _ in turns)
+        record = {
             "proposed": mixture.to_json(),
             "turns_ms": [[round(each.iteration_ns / 1e6, 3) for each in pair] for pair in turns],
             "plan": plan.to_json(),
-            "predicted_ms": {
-                name: round(fitted.predict(each)[-1].end_ns / 1e6, 3)
-                for name, each in ((*((name, fitted.single(name)) for name in MENU), (MIXTURE, plan)))
-            }
-            | ({} if kept_ns is None else {MIXTURE: round(kept_ns / 1e6, 3)}),
+            "predicted_ms": {name: round(ns / 1e6, 3) for name, ns in iteration_ns.items()},
             "recorded_ms": {
                 name: [round(each.iteration_ns / 1e6, 3) for each in steps] for name, steps in records.items()
             },
@@ -181,7 +180,7 @@ def predicted(model: str) -> dict[str, Any]:
             "error": round(fitted.error, 4),
             "slowdowns": {name: round(share, 4) for name, share in fitted.slowdowns.items()},
         }
-    result: dict[str, Any] = broadcast_json(found)
+    result: dict[str, Any] = broadcast_json(record)
     return result
 
 

@@ -25,7 +25,6 @@ _GOOD = 1e-3
 """Relative gap at which the default method stops."""
 _WIDE = 0.05
 """Relative gap above which it searches on for large problems, too: memory that is nearly full leaves few good plans."""
-
 _PATIENCE_S = 10.0
 """After which the default method ends in any case: plans may be hard to find, and a proof of none harder."""
 

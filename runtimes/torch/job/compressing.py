@@ -66,8 +66,8 @@ def with_compression(job: Job, plan: JobPlan) -> JobPlan:
 
     Steps under the plan of precisions are recorded with each scheme, the iteration is predicted from them, and a
     mixture must gain more than such predictions err (`plan_reductions`), and then be no slower than the fastest scheme
-    in steps of both in turn (`is_as_fast`). Where DDP cannot take such steps, and where
-    passes are captured, schemes are timed alone, and buckets are ready when the evaluation of the precisions says so.
+    in steps of both in turn (`is_as_fast`). Where DDP cannot take such steps, and where passes are captured, schemes
+    are timed alone, and buckets are ready when the evaluation of the precisions says so.
 
     Raises:
         NotReadyError: Another rank failed, and the text repeats its error.

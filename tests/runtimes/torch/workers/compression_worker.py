@@ -267,7 +267,7 @@ def plan_of_the_job(rank):
 
 def mixtures_in_turn(rank):
     """Schemes by bucket and what is said of them where a mixture is planned, and rank 0 finds it as fast, or not."""
-    found = []
+    outcomes = []
     for is_kept in (True, False):
 
         def mixture(model, statistics, *, noise_share):
@@ -283,8 +283,8 @@ def mixtures_in_turn(rank):
             mock.patch("qsync_opt.runtimes.torch.job.compressing.is_as_fast", is_as_fast),
         ):
             _, plan = plan_of_the_job(rank)
-        found.append([list(plan.compression.schemes.values()), plan.compression_note])
-    return found
+        outcomes.append([list(plan.compression.schemes.values()), plan.compression_note])
+    return outcomes
 
 
 def planned_by_the_job(rank):
