@@ -27,8 +27,6 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CARD_DTYPES = (torch.bfloat16, torch.float16)
 _FEW_ROWS = {"cuda": 80, "cpu": 64}
 """Rows up to which packed weights are multiplied directly; more are multiplied by unpacked ones."""
-_BLOCKS_AT_A_TIME = 2
-"""Of threads on a multiprocessor; a weight of more tiles than all run at a time is cut in pairs, as in the kernel."""
 _OLDEST_CARD = (8, 0)
 _OLDEST_CARD_OF = {torch.int8: _OLDEST_CARD, torch.float8_e4m3fn: (8, 9)}
 """That multiplies codes of 8 bits as such."""
@@ -209,11 +207,12 @@ def gated_linear(x: Tensor, packed: PackedWeight, *, by_gelu: bool, reproducible
         reproducible: As of `linear`.
 
     Returns:
-        Shape (..., outputs / 2), with the bits of `linear` and then `qsync_opt.kernels.decoder.silu_gate` or
-        ``gelu_gate``; None where no kernel does this for these types, rows and sizes.
+        Shape (..., outputs / 2): what `linear` and then `qsync_opt.kernels.decoder.silu_gate` or ``gelu_gate`` give,
+        but for the order of sums; None where no kernel does this for these types, rows and sizes.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if not (x.is_cuda and len(rows) and _is_gated_by_card(packed) and x.shape[-1] == packed.codes.shape[1] * TILE):
+    padded = tuple(TILE * size for size in packed.codes.shape[:2])  # of which neither may differ from the weight's
+    if not (x.is_cuda and len(rows) and padded == packed.shape == (packed.out_features, x.shape[-1])):
         return None
     if not _runs_packed(rows, x.dtype, reproducible, "auto"):
         return None
@@ -223,13 +222,6 @@ def gated_linear(x: Tensor, packed: PackedWeight, *, by_gelu: bool, reproducible
     run = library.operator(UNIT, "weight_only_linear_gated", x.device, "auto")
     product: Tensor = run(rows.contiguous(), *arguments, by_gelu)
     return product.view(*x.shape[:-1], packed.out_features // 2)
-
-
-def _is_gated_by_card(packed: PackedWeight) -> bool:
-    """Whether blocks of threads of a card have two tiles of the weight each, and pairs of them are whole."""
-    tiles = packed.codes.shape[0]
-    blocks = _BLOCKS_AT_A_TIME * torch.cuda.get_device_properties(packed.device).multi_processor_count
-    return packed.out_features == tiles * TILE and tiles % 2 == 0 and tiles > blocks
 
 
 def _check(x: Tensor, dtype: torch.dtype, packed: PackedWeight, activations: str, backend: str) -> None:

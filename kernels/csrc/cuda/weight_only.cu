@@ -16,8 +16,17 @@ namespace qsync {
 namespace {
 
 constexpr int kPlainWarps = 8;  // of a block of threads in kernels whose warps have nothing to do with each other
-// Of a Hopper multiprocessor's shared memory: blocks that ask for it are spread, where the ones that end first would get two.
+// Of a Hopper multiprocessor's shared memory. Blocks of threads that start early ask for it: else multiprocessors that end first
+// would get two of the next kernel's, and others none.
 constexpr int kMoreThanHalf = 118 * 1024;
+
+// Of a block of threads on the current card.
+int most_shared_bytes() {
+  int device = 0, bytes = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
 
 // Grid: a warp per strip of 16 outputs by 64 inputs, of whose rows four lanes write whole lines, 16 bytes at a time. Traffic:
 // codes once, results once. Contract: code times scale in FP32, rounded once.
@@ -142,16 +151,9 @@ void check_packed(const Tensor& codes, const Tensor& scales, int64_t bits, int64
                   "weight_only: scales must be a contiguous float32 tensor of shape (groups, outputs) on the card of the codes");
 }
 
-template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles, bool kGated>
-void launch(const Arguments& args, cudaStream_t stream) {
-  const int64_t tiles = args.padded / kTile;
-  const int64_t row_blocks = (args.rows + kRows - 1) / kRows;
-  const int64_t grid = (tiles + kTiles - 1) / kTiles * row_blocks * args.cluster;
-  int shared = shared_bytes<kBits, kColumns>(args.cluster);
-  if (args.hopper && grid <= multiprocessors()) {
-    shared = std::max(shared, kMoreThanHalf);
-  }
-  const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInputs, kTiles, kGated>;
+template <class T, class Out, int kBits, int kColumns, Inputs kInputs, bool kGated>
+void launch(Arguments args, bool early, cudaStream_t stream) {
+  const auto kernel = linear_kernel<T, Out, kBits, kColumns, kInputs, kGated>;
   if constexpr (kInputs == Inputs::kE4M3) {
     static const int version = [&] {  // of the code, which does not change
       cudaFuncAttributes code;
@@ -161,41 +163,30 @@ void launch(const Arguments& args, cudaStream_t stream) {
     STD_TORCH_CHECK(version >= 89, "weight_only: products of FP8 need code for compute capability 8.9 or later, this is for ",
                     version / 10, ".", version % 10);
   }
-  static_assert(shared_bytes<kBits, kColumns>(2) <= kMoreThanHalf);
-  const int most = args.hopper ? kMoreThanHalf : shared;  // whatever the shape: another thread may launch the same kernel
+  // How a weight is shared does not depend on the rows, which would change the order of sums.
+  const int strips = int(args.padded / 16) / (kGated ? 2 : 1), most = most_shared_bytes();
+  const auto shared_by = [&](int parts, int64_t rows) {
+    const int of_one = (strips + parts - 1) / parts;
+    return shared_bytes<kBits>(kGated ? of_one : (of_one + 1) / 2, rows);
+  };
+  args.steps = int((args.blocks + Slot<kBits>::kBlocks - 1) / Slot<kBits>::kBlocks);
+  args.per_step = uint32_t(((uint64_t(1) << 32) + args.steps - 1) / args.steps);
+  args.parts = std::min(strips, multiprocessors());
+  while (shared_by(args.parts, kRows) > most) {  // of a vocabulary, say
+    args.parts += multiprocessors();
+  }
+  const int shared = std::max(shared_by(args.parts, args.rows), early ? kMoreThanHalf : 0);
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(grid));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
   // The kernel may start while the ones before it end: it waits for what they compute itself.
-  attributes[0] = early_start();
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = unsigned(args.cluster);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  config.attrs = attributes;
-  config.numAttrs = args.hopper ? args.cluster > 1 ? 2 : 1 : 0;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args);
+  const auto grid = unsigned(args.parts * ((args.rows + kRows - 1) / kRows));
+  const cudaError_t error = launch_early(early, kernel, dim3(grid), dim3(kThreads), shared, stream, args);
   STD_TORCH_CHECK(error == cudaSuccess, "weight_only: the launch failed: ", cudaGetErrorString(error));
 }
 
-// How a weight is shared does not depend on the rows, which would change the order of sums: with two blocks of threads on each
-// multiprocessor, small weights are split along their inputs, too, and large ones so that all blocks run at a time. Gated results
-// are for large ones.
 template <class T, class Out, int kBits, Inputs kInputs, bool kGated = false>
-void run(Arguments args, cudaStream_t stream) {
-  const int64_t tiles = args.padded / kTile, room = 2 * int64_t(multiprocessors());
-  args.cluster = args.hopper && 2 * tiles <= room && args.blocks > 2 * kWarps ? 2 : 1;
-  const bool few = args.rows <= 8;
-  if constexpr (!kGated) {
-    if (tiles <= room) {
-      few ? launch<T, Out, kBits, 1, kInputs, 1, false>(args, stream) : launch<T, Out, kBits, 2, kInputs, 1, false>(args, stream);
-      return;
-    }
-  }
-  few ? launch<T, Out, kBits, 1, kInputs, 2, kGated>(args, stream) : launch<T, Out, kBits, 2, kInputs, 2, kGated>(args, stream);
+void run(const Arguments& args, bool early, cudaStream_t stream) {
+  args.rows <= 8 ? launch<T, Out, kBits, 1, kInputs, kGated>(args, early, stream)
+                 : launch<T, Out, kBits, 2, kInputs, kGated>(args, early, stream);
 }
 
 Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t group, int64_t outputs) {
@@ -205,8 +196,7 @@ Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, 
   STD_TORCH_CHECK(x.size(0) <= int64_t(kRows) * 65535, "weight_only: x has ", x.size(0), " rows; split it");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "weight_only: x must begin at a multiple of 16 bytes");
   STD_TORCH_CHECK(outputs > 0 && outputs <= codes.size(0) * kTile, "weight_only: ", outputs, " outputs do not fit the codes");
-  const int major = compute_capability(x);
-  STD_TORCH_CHECK(major >= 8, "weight_only: the kernels need compute capability 8.0 or later");
+  STD_TORCH_CHECK(compute_capability(x) >= 8, "weight_only: the kernels need compute capability 8.0 or later");
   STD_TORCH_CHECK((reinterpret_cast<uintptr_t>(codes.data_ptr()) | reinterpret_cast<uintptr_t>(scales.data_ptr())) % 16 == 0,
                   "weight_only: codes and scales must begin at multiples of 16 bytes");
   Arguments args = {};
@@ -218,17 +208,18 @@ Arguments arguments(const Tensor& x, const Tensor& codes, const Tensor& scales, 
   args.padded = codes.size(0) * kTile;
   args.blocks = codes.size(1);
   args.group_blocks = int(group / kTile);
-  args.hopper = starts_early(major);
   return args;
 }
 
 template <bool kGated>
-void run_wide(const Arguments& args, int64_t bits, ScalarType dtype, cudaStream_t stream) {
+void run_wide(const Arguments& args, int64_t bits, const Tensor& x) {
+  const bool early = starts_early(compute_capability(x));
   const auto run_as = [&](auto number) {
     using T = decltype(number);
-    bits == 8 ? run<T, T, 8, Inputs::kWide, kGated>(args, stream) : run<T, T, 4, Inputs::kWide, kGated>(args, stream);
+    bits == 8 ? run<T, T, 8, Inputs::kWide, kGated>(args, early, stream_of(x))
+              : run<T, T, 4, Inputs::kWide, kGated>(args, early, stream_of(x));
   };
-  switch (dtype) {
+  switch (x.scalar_type()) {
     case ScalarType::BFloat16: run_as(__nv_bfloat16()); break;
     case ScalarType::Half: run_as(__half()); break;
     default: STD_TORCH_CHECK(false, "weight_only: x is of another type; allowed are bfloat16 and float16");
@@ -244,34 +235,33 @@ Tensor linear_cuda(const Tensor& x, const Tensor& codes, const Tensor& scales, i
   if (args.rows == 0) {
     return y;
   }
-  run_wide<false>(args, bits, x.scalar_type(), stream_of(x));
+  run_wide<false>(args, bits, x);
   return y;
 }
 
-// As `linear_cuda`, the first half of the results gating the second; of weights of which `run` gives a block two tiles.
+// As `linear_cuda`, the first half of the results gating the second.
 Tensor linear_gated_cuda(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t bits, int64_t group, int64_t outputs,
                          bool by_gelu) {
   const OnDeviceOf guard(x);
   check_packed(codes, scales, bits, group);
   Arguments args = arguments(x, codes, scales, group, outputs);
-  const int64_t tiles = codes.size(0), room = 2 * int64_t(multiprocessors());
-  STD_TORCH_CHECK(outputs == tiles * kTile && tiles % 2 == 0 && tiles > room, "weight_only: gated results need an even number "
-                  "of whole tiles above ", room, ", not ", outputs, " outputs");
+  STD_TORCH_CHECK(outputs == args.padded, "weight_only: gated results need a multiple of ", kTile, " outputs, not ", outputs);
   Tensor y = empty_on(x, {args.rows, outputs / 2}, x.scalar_type());
   args.y = y.data_ptr();
   args.by_gelu = by_gelu;
   if (args.rows == 0) {
     return y;
   }
-  run_wide<true>(args, bits, x.scalar_type(), stream_of(x));
+  run_wide<true>(args, bits, x);
   return y;
 }
 
 template <Inputs kInputs>
-void run_rounded(const Arguments& args, ScalarType dtype, cudaStream_t stream) {
+void run_rounded(const Arguments& args, ScalarType dtype, const Tensor& x) {
+  const bool early = starts_early(compute_capability(x));
   switch (dtype) {
-    case ScalarType::BFloat16: run<__half, __nv_bfloat16, 4, kInputs>(args, stream); break;
-    case ScalarType::Half: run<__half, __half, 4, kInputs>(args, stream); break;
+    case ScalarType::BFloat16: run<__half, __nv_bfloat16, 4, kInputs>(args, early, stream_of(x)); break;
+    case ScalarType::Half: run<__half, __half, 4, kInputs>(args, early, stream_of(x)); break;
     default: STD_TORCH_CHECK(false, "weight_only: results are bfloat16 or float16");
   }
 }
@@ -292,7 +282,7 @@ Tensor linear_rounded_cuda(const Tensor& x, const Tensor& x_scales, const Tensor
   if (args.rows == 0) {
     return y;
   }
-  is_fp8 ? run_rounded<Inputs::kE4M3>(args, dtype, stream_of(x)) : run_rounded<Inputs::kInt8>(args, dtype, stream_of(x));
+  is_fp8 ? run_rounded<Inputs::kE4M3>(args, dtype, x) : run_rounded<Inputs::kInt8>(args, dtype, x);
   return y;
 }
 

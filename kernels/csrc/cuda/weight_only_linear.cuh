@@ -1,14 +1,15 @@
 // Products of a few rows of activations and packed weights: W4A16, W8A16 and W4A8 of INT8 and FP8. No torch here.
 //
-// One reading of the weights bounds them, and next to it the instructions that make numbers of codes and, where weights are
-// small, the latencies in a row. So every warp has copies of several blocks on their way, from before the kernels that compute
-// the activations have ended, and sums are sent to the block of threads that adds them without a barrier of the cluster.
+// One reading of the weights bounds them, and next to it the instructions that make numbers of codes. So every multiprocessor has
+// one block of threads with an equal share of the outputs, every warp of it an equal share of the work, and copies of its next
+// steps on their way, from before the kernels that compute the activations have ended.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -21,9 +22,9 @@ namespace qsync {
 
 constexpr int kTile = 64, kStrips = 4;  // a tile is 64 outputs by a block of 64 inputs, of strips of 16 outputs
 constexpr int kRows = 16;               // of activations that a block of threads multiplies
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kStages = 2;  // of a warp's copies: two blocks of threads fit a multiprocessor
-constexpr int kAhead = 2;   // blocks of inputs of which a lane has activations on their way
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kWidth = 2;  // strips that a warp multiplies at a time, an item: activations are read half as often
+constexpr int kSlots = 2;  // of a warp's copies
 
 // What activations are: numbers of 16 bits, or codes of 8 with a scale for each row.
 enum class Inputs { kWide, kInt8, kE4M3 };
@@ -35,9 +36,11 @@ struct Arguments {
   const float* scales;                    // (inputs / group, padded outputs)
   void* y;                                // (rows, outputs)
   int64_t rows, outputs, padded, blocks;  // blocks: inputs / 64
-  int group_blocks, cluster;
-  bool hopper;   // whether the card and the code have clusters and early starts
-  bool by_gelu;  // of gated results: by GELU, else by SiLU
+  int group_blocks;
+  int parts;          // blocks of threads that share the outputs
+  int steps;          // of an item: blocks of inputs, in pairs for 4 bits
+  uint32_t per_step;  // 2^32 / steps, rounded up
+  bool by_gelu;       // of gated results: by GELU, else by SiLU
 };
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
@@ -118,387 +121,381 @@ __device__ __forceinline__ void store(__half* y, float value) { *y = __float2hal
 __device__ __forceinline__ void store(__nv_bfloat16* y, float value) { *y = __float2bfloat16_rn(value); }
 __device__ __forceinline__ void store(float* y, float value) { *y = value; }
 
-// What is copied at a time: two blocks of inputs of a tile for 4 bits, one for 8, as they lie in memory, each with its scales.
+// What a warp copies at a time, a step of an item.
 template <int kBits>
-struct Stage {
-  static constexpr int kBlocks = 8 / kBits;
-  uint4 codes[kBlocks][kStrips][kBits / 4][32];
-  float scales[kBlocks][kTile];
+struct Slot {
+  static constexpr int kBlocks = 8 / kBits, kLoads = kBits / 4;
+  uint4 codes[kWidth][kBlocks][kLoads][32];
+  float scales[kBlocks][kWidth][16];
 };
 
 template <int kBits>
-struct Buffer {
-  Stage<kBits> stages[kStages];
-  alignas(16) uint64_t arrived[(kStages + 1) / 2 * 2];
+using Ring = Slot<kBits>[kSlots];
+
+// Where the 16 bytes of a lane (g, t) stand among those of a warp: turned within their 128 bytes, so that lanes read without
+// conflicts; in memory the lane would be t 8 + g.
+__device__ __forceinline__ int turned(int t, int g) { return t * 8 + (g + 2 * t) % 8; }
+
+__device__ const uint4 kZeros[kTile / 8] = {};  // activations of a block of inputs that there is not
+
+__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void copy4(uint32_t to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+#endif
+}
+
+// The strips of a block of threads, in items of two: neighbours, of which the last may be alone, or one of each half of the outputs.
+template <bool kGated>
+struct Share {
+  int first, strips, half;
+
+  __device__ __forceinline__ Share(const Arguments& p, int part) : half(int(p.padded / 32)) {
+    const int all = kGated ? half : 2 * half, each = all / p.parts, more = all - each * p.parts;
+    first = each * part + min(part, more);
+    strips = (each + (part < more)) * (kGated ? 2 : 1);
+  }
+  __device__ __forceinline__ int items() const { return (strips + 1) / 2; }
+  __device__ __forceinline__ int strip(int item, int v) const {
+    return kGated ? first + item + v * half : first + min(2 * item + v, strips - 1);
+  }
 };
 
-__device__ __forceinline__ uint32_t address_of(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-#endif
-}
-
-// Makes initialized barriers known to copies and to other blocks of the cluster.
-__device__ __forceinline__ void fence_barriers() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-#endif
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t odd) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}\n" ::"r"(barrier),
-               "r"(odd)
-               : "memory");
-#endif
-}
-
-// The blocks of one warp on their way to shared memory: by bulk copies that one lane starts where there are any, else by
-// asynchronous copies of all lanes.
-template <int kBits>
-class Pipeline {
+// A warp's next steps on their way to shared memory, by asynchronous copies of all lanes.
+template <int kBits, bool kGated>
+class Copies {
  public:
-  __device__ __forceinline__ Pipeline(Buffer<kBits>& buffer, const Arguments& p, int tile, int block, int blocks, int lane)
-      : to_(address_of(&buffer)), lane_(lane), left_(blocks), in_group_(block % p.group_blocks), group_blocks_(p.group_blocks),
-        padded_(p.padded), codes_(p.codes + (int64_t(tile) * p.blocks + block) * kBlockBytes),
-        scales_(p.scales + block / p.group_blocks * p.padded + tile * kTile) {
-    if (lane == 0) {
+  using S = Slot<kBits>;
+
+  // Of `left` steps, the first of which is `step` of `item`.
+  __device__ __forceinline__ Copies(Ring<kBits>& ring, const Arguments& p, const Share<kGated>& share, int item, int step, int left,
+                                    int lane)
+      : p_(p), share_(share), to_(uint32_t(__cvta_generic_to_shared(&ring))), to_codes_(turned(lane / 8, lane % 8) * 16), lane_(lane), item_(item), step_(step),
+        left_(left), in_group_(step * S::kBlocks % p.group_blocks) {
+    begin_item();
 #pragma unroll
-      for (int stage = 0; stage < kStages; ++stage) {
-        barrier_init(barrier(stage));
-      }
-      fence_barriers();
+    for (int v = 0; v < kWidth; ++v) {
+      codes_[v] += step * int64_t(kStepBytes);
     }
-    __syncwarp();
+    scales_ += step * S::kBlocks / p.group_blocks * p.padded;
 #pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      fetch(stage);
+    for (int slot = 0; slot < kSlots; ++slot) {
+      next(slot);
     }
   }
 
-  // Starts the copy of the next blocks, as far as they are left.
-  __device__ __forceinline__ void fetch(int stage) {
-#if __CUDA_ARCH__ >= 900
-    if (lane_ == 0 && left_ > 0) {
-#else
+  // Starts the copies of the next step, if there is one.
+  __device__ __forceinline__ void next(int slot) {
     if (left_ > 0) {
-#endif
-      const uint32_t to = to_ + stage * sizeof(Stage<kBits>);
-      const int count = min(left_, Stage<kBits>::kBlocks);
-#if __CUDA_ARCH__ >= 900
-      barrier_expect(barrier(stage), count * (kBlockBytes + kTile * 4));
-#endif
-      copy(to, codes_, count * kBlockBytes, stage);
+      const uint32_t to = to_ + slot * uint32_t(sizeof(S));
+      const bool whole = S::kBlocks == 1 || (step_ + 1) * S::kBlocks <= p_.blocks;
 #pragma unroll
-      for (int b = 0; b < Stage<kBits>::kBlocks; ++b) {
-        if (b < count) {
-          copy(to + Stage<kBits>::kBlocks * kBlockBytes + b * kTile * 4, scales_, kTile * 4, stage);
-          if (++in_group_ == group_blocks_) {
-            in_group_ = 0;
-            scales_ += padded_;
+      for (int v = 0; v < kWidth; ++v) {
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+          if (b == 0 || whole) {
+#pragma unroll
+            for (int q = 0; q < S::kLoads; ++q) {
+              copy16(to + to_codes_ + ((v * S::kBlocks + b) * S::kLoads + q) * 512, codes_[v] + b * kBlockBytes + q * 512);
+            }
           }
         }
+        codes_[v] += kStepBytes;
       }
-      codes_ += count * kBlockBytes;
-      left_ -= count;
+      const uint32_t to_scales = to + uint32_t(offsetof(S, scales)) + lane_ * 4;
+      copy4(to_scales, scales_);
+      if (S::kBlocks == 2 && p_.group_blocks % 2) {  // the second block may have other scales
+        step_scales();
+        if (whole) {
+          copy4(to_scales + 128, scales_);
+        }
+        step_scales();
+      } else if ((in_group_ += S::kBlocks) == p_.group_blocks) {
+        in_group_ = 0;
+        scales_ += p_.padded;
+      }
+      --left_;
+      if (++step_ == p_.steps) {
+        step_ = in_group_ = 0;
+        ++item_;
+        begin_item();
+      }
     }
-#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
   }
 
-  // Waits for the oldest stage; `odd` says whether it was waited for an odd number of times before.
-  __device__ __forceinline__ void wait(int stage, uint32_t odd) const {
-#if __CUDA_ARCH__ >= 900
-    barrier_wait(barrier(stage), odd);
-#elif __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
-    __syncwarp();
+  // Waits for the oldest step on its way.
+  __device__ __forceinline__ static void wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
 #endif
+    __syncwarp();
   }
 
  private:
-  static constexpr int kBlockBytes = kTile * kTile * kBits / 8;
+  static constexpr int kUnit = 512 * S::kLoads, kBlockBytes = kStrips * kUnit, kStepBytes = S::kBlocks * kBlockBytes;
 
-  __device__ __forceinline__ uint32_t barrier(int stage) const {
-    return to_ + kStages * sizeof(Stage<kBits>) + stage * sizeof(uint64_t);
-  }
-
-  __device__ __forceinline__ void copy(uint32_t to, const void* from, int bytes, int stage) const {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(to), "l"(from),
-        "r"(barrier(stage)), "r"(bytes)
-        : "memory");
-#elif __CUDA_ARCH__ >= 800
-    for (int at = lane_ * 16; at < bytes; at += 512) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(static_cast<const uint8_t*>(from) + at)
-                   : "memory");
+  __device__ __forceinline__ void begin_item() {
+#pragma unroll
+    for (int v = 0; v < kWidth; ++v) {
+      const int strip = share_.strip(item_, v);
+      codes_[v] = p_.codes + (strip / kStrips * p_.blocks * kStrips + strip % kStrips) * kUnit + lane_ * 16;
     }
-#endif
+    scales_ = p_.scales + share_.strip(item_, lane_ / 16) * 16 + lane_ % 16;
   }
 
-  uint32_t to_;
-  int lane_, left_, in_group_, group_blocks_;
-  int64_t padded_;
-  const uint8_t* codes_;
+  __device__ __forceinline__ void step_scales() {
+    if (++in_group_ == p_.group_blocks) {
+      in_group_ = 0;
+      scales_ += p_.padded;
+    }
+  }
+
+  const Arguments& p_;
+  const Share<kGated>& share_;
+  uint32_t to_, to_codes_;
+  int lane_, item_, step_, left_, in_group_;
+  const uint8_t* codes_[kWidth];
   const float* scales_;
 };
 
-// A lane's activations of a block of inputs: 16 of each of its rows.
-template <int kColumns, Inputs kInputs>
+// A lane's activations of the blocks of a step: 16 inputs of each of its rows.
+template <int kBlocks, int kColumns, Inputs kInputs>
 struct Activations {
   static constexpr int kLoads = kInputs == Inputs::kWide ? 2 : 1;
-  uint4 words[kColumns][kLoads];
+  uint4 words[kBlocks][kColumns][kLoads];
+  const uint4* rows[kColumns];
+  int blocks, steps, step;
 
-  __device__ __forceinline__ void load(const uint4* const (&rows)[kColumns], int block) {
+  __device__ __forceinline__ Activations(const Arguments& p, int64_t first_row, int first_step, int lane)
+      : blocks(int(p.blocks)), steps(p.steps), step(first_step) {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
+      const int64_t row = min(first_row + n * 8 + lane / 4, p.rows - 1);  // results of missing rows are dropped
+      rows[n] = static_cast<const uint4*>(p.x) + (row * p.blocks * 4 + lane % 4) * kLoads;
+    }
+  }
+
+  // Asks for block b of the next step; after the last one of an item comes the first one of the next.
+  __device__ __forceinline__ void load(int b) {
+    const int block = step * kBlocks + b;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const uint4* at = b > 0 && block >= blocks ? kZeros : rows[n] + block * (4 * kLoads);
 #pragma unroll
       for (int q = 0; q < kLoads; ++q) {
-        words[n][q] = rows[n][block * (4 * kLoads) + q];
+        words[b][n][q] = at[q];
+      }
+    }
+    if (b == kBlocks - 1 && ++step == steps) {
+      step = 0;
+    }
+  }
+};
+
+// The sums of the strips of an item over blocks that share a scale: exact products added in FP32 or int32.
+template <class T, int kBits, int kColumns, Inputs kInputs>
+struct Sums {
+  static constexpr bool kNarrow = kInputs != Inputs::kWide;
+  using Sum = typename Narrow<kInputs>::Sum;
+  Sum of[kWidth][kColumns][4] = {};
+
+  __device__ __forceinline__ void add(const Slot<kBits>& slot, int b, const uint4 (&x)[kColumns][kNarrow ? 1 : 2], int lane) {
+    if constexpr (kNarrow) {
+      Sum none[kColumns][4] = {};
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        Narrow<kInputs>::less(none[n], x[n][0].x, x[n][0].y);
+        Narrow<kInputs>::less(none[n], x[n][0].z, x[n][0].w);
+#pragma unroll
+        for (int v = 0; v < kWidth; ++v) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            of[v][n][e] += none[n][e];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kWidth; ++v) {
+      uint4 codes[kBits / 4];
+#pragma unroll
+      for (int q = 0; q < kBits / 4; ++q) {
+        codes[q] = slot.codes[v][b][q][turned(lane % 4, lane / 4)];
+      }
+#pragma unroll
+      for (int s = 0; s < (kNarrow ? 2 : 4); ++s) {
+        uint32_t a[4];
+        if constexpr (kNarrow) {
+          const uint32_t low = word_of(codes[0], 2 * s), high = word_of(codes[0], 2 * s + 1);
+          a[0] = low & 0x0F0F0F0Fu, a[1] = low >> 4 & 0x0F0F0F0Fu, a[2] = high & 0x0F0F0F0Fu, a[3] = high >> 4 & 0x0F0F0F0Fu;
+        } else if constexpr (kBits == 4) {
+          widen4<T>(word_of(codes[0], s), a);
+        } else {
+          widen8<T>(word_of(codes[s / 2], s % 2 * 2), word_of(codes[s / 2], s % 2 * 2 + 1), a);
+        }
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+          if constexpr (kNarrow) {
+            // A word's codes of one output are of inputs 0, 2, 1, 3.
+            Narrow<kInputs>::add(of[v][n], a, __byte_perm(word_of(x[n][0], 2 * s), 0, 0x3120),
+                                 __byte_perm(word_of(x[n][0], 2 * s + 1), 0, 0x3120));
+          } else {
+            multiply<T>(of[v][n], a, word_of(x[n][s / 2], s % 2 * 2), word_of(x[n][s / 2], s % 2 * 2 + 1));
+          }
+        }
+      }
+    }
+  }
+
+  // Adds them times the scales of block b, and begins anew.
+  __device__ __forceinline__ void move_to(float (&total)[kWidth][kColumns][4], const Slot<kBits>& slot, int b, int lane) {
+#pragma unroll
+    for (int v = 0; v < kWidth; ++v) {
+      const float scales[2] = {slot.scales[b][v][lane / 4], slot.scales[b][v][lane / 4 + 8]};
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          total[v][n][e] = fmaf(scales[e / 2], float(of[v][n][e]), total[v][n][e]);
+          of[v][n][e] = 0;
+        }
       }
     }
   }
 };
 
-// Adds scale times (codes x activations) of a block of inputs. Sums of a block are exact products added in FP32 or int32.
-template <class T, int kBits, int kColumns, Inputs kInputs>
-__device__ __forceinline__ void add_block(float (&total)[kStrips][kColumns][4], const Stage<kBits>& stage, int b,
-                                          const Activations<kColumns, kInputs>& x, int lane) {
-  constexpr bool kNarrow = kInputs != Inputs::kWide;
-  using Sum = typename Narrow<kInputs>::Sum;
-  const int g = lane / 4, place = lane % 4 * 8 + g;
-  Sum none[kColumns][4] = {};
-  if constexpr (kNarrow) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      Narrow<kInputs>::less(none[n], x.words[n][0].x, x.words[n][0].y);
-      Narrow<kInputs>::less(none[n], x.words[n][0].z, x.words[n][0].w);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kStrips; ++i) {
-    Sum sums[kColumns][4];
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sums[n][e] = none[n][e];
-      }
-    }
-    uint4 codes[kBits / 4];
-#pragma unroll
-    for (int q = 0; q < kBits / 4; ++q) {
-      codes[q] = stage.codes[b][i][q][place];
-    }
-#pragma unroll
-    for (int s = 0; s < (kNarrow ? 2 : 4); ++s) {
-      uint32_t a[4];
-      if constexpr (kNarrow) {
-        const uint32_t low = word_of(codes[0], 2 * s), high = word_of(codes[0], 2 * s + 1);
-        a[0] = low & 0x0F0F0F0Fu, a[1] = low >> 4 & 0x0F0F0F0Fu, a[2] = high & 0x0F0F0F0Fu, a[3] = high >> 4 & 0x0F0F0F0Fu;
-      } else if constexpr (kBits == 4) {
-        widen4<T>(word_of(codes[0], s), a);
-      } else {
-        widen8<T>(word_of(codes[s / 2], s % 2 * 2), word_of(codes[s / 2], s % 2 * 2 + 1), a);
-      }
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        if constexpr (kNarrow) {
-          // A word's codes of one output are of inputs 0, 2, 1, 3.
-          Narrow<kInputs>::add(sums[n], a, __byte_perm(word_of(x.words[n][0], 2 * s), 0, 0x3120),
-                               __byte_perm(word_of(x.words[n][0], 2 * s + 1), 0, 0x3120));
-        } else {
-          multiply<T>(sums[n], a, word_of(x.words[n][s / 2], s % 2 * 2), word_of(x.words[n][s / 2], s % 2 * 2 + 1));
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        total[i][n][e] = fmaf(stage.scales[b][i * 16 + g + e / 2 * 8], float(sums[n][e]), total[i][n][e]);
-      }
-    }
-  }
-}
-
-// Stores at `to` of the shared memory of a block of the cluster, whose barrier counts the bytes.
-__device__ __forceinline__ void send(float4* to, uint64_t* barrier, int rank, const float (&v)[4]) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .b32 to, barrier;\nmapa.shared::cluster.u32 to, %0, %2;\nmapa.shared::cluster.u32 barrier, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {%3, %4, %5, %6}, [barrier];\n}\n" ::"r"(address_of(to)),
-      "r"(address_of(barrier)), "r"(rank), "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])),
-      "r"(__float_as_uint(v[3]))
-      : "memory");
-#endif
-}
-
-// Grid: a cluster of blocks of threads per kTiles tiles of outputs and 16 rows; those of the same tiles stand next to each other,
-// so that all but the first find the codes in the cache. The warps of a cluster that have the same tile share its inputs in
-// contiguous ranges; warps of a block that have the same range read the same activations, of which all but the first find them in
-// the cache next to them. Traffic: codes and scales once from memory, activations once per block of threads, from the cache.
-// Contract: products of codes and activations are exact, sums are FP32 in an order that depends on the shape of the weight and the
-// card alone: a row's result does not depend on the other rows. Codes and scales are complete before the first of a row of kernels
-// that start early begins. With kGated a block has a tile of the first half of the outputs and the same one of the second, no
-// cluster, and stores the gated results of both: the bits of storing both and gating them after. Reference:
+// Grid: `parts` blocks of threads, one for each multiprocessor, per 16 rows; those of the same strips stand next to each other, so
+// that all but the first find the codes in the cache. The steps of all items of a block of threads are shared by its warps in
+// contiguous ranges. Traffic: codes and scales once from memory, activations once per item, from the cache. Contract: products of
+// codes and activations are exact, sums are FP32 in an order that depends on the shape of the weight and the card alone: a row's
+// result does not depend on the other rows. Codes and scales are complete before the first of a row of kernels that start early
+// begins. With kGated the first half of the outputs gates the second, each rounded first. Reference:
 // kernels/weight_only/operators.py.
-template <class T, class Out, int kBits, int kColumns, Inputs kInputs, int kTiles, bool kGated>
-__global__ void __launch_bounds__(kThreads, 2) linear_kernel(const Arguments p) {
-  constexpr int kShares = kWarps / kTiles, kTileParts = kStrips * kColumns * 32, kParts = kTiles * kTileParts;
+template <class T, class Out, int kBits, int kColumns, Inputs kInputs, bool kGated>
+__global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Arguments p) {
+  using S = Slot<kBits>;
   constexpr float kFactor = kInputs == Inputs::kWide ? kUnit<T> : kInputs == Inputs::kInt8 ? 1.0f : kPerStep;
-  using Warp = Buffer<kBits>;
-  using Received = float4[kShares * kParts];
   extern __shared__ __align__(128) uint8_t shared[];
-  auto& buffers = *reinterpret_cast<Warp(*)[kWarps]>(shared);
-  auto& received = *reinterpret_cast<Received*>(shared + sizeof(buffers));  // of a cluster: sums of all warps that this block adds
-  auto* received_all = reinterpret_cast<uint64_t*>(&received + 1);
+  auto& rings = *reinterpret_cast<Ring<kBits>(*)[kWarps]>(shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const bool alone = p.cluster == 1;
-  const int rank = blockIdx.x % p.cluster, part = blockIdx.x / p.cluster, row_blocks = int((p.rows + kRows - 1) / kRows);
-  static_assert(!kGated || kTiles == 2);
-  const int first_tile = part / row_blocks * (kGated ? 1 : kTiles);
-  const int tile = first_tile + warp / kShares * (kGated ? int(p.padded / kTile / 2) : 1);
-  const int64_t first_row = int64_t(part % row_blocks) * kRows;
-  const int share = rank * kShares + warp % kShares, shares = p.cluster * kShares, pairs = int(p.blocks + 1) / 2;
-  const int begin = pairs * share / shares * 2, end = min(pairs * (share + 1) / shares * 2, int(p.blocks));
-  const int blocks = tile * kTile < p.padded ? end - begin : 0;
-  Pipeline<kBits> pipeline(buffers[warp], p, tile, begin, blocks, lane);
-#if __CUDA_ARCH__ >= 900
-  if (!alone) {
-    if (threadIdx.x == 0) {
-      barrier_init(address_of(received_all));
-      fence_barriers();
-      barrier_expect(address_of(received_all), sizeof(Received));
-    }
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  }
-#endif
+  const int row_blocks = int((p.rows + kRows - 1) / kRows);
+  const int64_t first_row = int64_t(blockIdx.x % row_blocks) * kRows;
+  const Share<kGated> share(p, blockIdx.x / row_blocks);
+  const int items = share.items(), all = items * p.steps;
+  const int begin = all < kWarps ? min(warp, all) : all * warp / kWarps;
+  const int end = all < kWarps ? min(warp + 1, all) : all * (warp + 1) / kWarps;
+  int item = p.steps == 1 ? begin : __umulhi(begin, p.per_step), step = begin - item * p.steps;
+  Copies<kBits, kGated> copies(rings[warp], p, share, item, step, end - begin, lane);
   wait_for_previous();
   launch_next();
 
-  const uint4* rows[kColumns];
+  // Sums that end an item stand by item, those of a warp that ends amid one where its copies were; the warps that an item's sums are
+  // of by item, too. Of the columns of a product, which are rows of activations, only pairs that there are stand there.
+  const int rows = int(min(p.rows - first_row, int64_t(kColumns * 8))), pairs = min(4, (rows + 1) / 2);
+  const int item_sums = kWidth * kColumns * 8 * pairs;
+  float4* ends = reinterpret_cast<float4*>(shared + sizeof(rings));
+  uint8_t(*warps)[2] = reinterpret_cast<uint8_t(*)[2]>(ends + items * item_sums);
+  static_assert(sizeof(Ring<kBits>) >= kWidth * kColumns * 32 * sizeof(float4));
+  Activations<S::kBlocks, kColumns, kInputs> x(p, first_row, step, lane);
+  if (begin < end) {
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
-    const int64_t row = min(first_row + n * 8 + g, p.rows - 1);  // results of missing rows are dropped
-    rows[n] = static_cast<const uint4*>(p.x) + ((row * p.blocks + begin) * 4 + t) * Activations<kColumns, kInputs>::kLoads;
-  }
-  constexpr int kBlocks = Stage<kBits>::kBlocks, kInFlight = kStages * kBlocks;
-  Activations<kColumns, kInputs> x[kAhead];
-#pragma unroll
-  for (int u = 0; u < kAhead; ++u) {
-    if (u < blocks) {
-      x[u].load(rows, u);
+    for (int b = 0; b < S::kBlocks; ++b) {
+      x.load(b);
+    }
+    if (step == 0) {
+      warps[item][0] = uint8_t(warp);
     }
   }
-  float total[kStrips][kColumns][4] = {};
-  constexpr int kUnrolled = kAhead > kInFlight ? kAhead : kInFlight;
-  static_assert(kUnrolled % kAhead == 0 && kUnrolled % kInFlight == 0);
-  for (int first = 0; first < blocks; first += kUnrolled) {
+  float total[kWidth][kColumns][4] = {};
+  const bool apart = S::kBlocks == 2 && p.group_blocks % 2;
+  for (int at = begin; at < end;) {
 #pragma unroll
-    for (int u = 0; u < kUnrolled; ++u) {
-      const int block = first + u, stage = u / kBlocks % kStages;
-      if (block < blocks) {
-        if (u % kBlocks == 0) {
-          pipeline.wait(stage, block / kInFlight % 2);
+    for (int s = 0; s < kSlots; ++s) {
+      Copies<kBits, kGated>::wait();
+      const S& slot = rings[warp][s];
+      Sums<T, kBits, kColumns, kInputs> sums;
+#pragma unroll
+      for (int b = 0; b < S::kBlocks; ++b) {
+        sums.add(slot, b, x.words[b], lane);
+        x.load(b);
+        if (b == 0 && apart) {
+          sums.move_to(total, slot, b, lane);
         }
-        add_block<T, kBits>(total, buffers[warp].stages[stage], u % kBlocks, x[u % kAhead], lane);
-        if (block + kAhead < blocks) {
-          x[u % kAhead].load(rows, block + kAhead);
+      }
+      sums.move_to(total, slot, apart ? 1 : 0, lane);
+      __syncwarp();
+      copies.next(s);
+      ++step;
+      if (++at == end || step == p.steps) {
+        const bool whole = step == p.steps;
+        float4* to = whole ? ends + item * item_sums : reinterpret_cast<float4*>(&rings[warp]);
+#pragma unroll
+        for (int v = 0; v < kWidth; ++v) {
+#pragma unroll
+          for (int n = 0; n < kColumns; ++n) {
+            if (t < pairs) {
+              to[((v * kColumns + n) * 8 + g) * pairs + t] =
+                  make_float4(total[v][n][0], total[v][n][1], total[v][n][2], total[v][n][3]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              total[v][n][e] = 0;
+            }
+          }
         }
-        if (u % kBlocks == kBlocks - 1) {
-          __syncwarp();
-          pipeline.fetch(stage);
+        if (whole) {
+          warps[item][1] = uint8_t(warp);
         }
+        if (at == end) {
+          break;
+        }
+        step = 0;
+        warps[++item][0] = uint8_t(warp);
       }
     }
   }
+  __syncthreads();
 
-  // What a lane has summed stays together, (tile, strip, column, lane). It goes to the block of the cluster that adds it; with no
-  // cluster to where the warp's copies were.
-  static_assert(sizeof(Warp::stages) >= kTileParts * sizeof(float4));
-  const int own = kParts / p.cluster;
-#if __CUDA_ARCH__ >= 900
-  if (!alone) {
-    __syncwarp();
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // the other blocks have begun
-  }
-#endif
-#pragma unroll
-  for (int i = 0; i < kStrips; ++i) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      const int place = (i * kColumns + n) * 32 + lane, at = warp / kShares * kTileParts + place;
-      const auto& v = total[i][n];
-      if (alone) {
-        reinterpret_cast<float4*>(&buffers[warp])[place] = make_float4(v[0], v[1], v[2], v[3]);
-      } else {
-        send(&received[share * own + (at & (own - 1))], received_all, at / own, v);
-      }
+  const auto result_of = [&](int strip, int output, int row) {
+    const int item = strip / 2, v = strip % 2;
+    const int place = (((v * kColumns + row / 8) * 8 + output % 8) * pairs + row % 8 / 2) * 4 + output / 8 * 2 + row % 2;
+    float sum = 0;
+    for (int w = warps[item][0]; w < warps[item][1]; ++w) {
+      sum += reinterpret_cast<const float*>(&rings[w])[place];
     }
-  }
-  if (alone) {
-    __syncthreads();
-  } else {
-    barrier_wait(address_of(received_all), 0);
-  }
-  if constexpr (kGated) {
-    for (int k = threadIdx.x; k < kTileParts * 4; k += kThreads) {
-      float halves[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const auto* from = reinterpret_cast<const float*>(&buffers[half * kShares]) + k;
-        halves[half] = *from;
-#pragma unroll
-        for (int other = 1; other < kShares; ++other) {
-          halves[half] += from[other * int(sizeof(Warp) / 4)];
-        }
-        halves[half] = to_float(from_float<Out>(halves[half] * kFactor));
-      }
-      const int at = k / 4, e = k % 4;
-      const int64_t row = first_row + at / 32 % kColumns * 8 + at % 4 * 2 + e % 2;
-      const int64_t output = int64_t(first_tile) * kTile + at / 32 / kColumns * 16 + at % 32 / 4 + e / 2 * 8;
-      if (row < p.rows) {
-        store(static_cast<Out*>(p.y) + row * (p.outputs / 2) + output, gated(halves[0], halves[1], p.by_gelu));
-      }
+    sum += reinterpret_cast<const float*>(ends + item * item_sums)[place];
+    return sum * kFactor * (kInputs == Inputs::kWide ? 1.0f : p.x_scales[first_row + row]);
+  };
+  const int output = threadIdx.x % 16, strips = kGated ? items : share.strips;
+  for (int k = threadIdx.x / 16; k < strips * (8 * kColumns); k += kThreads / 16) {
+    const int row = k % (8 * kColumns), strip = k / (8 * kColumns);
+    const int64_t place = int64_t(share.first + strip) * 16 + output;
+    if (row >= rows) {
+      continue;
     }
-    return;
-  }
-  for (int k = threadIdx.x; k < own * 4; k += kThreads) {
-    const auto* from = alone ? reinterpret_cast<const float*>(&buffers[k / (4 * kTileParts) * kShares]) + k % (4 * kTileParts)
-                             : reinterpret_cast<const float*>(received) + k;
-    const int step = alone ? int(sizeof(Warp) / 4) : own * 4;
-    float sum = *from;
-#pragma unroll 4
-    for (int part = 1; part < shares; ++part) {
-      sum += from[part * step];
-    }
-    const int at = rank * own + k / 4, e = k % 4, strip = at % kTileParts / 32 / kColumns;
-    const int64_t row = first_row + at / 32 % kColumns * 8 + at % 4 * 2 + e % 2;
-    const int64_t output = int64_t(first_tile + at / kTileParts) * kTile + strip * 16 + at % 32 / 4 + e / 2 * 8;
-    if (row < p.rows && output < p.outputs) {
-      store(static_cast<Out*>(p.y) + row * p.outputs + output, sum * kFactor * (kInputs == Inputs::kWide ? 1.0f : p.x_scales[row]));
+    if constexpr (kGated) {
+      const float gate = to_float(from_float<Out>(result_of(2 * strip, output, row)));
+      const float up = to_float(from_float<Out>(result_of(2 * strip + 1, output, row)));
+      store(static_cast<Out*>(p.y) + (first_row + row) * (p.outputs / 2) + place, gated(gate, up, p.by_gelu));
+    } else if (place < p.outputs) {
+      store(static_cast<Out*>(p.y) + (first_row + row) * p.outputs + place, result_of(strip, output, row));
     }
   }
 }
 
-template <int kBits, int kColumns>
-constexpr int shared_bytes(int cluster) {
-  constexpr int kReceived = kWarps * kStrips * kColumns * 32 * int(sizeof(float4)) + 16;
-  return kWarps * int(sizeof(Buffer<kBits>)) + (cluster > 1 ? kReceived : 0);
+// Bytes of shared memory of a block of threads with so many items.
+template <int kBits>
+int shared_bytes(int items, int64_t rows) {
+  const int columns = rows > 8 ? 2 : 1, pairs = rows > 6 ? 4 : int(rows + 1) / 2;
+  return kWarps * int(sizeof(Ring<kBits>)) + items * (kWidth * columns * 8 * pairs * int(sizeof(float4)) + 2);
 }
 
 }  // namespace qsync
