@@ -102,7 +102,8 @@ def fill_serving_profile(
 
     Each table has the best source there is. *Scaled*, of prefilling: a table of the same kind in another scheme, by the
     ratio of both schemes that was measured for the other kind. *Learned*: by the model's laws, times the median of
-    measured over learned times in the kind's and phase's other schemes. *Roofline*: where the model lacks a law.
+    measured over learned times in the kind's and phase's other schemes. *Roofline*: where the model lacks a law, times
+    such a median too: beside measured times a bare roofline would look like the fastest scheme.
     Decoding is not scaled: how much of it weights are differs between attention and MLP.
 
     Args:
@@ -189,26 +190,25 @@ class _Estimator:
     learned: LearnedModel
     profile: ServingProfile | None = None
     _unlike: set[tuple[str, str]] = field(default_factory=set)
-    _factors: dict[tuple[str, str], float] = field(default_factory=dict)
+    _floors: dict[str, ServingProfile] = field(default_factory=dict)
+    _factors: dict[tuple[str, str, bool], float | None] = field(default_factory=dict)
 
     def table(self, kind: str, scheme: str, phase: str, grid: Table) -> Table:
-        """Times of a kind or the head in a scheme at the rows and lengths of ``grid``."""
-        roofline = _roofline(self.model, self.vector, [scheme])
-        floor = _phase(roofline.last if kind == _HEAD else roofline.costs[kind][scheme], phase)
-        if not self._knows(kind, scheme):
-            return _table(grid, floor.at)
-        factor = self._factor(kind, phase)
+        """Times of a kind or the head in a scheme at the rows and lengths of ``grid``; none is below the roofline."""
+        factor = self._factor(kind, phase, self._knows(kind, scheme)) or 1.0
+        floor = self._floor(kind, scheme, phase)
 
         def ns(rows: int, length: int) -> float:
-            return max(factor * self._ns(kind, scheme, _Pass.of(phase, rows, length)), floor.at(rows, length))
+            return max(factor * self._ns(kind, scheme, phase, rows, length), floor.at(rows, length))
 
         return _table(grid, ns)
 
     def source(self, kind: str, scheme: str) -> str:
         """Where the tables of a kind in a scheme are from, once they were made."""
-        if not self._knows(kind, scheme):
-            return f"roofline of {self.vector.name}"
-        corrected = ", corrected by what was measured" if self.profile and _measured(self.profile, kind) else ""
+        known = self._knows(kind, scheme)
+        corrected = ", corrected by what was measured" if self._factor(kind, "decode", known) is not None else ""
+        if not known:
+            return f"roofline of {self.vector.name}{corrected}"
         unlike = SCHEME_BITS[scheme] < 16 or (kind, scheme) in self._unlike
         return f"learned for {self.vector.name}{corrected}{'; unlike the training data' if unlike else ''}"
 
@@ -216,26 +216,36 @@ class _Estimator:
         programs = _programs(self.model, kind, scheme, _form(self.vector), _Pass(1, 1, 1))
         return all(self.learned.knows(program, self.vector) for program in programs)
 
-    def _factor(self, kind: str, phase: str) -> float:
-        """The median of measured over learned times of a kind, 1 if nothing was measured."""
-        if (kind, phase) not in self._factors:
+    def _factor(self, kind: str, phase: str, by_law: bool) -> float | None:
+        """The median of measured over estimated times of a kind, all by laws or none; None if nothing was measured."""
+        key = (kind, phase, by_law)
+        if key not in self._factors:
+            known = _measured(self.profile, kind) if self.profile and kind in KINDS else {}
             ratios = [
-                table.at(rows, length) / self._ns(kind, scheme, _Pass.of(phase, rows, length))
-                for scheme, costs in (_measured(self.profile, kind) if self.profile and kind != _HEAD else {}).items()
-                if scheme in SCHEME_BITS and self._knows(kind, scheme)
-                for table in [_phase(costs, phase)]
-                for rows in table.rows
-                for length in table.lengths
+                value / self._ns(kind, scheme, phase, rows, length)
+                for scheme, costs in known.items()
+                if scheme in SCHEME_BITS and self._knows(kind, scheme) is by_law
+                for rows, line in zip(_phase(costs, phase).rows, _phase(costs, phase).values, strict=True)
+                for length, value in zip(_phase(costs, phase).lengths, line, strict=True)
             ]
-            self._factors[kind, phase] = statistics.median(ratios) if ratios else 1.0
-        return self._factors[kind, phase]
+            self._factors[key] = statistics.median(ratios) if ratios else None
+        return self._factors[key]
 
-    def _ns(self, kind: str, scheme: str, at: _Pass) -> float:
-        programs = _programs(self.model, kind, scheme, _form(self.vector), at)
+    def _ns(self, kind: str, scheme: str, phase: str, rows: int, length: int) -> float:
+        """By the laws, else by the roofline; above 0."""
+        if not self._knows(kind, scheme):
+            return max(self._floor(kind, scheme, phase).at(rows, length), 1.0)
+        programs = _programs(self.model, kind, scheme, _form(self.vector), _Pass.of(phase, rows, length))
         estimates = self.learned.predict(programs, self.vector)
         if not all(estimate.in_domain for estimate in estimates):
             self._unlike.add((kind, scheme))
         return math.fsum(estimate.ns for estimate in estimates)
+
+    def _floor(self, kind: str, scheme: str, phase: str) -> Table:
+        if scheme not in self._floors:
+            self._floors[scheme] = _roofline(self.model, self.vector, [scheme])
+        roofline = self._floors[scheme]
+        return _phase(roofline.last if kind == _HEAD else roofline.costs[kind][scheme], phase)
 
 
 def _phase(costs: PhaseCosts, phase: str) -> Table:
