@@ -1,6 +1,6 @@
 """Costs of serving that were measured, left out, and estimated from the rest, for models of a few sizes on this CPU.
 
-    python benchmarks/serving_holes.py [--rounds 2] [--device NAME] [--other NAME] [--profiles FOLDER] [--output FILE]
+    python benchmarks/serving_holes.py [--rounds 4] [--device NAME] [--other NAME] [--profiles FOLDER] [--output FILE]
 
 Every scheme of a measured profile is left out in turn and filled again. ``ways`` of filling, each compared with what
 was measured, at all rows and lengths of the tables:
@@ -13,7 +13,8 @@ was measured, at all rows and lengths of the tables:
 - roofline and roofline from nothing: as the learned ones, with no law;
 - copy: the table of the scheme next in bits as it is.
 
-Two rounds differ by what else the machine does: ``repeat``. ``--profiles`` keeps what was measured, for another run.
+A machine that others share is slower at times: of several rounds the median of each entry counts, and ``repeat`` is how
+far a single round is from it. ``--profiles`` keeps what was measured, for another run.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from qsync_opt.runtimes.torch.serving import config_from_json, profile_serving, 
 from qsync_opt.serving import (
     KINDS,
     SCHEME_BITS,
+    PhaseCosts,
     ServeWorkload,
     ServingProfile,
     Table,
@@ -58,27 +60,26 @@ PHASES = ("prefill", "decode")
 def main() -> None:
     """Measure, leave out, fill, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--device", default="Intel Xeon, 1 thread")
     parser.add_argument("--other", default="AMD EPYC, 1 thread")
     parser.add_argument("--profiles", type=Path)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "serving-holes.json")
     asked = parser.parse_args()
-    profiles = {
-        (name, k): measured(name, k, asked.profiles) for k in range(asked.rounds) for name in MODELS
-    }  # fmt: skip
+    rounds = {name: [measured(name, k, asked.profiles) for k in range(asked.rounds)] for name in MODELS}
     errors: dict[tuple[str, str, str], list[float]] = {}
     rows: list[dict[str, Any]] = []
-    for (name, k), profile in profiles.items():
+    for name, profiles in rounds.items():
+        profile = middle(profiles)
         for way, kind, scheme, phase, table in estimates(profile, MODELS[name][1], asked.device, asked.other):
             truth = phase_of(profile, kind, scheme, phase)
-            found = [table.at(rows_, n) / value - 1 for rows_, n, value in points(truth)]
+            found = [table.at(count, length) / value - 1 for count, length, value in points(truth)]
             errors.setdefault((way, kind, phase), []).extend(map(abs, found))
             if way in ("learned", "learned from nothing"):
-                middle = statistics.median(found)
+                signed = round(statistics.median(found), 4)
                 rows.append(
-                    {"model": name, "round": k, "way": way, "kind": kind, "scheme": scheme, "phase": phase,
-                     "median_signed_error": round(middle, 4)}
+                    {"model": name, "way": way, "kind": kind, "scheme": scheme, "phase": phase,
+                     "median_signed_error": signed}
                 )  # fmt: skip
     ways = list(dict.fromkeys(way for way, _, _ in errors))
     summary = [
@@ -103,7 +104,7 @@ def main() -> None:
                 whole["learned"]["median"] < whole["roofline"]["median"],
             )
         ],
-        "repeat": repeat(profiles),
+        "repeat": repeat(rounds),
         "ways": whole,
         "records": summary,
         "schemes": rows,
@@ -197,18 +198,36 @@ def quantiles(errors: list[float]) -> dict[str, float]:
     }
 
 
-def repeat(profiles: dict[tuple[str, int], ServingProfile]) -> dict[str, float]:
-    """How much two rounds differ in the same entry."""
+def middle(profiles: Sequence[ServingProfile]) -> ServingProfile:
+    """The first profile with the median of all in every entry of its tables."""
+
+    def median(kind: str, scheme: str, phase: str) -> Table:
+        tables = [phase_of(each, kind, scheme, phase).values for each in profiles]
+        values = tuple(
+            tuple(round(statistics.median(entry)) for entry in zip(*lines, strict=True))
+            for lines in zip(*tables, strict=True)
+        )
+        return dataclasses.replace(phase_of(profiles[0], kind, scheme, phase), values=values)
+
+    costs = {
+        kind: {s: PhaseCosts(prefill=median(kind, s, "prefill"), decode=median(kind, s, "decode")) for s in table}
+        for kind, table in profiles[0].costs.items()
+    }
+    return dataclasses.replace(profiles[0], costs=costs)
+
+
+def repeat(rounds: dict[str, list[ServingProfile]]) -> dict[str, float]:
+    """How far the entries of one round are from the median of all rounds."""
     found = [
-        abs(phase_of(profiles[name, 1], kind, scheme, phase).at(rows, length) / value - 1)
-        for name, k in profiles
-        if k == 0 and (name, 1) in profiles
+        abs(phase_of(profile, kind, scheme, phase).at(count, length) / value - 1)
+        for profiles in rounds.values()
+        for profile in profiles
         for kind in KINDS
-        for scheme in profiles[name, 0].schemes
+        for scheme in profile.schemes
         for phase in PHASES
-        for rows, length, value in points(phase_of(profiles[name, 0], kind, scheme, phase))
+        for count, length, value in points(phase_of(middle(profiles), kind, scheme, phase))
     ]
-    return quantiles(found) if found else {}
+    return quantiles(found)
 
 
 if __name__ == "__main__":
