@@ -135,7 +135,7 @@ def test_a_device_that_nobody_measured_has_a_profile(run, tmp_path):
     assert status == 0 and "note: these costs are estimates: learned for Intel Xeon, 1 thread" in out
     assert load_serving_profile(tmp_path / "profile.json").schemes == ("W4", "W8", "W16", "W32")
     status, out, _ = run(*options, "--learned", "T4", "--schemes", "W8", "--json")
-    assert status == 0 and json.loads(out)["estimates"]["mlp"] == {"W8": "roofline of T4"}
+    assert status == 0 and " T4" in json.loads(out)["estimates"]["mlp"]["W8"]
     device = f"gpu={tmp_path / 'profile.json'}:500"
     status, out, _ = run("serving", "plan", "--device", device, "--costs", "learned", "--schemes", "W4,W8")
     assert status == 0 and "note: costs of gpu are estimates" in out
