@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import load_file, near_match
+from qsync_opt.io import ESTIMATES_KEY, load_file, near_match
 from qsync_opt.registry import Feature, Kind, attribute, create, entries, require
 from qsync_opt.solving import Answer, Solution, SolveOptions
 
@@ -298,6 +298,8 @@ def solve_by_formulation(
 ) -> Solution[Any, Any]:
     """Solve a problem by one of its system's formulations, and check the plan that it returns.
 
+    The plan carries what the problem says about its estimates (`ESTIMATES_KEY`).
+
     Args:
         problem: A problem of a system whose formulations return plans.
         method: Name of a formulation of that system, or an instance of one.
@@ -319,5 +321,9 @@ def solve_by_formulation(
         solver = create(Kind.SOLVER, solver)
     options = SolveOptions(solver=solver, time_limit_s=time_limit_s, gap=0.0 if gap is None else gap)
     answer: Answer = formulation.solve(problem, options)
-    evaluation = None if answer.plan is None else evaluate(problem, answer.plan)
-    return Solution.checked(answer, answer.plan, evaluation, method=name, time_limit_s=time_limit_s)
+    plan = answer.plan
+    evaluation = None if plan is None else evaluate(problem, plan)
+    note = getattr(problem, "extras", {}).get((ESTIMATES_KEY,))
+    if plan is not None and note is not None:
+        plan = replace(plan, extras={**plan.extras, (ESTIMATES_KEY,): note})
+    return Solution.checked(answer, plan, evaluation, method=name, time_limit_s=time_limit_s)

@@ -55,6 +55,7 @@ def figures() -> dict[str, str]:
         **_learned_costs("costs", results["learned-costs.json"]),
         **_learned_costs("costs-epyc", results["learned-costs-epyc.json"]),
         **_learned_costs("costs-h200", results["learned-costs-h200.json"]),
+        **_serving_holes(results["serving-holes.json"]),
         **_plain_processor(results["plain-processor.json"]),
         **_serving_harm(results["serving-harm.json"]),
         **_serving_load(results["serving-load.json"]),
@@ -179,6 +180,17 @@ def _learned_costs(name: str, data: Record) -> dict[str, str]:
         values = [row[key] for row in parts["profiles"] if row["profiles"] == 30]
         result[f"{name}.{what}"] = percent(sum(values) / len(values))
     return result
+
+
+def _serving_holes(data: Record) -> dict[str, str]:
+    """Errors of costs of serving that were left out and filled, by way, kind and phase: median and 90th percentile."""
+
+    def both(row: Record) -> str:
+        return f"{100 * row['median']:.0f} and {100 * row['p90']:.0f} %"
+
+    rows = {f"{row['way']}.{row['kind']}.{row['phase']}": row for row in data["records"]}
+    texts = {f"holes.{name.replace(' ', '-')}": both(row) for name, row in {**rows, **data["ways"]}.items()}
+    return {**texts, "holes.repeat": both(data["repeat"])}
 
 
 def _plain_processor(data: Record) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,10 +23,12 @@ from qsync_opt.cli.console import (
     choice,
     gap_text,
     option,
+    print_estimates,
     print_json,
     print_table,
 )
 from qsync_opt.errors import NotInstalledError, ProblemError, UnsupportedError
+from qsync_opt.io import ESTIMATES_KEY
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -83,6 +86,10 @@ def plan(
     budget_bits: Budget = 4,
     links: Links = "ring",
     weigh_layers: Weigh = False,
+    packing: Annotated[
+        list[str] | None,
+        option("WORKER=HARDWARE", "estimate packing on this worker, such as 1=T4, for one that is not this machine"),
+    ] = None,
     seed: Seed = 0,
     json: Json = False,
     quiet: Quiet = False,
@@ -93,6 +100,7 @@ def plan(
 
     messages = _runtime()
     check_outputs([output, problem], [])
+    hardware = dict(_worker(text) for text in packing or [])
     widths = _menu(menu)
     if budget_bits not in widths:
         raise UnsupportedError(f"--budget-bits is {budget_bits}, but it must be on the menu {menu}")
@@ -107,6 +115,8 @@ def plan(
     with messages.part_workers(folder) as train:
         _, data = train(run, _progress("tracing", quiet))
     built = _problem(data)
+    if hardware:
+        built = _with_packing(built, hardware, budget_bits)
     if problem is not None:
         built.save(problem)
     solution = solve(built)
@@ -114,7 +124,10 @@ def plan(
         solution.plan.save(output)
     if json:
         result = solution.to_json()
-        print_json(result | {"evaluation": solution.evaluation.to_json() if solution.evaluation else None})
+        note = built.extras.get((ESTIMATES_KEY,))
+        estimates = {} if note is None else {"estimates": note}
+        evaluation = solution.evaluation.to_json() if solution.evaluation else None
+        print_json(result | {"evaluation": evaluation} | estimates)
     elif solution.evaluation is None:
         print(solution.reason)
     else:
@@ -286,6 +299,24 @@ def _problem(data: Any) -> Any:
     return Problem.from_json(data)
 
 
+def _worker(text: str) -> tuple[int, Any]:
+    from qsync_opt.costs.learned import known_device
+
+    worker, _, name = text.partition("=")
+    if not worker.isdecimal() or not name:
+        raise ProblemError(f"packing is {text!r}, but it must read WORKER=HARDWARE, such as 1=T4")
+    return int(worker), known_device(name)
+
+
+def _with_packing(problem: Any, hardware: dict[int, Any], budget_bits: int) -> Any:
+    """The problem with estimated packing, and the limit that the uniform width has with it."""
+    from qsync_opt.messages import evaluate, uniform_plan, with_learned_packing
+
+    problem = with_learned_packing(problem, hardware)
+    exposed_ns = evaluate(problem, uniform_plan(problem, budget_bits)).exposed_ns
+    return replace(problem, time_limit_ns=int(exposed_ns) + 1)
+
+
 def _plan(path: str) -> Any:
     from qsync_opt.io import load_file
     from qsync_opt.messages import PLAN_FORMAT, Plan
@@ -325,6 +356,7 @@ def _print_plan(problem: Any, solution: Any) -> None:
         f"{_ms(evaluation.exposed_ns / 1e9)}{packing}, {evaluation.message_bytes / 1e6:.3f} MB, "
         f"{evaluation.mean_bits:.2f} bits in the mean"
     )
+    print_estimates(problem.extras)
 
 
 def _print_runs(runs: dict[str, Any]) -> None:

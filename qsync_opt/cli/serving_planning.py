@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,14 +16,17 @@ from qsync_opt.cli.console import (
     PlanOutput,
     Verbose,
     check_outputs,
+    choice,
     option,
+    print_estimates,
     print_json,
     print_table,
 )
-from qsync_opt.errors import ProblemError
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.io import ESTIMATES_KEY, near_match
 
 if TYPE_CHECKING:
-    from qsync_opt.serving import Prediction
+    from qsync_opt.serving import Prediction, ServeWorkload, ServingDevice, ServingProfile
 
 app = typer.Typer(rich_markup_mode=None)
 _MODEL_HELP = "model folder (config.json and safetensors) or .gguf file"
@@ -54,26 +59,38 @@ def profile(
     head: Annotated[
         str | None, option("NAME", "weight scheme of the head, such as W8, for 'run --head'; as the dtype by default")
     ] = None,
+    learned: Annotated[
+        str | None,
+        option("HARDWARE", "measure nothing: estimate for a GPU with a data sheet, such as T4, or a known device"),
+    ] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> int:
-    """Measure what a model's layers cost on this CPU or a card, by kind, scheme and phase."""
+    """Measure what a model's layers cost on this CPU or a card, by kind, scheme and phase, or estimate it."""
     from qsync_opt.registry import attribute
     from qsync_opt.serving import ServeWorkload, profile_json
 
     check_outputs([output], [model])
     workload = ServeWorkload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    measure = attribute(f"{_RUNTIME}:profile_serving")
-    result = measure(
-        model,
-        workload,
-        name=name,
-        device=device,
-        schemes=None if schemes is None else _names(schemes),
-        threads=threads,
-        beside=beside or (),
-        head=head,
-    )
+    chosen = None if schemes is None else _names(schemes)
+    if learned is not None:
+        if device != "cpu" or threads != 1 or beside or head is not None:
+            raise ProblemError(
+                f"--learned is {learned!r}, so nothing is measured; leave out --device, --threads, --beside and --head"
+            )
+        result = _estimated(model, workload, learned, chosen, name)
+    else:
+        measure = attribute(f"{_RUNTIME}:profile_serving")
+        result = measure(
+            model,
+            workload,
+            name=name,
+            device=device,
+            schemes=chosen,
+            threads=threads,
+            beside=beside or (),
+            head=head,
+        )
     result.save(output)
     if json:
         print_json(profile_json(result))
@@ -90,6 +107,8 @@ def profile(
                 (kind, scheme, f"{weights / _KIB_PER_MIB:.2f} MiB", f"{prefill / 1e6:.3f} ms", f"{decode / 1e6:.3f} ms")
             )
     print_table(("kind", "scheme", "weights", f"prefill of {prompts}", f"decode of {prompts}"), rows)
+    if result.estimated_by is not None:
+        print(f"note: these costs are estimates: {result.estimated_by}")
     return EXIT_OK
 
 
@@ -113,6 +132,20 @@ def plan(
     harm_limit: Annotated[
         float | None, option("H", "most harm in all; without a file of harms all groups in 4 bits have 1")
     ] = None,
+    costs: Annotated[
+        str,
+        option(
+            "NAME",
+            "of schemes that a device's profile lacks but others have, or --schemes names: measured (refuse), learned",
+            **choice("measured", "learned"),
+        ),
+    ] = "measured",
+    hardware: Annotated[
+        list[str] | None,
+        option(
+            "NAME=HARDWARE", "what a device is, for learned costs, such as gpu0=T4; by default its profile's name says"
+        ),
+    ] = None,
     method: Annotated[str, option("NAME", "default, exact, ilp, llm-pq")] = "default",
     time_limit: Annotated[float | None, option("S", "seconds for the solve")] = None,
     problem: Annotated[str | None, option("FILE", "write the problem that is solved to this file", "--problem")] = None,
@@ -127,11 +160,16 @@ def plan(
 
     devices = [_device(text) for text in device]
     check_outputs([problem, output, report], [*(text.partition("=")[2].rpartition(":")[0] for text in device), harm])
+    chosen = None if schemes is None else _names(schemes)
+    if costs == "learned":
+        devices = _filled(devices, chosen, hardware or [])
+    elif hardware:
+        raise ProblemError(f"--hardware is {hardware[0]!r}, but costs are {costs!r}; give --costs learned with it")
     result = plan_serving(
         devices[0].profile.model,
         devices,
         ServeWorkload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens),
-        schemes=None if schemes is None else _names(schemes),
+        schemes=chosen,
         harm=None if harm is None else load_harm(harm).groups,
         harm_limit=harm_limit,
         method=method,
@@ -151,7 +189,9 @@ def plan(
     if report is not None:
         write_serving_report(result, report)
     if json:
-        print_json({**result.solution.to_json(), "prediction": prediction.to_json()})
+        note = result.problem.extras.get((ESTIMATES_KEY,))
+        estimates = {} if note is None else {"estimates": note}
+        print_json({**result.solution.to_json(), "prediction": prediction.to_json(), **estimates})
         return EXIT_OK
     gap = result.solution.gap
     proof = "" if gap is None else f", at most {gap:.1%} above the best"
@@ -159,6 +199,7 @@ def plan(
     option_ = result.problem.microbatches[result.plan.microbatch]
     print(f"micro-batches: {option_.prefill} of prompts, {option_.decode} while decoding")
     print_prediction(prediction)
+    print_estimates(result.problem.extras)
     if harm is None:
         print(
             "note: harm is assumed from the bits alone; measure it with qsync_opt.runtimes.torch.serving.measure_harm"
@@ -224,7 +265,56 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _device(text: str) -> Any:
+def _estimated(
+    model: str, workload: ServeWorkload, hardware: str, schemes: tuple[str, ...] | None, name: str | None
+) -> ServingProfile:
+    """The profile of a device of which nothing was measured."""
+    from qsync_opt.costs.learned import known_device
+    from qsync_opt.registry import attribute
+    from qsync_opt.serving import learned_serving_profile
+
+    vector = known_device(hardware)
+    config = attribute(f"{_RUNTIME}:open_model")(model)[0]
+    sizes = attribute(f"{_RUNTIME}:serve_model")(config, Path(model).name)
+    schemes = schemes or ("W4", "W8", "W16", *(["W32"] if vector.kind == "cpu" else []))
+    return learned_serving_profile(sizes, vector, workload, schemes=schemes, name=name)
+
+
+def _filled(
+    devices: Sequence[ServingDevice], schemes: tuple[str, ...] | None, hardware: Sequence[str]
+) -> list[ServingDevice]:
+    """Devices whose profiles have all the schemes, by default those that any profile has."""
+    from qsync_opt.costs.learned import known_device
+    from qsync_opt.serving import fill_serving_profile
+
+    names = [device.name for device in devices]
+    kinds = dict(_hardware(text, names) for text in hardware)
+    wanted = schemes or tuple(dict.fromkeys(s for device in devices for s in device.profile.schemes))
+    result = []
+    for device in devices:
+        if any(scheme not in device.profile.schemes for scheme in wanted):
+            what = kinds.get(device.name, device.profile.name)
+            try:
+                vector = known_device(what)
+            except UnsupportedError as failure:
+                raise UnsupportedError(
+                    f"device {device.name!r}: {failure}; say what it is with --hardware {device.name}=NAME"
+                ) from None
+            device = replace(device, profile=fill_serving_profile(device.profile, vector, schemes=wanted))
+        result.append(device)
+    return result
+
+
+def _hardware(text: str, names: Sequence[str]) -> tuple[str, str]:
+    name, _, what = text.partition("=")
+    if not name or not what:
+        raise ProblemError(f"hardware is {text!r}, but it must read NAME=HARDWARE, such as gpu0=T4")
+    if name not in names:
+        raise ProblemError(f"hardware names the device {name!r}{near_match(name, names)}; there are {', '.join(names)}")
+    return name, what
+
+
+def _device(text: str) -> ServingDevice:
     from qsync_opt.serving import ServingDevice, load_serving_profile
 
     name, _, rest = text.partition("=")

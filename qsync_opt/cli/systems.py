@@ -16,6 +16,7 @@ from qsync_opt.cli.console import (
     Verbose,
     check_outputs,
     option,
+    print_estimates,
     print_json,
 )
 from qsync_opt.io import load_file
@@ -43,10 +44,13 @@ def system_commands(system: System) -> typer.Typer:
     ) -> int:
         """Solve a problem file; the plan is checked by code that trusts no solver."""
         check_outputs([output], [problem])
-        solution = solve(_problem(system, problem), method, solver=solver, time_limit_s=time_limit, gap=gap)
+        loaded = _problem(system, problem)
+        solution = solve(loaded, method, solver=solver, time_limit_s=time_limit, gap=gap)
         if solution.plan is not None and output is not None:
             solution.plan.save(output)
         _print(solution.to_json(), json)
+        if not json:
+            print_estimates(getattr(loaded, "extras", {}))
         return EXIT_OK if solution.plan is not None else EXIT_INFEASIBLE
 
     def evaluate_file(problem: ProblemFile, plan: PlanFile, json: Json = False, verbose: Verbose = False) -> int:

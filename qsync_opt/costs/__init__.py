@@ -10,7 +10,6 @@ from qsync_opt.doors import lazy
 if TYPE_CHECKING:
     from qsync_opt.costs.profile import (
         ESTIMATE_OPTION,
-        ESTIMATES_KEY,
         FP32_SHARE_OPTION,
         MEASURED_OPTION,
         MI_ELEMENTS,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         estimate_extras,
         estimate_lines,
         estimated_by,
+        estimated_costs,
         fit_cost,
         load_profile,
     )
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         operator_cost,
         total_cost,
     )
+    from qsync_opt.io import ESTIMATES_KEY
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -47,6 +48,6 @@ __all__ = [
     "ESTIMATES_KEY", "ESTIMATE_OPTION", "FP32_SHARE_OPTION", "MEASURED_OPTION", "MI_ELEMENTS", "Assumptions",
     "CostFit", "CostModel", "CostSource", "DeviceIdentity", "DeviceProfile", "Estimate", "IterationCheck",
     "IterationOverhead", "MeasuredCost", "OptimizerCost", "ProfileCosts", "RooflineCosts", "carried_estimates",
-    "cast_cost", "estimate_extras", "estimate_lines", "estimated_by", "fit_assumptions", "fit_cost", "layer_cost",
-    "load_profile", "operator_cost", "roofline_profile", "scale_costs", "total_cost",
+    "cast_cost", "estimate_extras", "estimate_lines", "estimated_by", "estimated_costs", "fit_assumptions",
+    "fit_cost", "layer_cost", "load_profile", "operator_cost", "roofline_profile", "scale_costs", "total_cost",
 ]  # fmt: skip

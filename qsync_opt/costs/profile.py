@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import (
+    ESTIMATES_KEY,
     Extras,
     Json,
     Name,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 MI_ELEMENTS = 2**20
 """Unit of ``ns_per_mi_elements``."""
-ESTIMATES_KEY = "x-estimates"
-"""Top-level extension key of problem and plan files: ``{"costs": {device: text}, "sensitivity": text}``."""
 ESTIMATE_OPTION = "estimated_by"
 """Option of a profile that was not (all) measured: where its figures are from."""
 FP32_SHARE_OPTION = "fp32_share"
@@ -416,13 +415,22 @@ def estimate_extras(
     ``sensitivity`` says where the sensitivities are from; None: they were computed from collected statistics.
     ``quantile`` is that of their times at which estimated operators are priced; None: the estimates themselves.
     """
-    sources = {name: source for name, profile in profiles.items() if (source := estimated_by(profile)) is not None}
-    note: dict[str, Any] = {"costs": sources} if sources else {}
+    sources = estimated_costs({name: estimated_by(profile) for name, profile in profiles.items()})
+    note = dict(sources.get((ESTIMATES_KEY,), {}))
     if sensitivity is not None:
         note["sensitivity"] = sensitivity
     if quantile is not None:
         note["quantile"] = quantile
     return {(ESTIMATES_KEY,): note} if note else {}
+
+
+def estimated_costs(sources: Mapping[str, str | None]) -> dict[tuple[str, ...], Any]:
+    """The extension key of a problem with estimated costs, from what each device's are from (None: measured).
+
+    Empty if all were measured.
+    """
+    costs = {name: source for name, source in sources.items() if source is not None}
+    return {(ESTIMATES_KEY,): {"costs": costs}} if costs else {}
 
 
 def carried_estimates(extras: Extras) -> dict[tuple[str, ...], Any]:

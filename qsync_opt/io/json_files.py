@@ -28,6 +28,8 @@ LARGEST_JSON_BYTES = 256 * 2**20
 DEEPEST_JSON = 200
 """Most levels of nested lists and objects: Python cannot even show deeper ones in an error."""
 
+ESTIMATES_KEY = "x-estimates"
+"""Top-level extension key of problem and plan files: ``{"costs": {device: text}, "sensitivity": text}``."""
 Extras = Mapping[tuple[str, ...], Any]
 """Extension keys by their path; an element of a list is addressed by its ``name`` where it has one, else by number."""
 

@@ -9,6 +9,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.messages.evaluation import Evaluation, evaluate
+    from qsync_opt.messages.learned import with_learned_packing
     from qsync_opt.messages.plan import PLAN_FORMAT, Plan, in_rounds, uniform_plan
     from qsync_opt.messages.problem import (
         FORMAT,
@@ -25,5 +26,5 @@ else:
 
 __all__ = [
     "FORMAT", "PLAN_FORMAT", "Evaluation", "Exchange", "Pair", "Plan", "Problem", "all_to_all_round", "by_bytes",
-    "evaluate", "in_rounds", "ring_rounds", "uniform_plan", "variance_factor",
+    "evaluate", "in_rounds", "ring_rounds", "uniform_plan", "variance_factor", "with_learned_packing",
 ]  # fmt: skip

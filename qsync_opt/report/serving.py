@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from html import escape
 
+from qsync_opt.costs import estimate_lines
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import format_gap, format_memory, format_time, write_text
 from qsync_opt.report.markup import card, level_bar, table
@@ -62,7 +63,8 @@ def _summary(result: ServingPlan, prediction: Prediction) -> str:
         proof = " No plan is faster."
     used = [stage.device for stage in prediction.stages]
     idle = [device.name for device in problem.devices if device.name not in used]
-    notes = [f"Left out: {', '.join(idle)}; with a stage there the batch would take no less time."] if idle else []
+    notes = [f"{line[0].upper()}{line[1:]}." for line in estimate_lines(problem.extras)]
+    notes += [f"Left out: {', '.join(idle)}; with a stage there the batch would take no less time."] if idle else []
     limit = problem.harm_limit
     harm = f"Harm {prediction.harm:.4g}" + ("." if limit is None else f" of at most {limit:.4g}.")
     text = (

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from qsync_opt.costs import estimated_costs
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import Json, Name, check_fields, format_memory, near_match
 from qsync_opt.serving.evaluation import Evaluation, evaluate
@@ -227,7 +228,7 @@ def build_serving_problem(
     if not devices:
         raise ProblemError("devices is empty, but at least one is needed")
     for device in devices:
-        if _sizes(device.profile.model) != _sizes(model):
+        if device.profile.model.sizes != model.sizes:
             raise ProblemError(
                 f"the profile of device {device.name!r} is of the model {device.profile.model.name!r} with other sizes "
                 f"than {model.name!r}; profile this model on it"
@@ -282,6 +283,7 @@ def build_serving_problem(
             if a != b
         },
         harm=harm,
+        extras=estimated_costs({name: p.estimated_by for name, p in profiles.items()}),
     )
 
 
@@ -424,12 +426,6 @@ def _passes_kib(profile: ServingProfile, shapes: Sequence[_Shape]) -> int:
     return math.ceil(
         max(max(profile.workspace.at(s.prefill_rows, s.prompt), profile.workspace.at(s.decode_rows, 1)) for s in shapes)
     )
-
-
-def _sizes(model: ServeModel) -> tuple[int, ...]:
-    return (
-        model.layers, model.hidden, model.inner, model.heads, model.kv_heads, model.head_size, model.vocabulary
-    )  # fmt: skip
 
 
 def _check_harm(harm: Mapping[str, Mapping[str, float]], model: ServeModel, schemes: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from qsync_opt.errors import ProblemError
@@ -23,7 +24,7 @@ KINDS = ("attn", "mlp")
 CACHE_PAGE = 16
 """Tokens by which a cache grows."""
 _KIB = 1024
-_BITS = {"W4": 4 + 32 / 128, "W8": 8 + 32 / 128, "W16": 16.0, "W32": 32.0}
+SCHEME_BITS: Mapping[str, float] = MappingProxyType({"W4": 4 + 32 / 128, "W8": 8 + 32 / 128, "W16": 16.0, "W32": 32.0})
 """Bits of a weight in memory, scales of groups of 128 included."""
 
 
@@ -44,6 +45,13 @@ class ServeModel:
         check_fields(self, f"model {self.name!r}")
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes: models of the same have the same costs."""
+        return (
+            self.layers, self.hidden, self.inner, self.heads, self.kv_heads, self.head_size, self.vocabulary
+        )  # fmt: skip
+
+    @property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups in order: ``0.attn``, ``0.mlp``, ``1.attn``, ..."""
         return tuple(f"{layer}.{kind}" for layer in range(self.layers) for kind in KINDS)
@@ -53,6 +61,10 @@ class ServeModel:
         if kind == "mlp":
             return 3 * self.hidden * self.inner
         return self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+
+    def weights_kib(self, kind: str, scheme: str) -> int:
+        """KiB of the matrices of one group in a scheme of `SCHEME_BITS`, scales included."""
+        return int(-(-self.parameters(kind) * SCHEME_BITS[scheme] // (8 * _KIB)))
 
     def cache_bytes(self, tokens: int, bytes_per_number: int = 4) -> int:
         """Bytes of one sequence's keys and values in one layer, in whole pages."""
@@ -122,6 +134,7 @@ class ServingProfile(Document):
     moment beside that and the weights, while there are no caches yet, ``workspace`` what a pass needs, in KiB by
     rows and length. ``cache_bytes_per_number`` is the size of a number in the cache. A message to the next stage
     takes ``link_ns`` and ``link_ns_per_kib``; where there are several stages, a process holds ``link_kib`` more.
+    ``estimates`` says of costs that were not measured, by kind and scheme, where they are from.
     """
 
     FORMAT: ClassVar = PROFILE_FORMAT
@@ -144,18 +157,37 @@ class ServingProfile(Document):
     link_ns: int
     link_ns_per_kib: float
     link_kib: Annotated[int, Json(optional=True)] = 0
+    estimates: Annotated[Mapping[Name, Mapping[Name, Name]], Json(omitted=True)] = field(default_factory=dict)
     extras: Annotated[Extras, Json(stored=False)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, f"profile {self.name!r}")
         freeze(self, "extras")
-        freeze(self, "weights_kib", "costs", depth=2)
+        freeze(self, "weights_kib", "costs", "estimates", depth=2)
         for kind in KINDS:
             for what, table in (("weights_kib", self.weights_kib), ("costs", self.costs)):
                 if kind not in table:
                     raise ProblemError(f"profile {self.name!r}: {what} lacks the kind {kind!r}; add it")
             if set(self.weights_kib[kind]) != set(self.costs[kind]):
                 raise ProblemError(f"profile {self.name!r}: weights_kib and costs of kind {kind!r} have unlike schemes")
+        for kind, texts in self.estimates.items():
+            for scheme in texts:
+                if scheme not in self.costs.get(kind, {}):
+                    raise ProblemError(
+                        f"profile {self.name!r}: estimates names kind {kind!r} and scheme {scheme!r}, but there are no "
+                        "such costs; leave it out"
+                    )
+
+    @property
+    def estimated_by(self) -> str | None:
+        """Which costs are estimates, and where they are from; None: all were measured."""
+        places: dict[str, list[str]] = {}
+        for kind, texts in self.estimates.items():
+            for scheme, text in texts.items():
+                places.setdefault(text, []).append(f"{kind} {scheme}")
+        if [sum(map(len, self.costs.values()))] == [len(names) for names in places.values()]:
+            return next(iter(places))
+        return "; ".join(f"{', '.join(names)}: {text}" for text, names in places.items()) or None
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -173,8 +205,20 @@ class ServingProfile(Document):
                 raise ProblemError(
                     f"profile {self.name!r} has no costs of kind {kind!r} in scheme {scheme!r}"
                     f"{near_match(scheme, self.costs[kind])}; it has {', '.join(self.costs[kind])}: profile that "
-                    "scheme too, or plan without it"
+                    "scheme too, have it estimated (fill_serving_profile; serving plan --costs learned), or plan "
+                    "without it"
                 )
+
+
+def check_known_scheme(scheme: str) -> None:
+    """Refuse a scheme whose bits are not known.
+
+    Raises:
+        ProblemError: It is none of `SCHEME_BITS`.
+    """
+    if scheme not in SCHEME_BITS:
+        allowed = ", ".join(SCHEME_BITS)
+        raise ProblemError(f"scheme is {scheme!r}{near_match(scheme, SCHEME_BITS)}; allowed are {allowed}")
 
 
 def load_serving_profile(path: str | os.PathLike[str]) -> ServingProfile:
@@ -222,8 +266,7 @@ def roofline_serving_profile(
         if not 0 < rate < float("inf"):
             raise ProblemError(f"{what} is {rate!r}, but it must be a finite number above 0")
     for scheme in schemes:
-        if scheme not in _BITS:
-            raise ProblemError(f"scheme is {scheme!r}{near_match(scheme, _BITS)}; allowed are {', '.join(_BITS)}")
+        check_known_scheme(scheme)
     rows, lengths = (1, 4096), (1, 65536)
 
     def table(weight_bytes: float, parameters: int, cache_bytes: float, *, per_length: bool) -> Table:
@@ -256,11 +299,11 @@ def roofline_serving_profile(
         base_kib=0,
         load_kib=0,
         cache_bytes_per_number=2,
-        weights_kib={
-            kind: {s: int(-(-model.parameters(kind) * _BITS[s] // (8 * _KIB))) for s in schemes} for kind in KINDS
-        },
+        weights_kib={kind: {s: model.weights_kib(kind, s) for s in schemes} for kind in KINDS},
         costs={
-            kind: {s: phases(_BITS[s], model.parameters(kind), per_token if kind == "attn" else 0.0) for s in schemes}
+            kind: {
+                s: phases(SCHEME_BITS[s], model.parameters(kind), per_token if kind == "attn" else 0.0) for s in schemes
+            }
             for kind in KINDS
         },
         workspace=Table(rows=rows, lengths=lengths, values=work),
@@ -270,6 +313,7 @@ def roofline_serving_profile(
         last=PhaseCosts(prefill=last, decode=last),
         link_ns=round(1e9 * link_s),
         link_ns_per_kib=1e9 * _KIB / link_bytes_per_s,
+        estimates={kind: dict.fromkeys(schemes, "roofline") for kind in KINDS},
     )
 
 

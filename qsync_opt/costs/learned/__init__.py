@@ -57,7 +57,14 @@ if TYPE_CHECKING:
         merge_records,
         outliers,
     )
-    from qsync_opt.costs.learned.source import LearnedCosts, at_quantile, has_intervals, learned_profile, with_times
+    from qsync_opt.costs.learned.source import (
+        LearnedCosts,
+        at_quantile,
+        has_intervals,
+        known_device,
+        learned_profile,
+        with_times,
+    )
     from qsync_opt.costs.learned.terms import FEATURE_VERSION, TERMS, terms_of
 else:
     __getattr__, __dir__ = lazy(__name__)
@@ -67,7 +74,7 @@ __all__ = [
     "LearnedCosts", "LearnedModel", "Level", "ModelCard", "Phase", "Program", "Rows", "Sample", "Split",
     "TimeEstimate", "Workload", "at_quantile", "cast_program", "check_same_devices", "check_times", "class_name",
     "fit_law", "fit_laws", "group_keys", "has_intervals", "held_out_errors", "interval_quantile", "kernel_of",
-    "law_name", "learned_profile", "load_model", "load_record", "merge_records", "outliers", "parts",
-    "predict_samples", "programs_of", "reference_ns", "sheet_vector", "shipped_model", "sum_program", "summary",
-    "terms_of", "with_observed_rates", "with_times", "workload_of",
+    "known_device", "law_name", "learned_profile", "load_model", "load_record", "merge_records", "outliers",
+    "parts", "predict_samples", "programs_of", "reference_ns", "sheet_vector", "shipped_model", "sum_program",
+    "summary", "terms_of", "with_observed_rates", "with_times", "workload_of",
 ]  # fmt: skip

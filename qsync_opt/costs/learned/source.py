@@ -149,23 +149,34 @@ class LearnedCosts:
         """Estimate the profile; see `CostModel.profile`."""
         model = self._model or shipped_model()
         measured = None if device.profile is None else load_profile(device.profile)
-        return learned_profile(graph, self._vector(device, model), model, measured=measured)
+        vector = self._vectors.get(device.name) or known_device(device.hardware or device.name, model)
+        return learned_profile(graph, vector, model, measured=measured)
 
-    def _vector(self, device: DeviceType, model: LearnedModel) -> DeviceVector:
-        name = device.hardware or device.name
-        trained = {vector.name: vector for vector in model.card.vectors}
-        # Torch's name of a whole card has the data sheet's as a word; what was probed is better than the sheet.
-        cards = (vector for vector in model.card.vectors if vector.kind == "cuda" and name in vector.name.split())
-        for known in (self._vectors.get(device.name), trained.get(name), next(cards, None)):
-            if known is not None:
-                return known
-        names = (*DATA_SHEETS, *trained)
-        if name.upper() not in (sheet.upper() for sheet in DATA_SHEETS):
-            raise UnsupportedError(
-                f"there is neither a data sheet nor a learned device {name!r}{near_match(name, names)}; known are "
-                f"{', '.join(names)}; write hardware: NAME in the cluster file, or collect costs on the device"
-            )
-        return sheet_vector(data_sheet(name))
+
+def known_device(name: str, model: LearnedModel | None = None) -> DeviceVector:
+    """The vector of a device of the model's training data, or of a GPU with a data sheet.
+
+    Args:
+        name: Of the device; of a card a word of torch's name is enough, such as ``H200``.
+        model: None: the one that comes with the package.
+
+    Raises:
+        UnsupportedError: There is neither; the text lists what is known.
+    """
+    model = model or shipped_model()
+    trained = {vector.name: vector for vector in model.card.vectors}
+    # Torch's name of a whole card has the data sheet's as a word; what was probed is better than the sheet.
+    cards = (vector for vector in model.card.vectors if vector.kind == "cuda" and name in vector.name.split())
+    for known in (trained.get(name), next(cards, None)):
+        if known is not None:
+            return known
+    names = (*DATA_SHEETS, *trained)
+    if name.upper() not in (sheet.upper() for sheet in DATA_SHEETS):
+        raise UnsupportedError(
+            f"there is neither a data sheet nor a learned device {name!r}{near_match(name, names)}; known are "
+            f"{', '.join(names)}; name one of them (hardware: NAME in a cluster file), or collect costs on the device"
+        )
+    return sheet_vector(data_sheet(name))
 
 
 def at_quantile(profile: DeviceProfile, quantile: float) -> DeviceProfile:

@@ -37,6 +37,11 @@ def test_partition_plan_and_run(graph, tmp_path, run):
     trained = json.loads(out)
     assert trained["test_accuracy"] > 0.8 and len(trained["losses"]) == 30
     assert set(trained["widths"]) <= {"2", "4", "8", "32"} and sum(trained["widths"].values()) == pytest.approx(1)
+    # Packing on a worker that will be another device is estimated, and its plan has a limit with it.
+    few = ("--epochs", "3", "--menu", "4,32", "--packing", "1=Intel Xeon, 1 thread")
+    status, out, err = run("messages", "plan", parts, *SMALL, *few, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["estimates"]["costs"].keys() == {"packing on worker 1"}
     # A plan of two layers does not fit a model of three; who started the workers says why they stopped.
     status, out, err = run("messages", "run", parts, "--plan", plan, "--hidden", "8", "--epochs", "3")
     assert (status, out) == (2, "") and err.count("\n") == 1 and "may be of another model" in err
@@ -48,6 +53,8 @@ def test_bad_arguments_are_one_line(graph, tmp_path, run):
         (("plan", str(tmp_path), "--menu", "2,3"), "--menu has the width 3"),
         (("plan", str(tmp_path), "--menu", "2,8"), "--budget-bits is 4"),
         (("run", str(tmp_path), "--bits", "5"), "--bits is 5"),
+        (("plan", str(tmp_path), "--packing", "T4"), "packing is 'T4', but it must read WORKER=HARDWARE"),
+        (("plan", str(tmp_path), "--packing", "1=T5"), "neither a data sheet nor a learned device 'T5'"),
         (("partition", str(tmp_path / "no"), "--parts", "2", "--output", str(tmp_path / "p")), "not a readable graph"),
         (("run", str(tmp_path), "--model", "gnc"), "did you mean 'gcn'?"),
     ):

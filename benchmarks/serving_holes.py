@@ -1,0 +1,234 @@
+"""Costs of serving that were measured, left out, and estimated from the rest, for models of a few sizes on this CPU.
+
+    python benchmarks/serving_holes.py [--rounds 4] [--device NAME] [--other NAME] [--profiles FOLDER] [--output FILE]
+
+Every scheme of a measured profile is left out in turn and filled again. ``ways`` of filling, each compared with what
+was measured, at all rows and lengths of the tables:
+
+- learned: `fill_serving_profile`, from the other three schemes;
+- learned from one: the same where only the scheme next in bits was measured;
+- learned from nothing: the whole profile is `learned_serving_profile`'s;
+- learned as another: as learned, but for ``--other``, a device that it is not;
+- scaled: the scheme was left out of one kind alone (prefill only; decoding is learned);
+- roofline and roofline from nothing: as the learned ones, with no law;
+- copy: the table of the scheme next in bits as it is.
+
+A machine that others share is slower at times: of several rounds the median of each entry counts, and ``repeat`` is how
+far a single round is from it. ``--profiles`` keeps what was measured, for another run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from results_head import asked_row, processors, results_head
+
+from qsync_opt.costs.learned import LearnedModel, known_device, shipped_model
+from qsync_opt.io import write_json
+from qsync_opt.runtimes.torch.serving import config_from_json, profile_serving, sample_config
+from qsync_opt.serving import (
+    KINDS,
+    SCHEME_BITS,
+    PhaseCosts,
+    ServeWorkload,
+    ServingProfile,
+    Table,
+    fill_serving_profile,
+    learned_serving_profile,
+    load_serving_profile,
+)
+
+SHORT = ServeWorkload(prompts=8, prompt_tokens=64, new_tokens=32)
+MODELS = {
+    "demo": ({"layers": 4, "hidden": 256, "inner": 704, "heads": 8, "kv_heads": 4, "vocabulary": 512}, SHORT),
+    "long": (
+        {"layers": 4, "hidden": 512, "inner": 1536, "heads": 8, "kv_heads": 8, "vocabulary": 1024},
+        ServeWorkload(prompts=8, prompt_tokens=256, new_tokens=64),
+    ),
+    "wide": ({"layers": 4, "hidden": 1024, "inner": 2816, "heads": 16, "kv_heads": 4, "vocabulary": 2048}, SHORT),
+}
+PHASES = ("prefill", "decode")
+
+
+def main() -> None:
+    """Measure, leave out, fill, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--device", default="Intel Xeon, 1 thread")
+    parser.add_argument("--other", default="AMD EPYC, 1 thread")
+    parser.add_argument("--profiles", type=Path)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "serving-holes.json")
+    asked = parser.parse_args()
+    rounds = {name: [measured(name, k, asked.profiles) for k in range(asked.rounds)] for name in MODELS}
+    errors: dict[tuple[str, str, str], list[float]] = {}
+    rows: list[dict[str, Any]] = []
+    for name, profiles in rounds.items():
+        profile = middle(profiles)
+        for way, kind, scheme, phase, table in estimates(profile, MODELS[name][1], asked.device, asked.other):
+            truth = phase_of(profile, kind, scheme, phase)
+            found = [table.at(count, length) / value - 1 for count, length, value in points(truth)]
+            errors.setdefault((way, kind, phase), []).extend(map(abs, found))
+            if way in ("learned", "learned from nothing"):
+                signed = round(statistics.median(found), 4)
+                rows.append(
+                    {"model": name, "way": way, "kind": kind, "scheme": scheme, "phase": phase,
+                     "median_signed_error": signed}
+                )  # fmt: skip
+    ways = list(dict.fromkeys(way for way, _, _ in errors))
+    summary = [
+        {"way": way, "kind": kind, "phase": phase, **quantiles(errors[way, kind, phase])}
+        for way in ways
+        for kind in KINDS
+        for phase in PHASES
+        if (way, kind, phase) in errors
+    ]
+    whole = {
+        way: quantiles([e for (w, _, _), values in errors.items() if w == way for e in values]) for way in ways
+    }  # fmt: skip
+    data = {
+        **results_head(processors(), {"torch": torch.__version__}),
+        "device": asked.device,
+        "models": {name: sizes for name, (sizes, _) in MODELS.items()},
+        "asked": [
+            asked_row(
+                "median error of a scheme that was left out",
+                "less than the roofline's",
+                f"{whole['learned']['median']:.1%} and {whole['roofline']['median']:.1%}",
+                whole["learned"]["median"] < whole["roofline"]["median"],
+            )
+        ],
+        "repeat": repeat(rounds),
+        "ways": whole,
+        "records": summary,
+        "schemes": rows,
+    }
+    write_json(asked.output, data)
+    for way, values in whole.items():
+        print(f"{way}: median {values['median']:.1%}, 90th percentile {values['p90']:.1%}")
+    print("repeat:", data["repeat"])
+
+
+def measured(name: str, k: int, folder: Path | None) -> ServingProfile:
+    """A profile of one round, from the folder if it has it."""
+    path = None if folder is None else folder / f"{name}-{k}.json"
+    if path is not None and path.exists():
+        return load_serving_profile(path)
+    sizes, workload = MODELS[name]
+    profile = profile_serving(config_from_json(sample_config(**sizes)), workload, name="this CPU")
+    print(f"{name}, round {k}: measured", flush=True)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.save(path)
+    return profile
+
+
+def estimates(
+    profile: ServingProfile, workload: ServeWorkload, device: str, other: str
+) -> Iterator[tuple[str, str, str, str, Table]]:
+    """Way, kind, scheme, phase and the table that is compared with the measured one."""
+    vector, model = known_device(device), shipped_model()
+    lawless = without_laws(model)
+    schemes = profile.schemes
+    nothing = {
+        "learned from nothing": learned_serving_profile(profile.model, vector, workload, schemes=schemes),
+        "roofline from nothing": learned_serving_profile(profile.model, vector, workload, lawless, schemes=schemes),
+    }
+    for scheme in schemes:
+        near = min(
+            (s for s in schemes if s != scheme), key=lambda s: abs(math.log(SCHEME_BITS[s] / SCHEME_BITS[scheme]))
+        )
+        rest, one = only(profile, [s for s in schemes if s != scheme]), only(profile, [near])
+        filled = {
+            "learned": fill_serving_profile(rest, vector, schemes=[scheme]),
+            "learned from one": fill_serving_profile(one, vector, schemes=[scheme]),
+            "learned as another": fill_serving_profile(rest, known_device(other), schemes=[scheme]),
+            "roofline": fill_serving_profile(rest, vector, lawless, schemes=[scheme]),
+            **nothing,
+        }
+        for kind in KINDS:
+            for phase in PHASES:
+                for way, each in filled.items():
+                    yield way, kind, scheme, phase, phase_of(each, kind, scheme, phase)
+                yield "copy", kind, scheme, phase, phase_of(profile, kind, near, phase)
+            half = only(profile, [s for s in schemes if s != scheme], kinds=[kind])
+            scaled = fill_serving_profile(half, vector, schemes=[scheme])
+            yield "scaled", kind, scheme, "prefill", phase_of(scaled, kind, scheme, "prefill")
+
+
+def without_laws(model: LearnedModel) -> LearnedModel:
+    """A model with no law, so that everything is the roofline's."""
+    return dataclasses.replace(
+        model, names=(), weights_LT=model.weights_LT[:0], ends_LS2=model.ends_LS2[:0], most_LT=model.most_LT[:0]
+    )
+
+
+def only(profile: ServingProfile, schemes: list[str], kinds: Sequence[str] = KINDS) -> ServingProfile:
+    """The profile with these schemes alone, in these kinds."""
+    costs = {k: {s: c for s, c in t.items() if s in schemes or k not in kinds} for k, t in profile.costs.items()}
+    weights = {k: {s: w for s, w in t.items() if s in costs[k]} for k, t in profile.weights_kib.items()}
+    return dataclasses.replace(profile, costs=costs, weights_kib=weights)
+
+
+def phase_of(profile: ServingProfile, kind: str, scheme: str, phase: str) -> Table:
+    """A table of a profile."""
+    costs = profile.costs[kind][scheme]
+    return costs.prefill if phase == "prefill" else costs.decode
+
+
+def points(table: Table) -> Iterator[tuple[int, int, int]]:
+    """Rows, length and value of every entry."""
+    for rows, line in zip(table.rows, table.values, strict=True):
+        for length, value in zip(table.lengths, line, strict=True):
+            yield rows, length, value
+
+
+def quantiles(errors: list[float]) -> dict[str, float]:
+    """Median and 90th percentile."""
+    return {
+        "median": round(statistics.median(errors), 4),
+        "p90": round(statistics.quantiles(errors, n=10)[-1], 4),
+        "count": len(errors),
+    }
+
+
+def middle(profiles: Sequence[ServingProfile]) -> ServingProfile:
+    """The first profile with the median of all in every entry of its tables."""
+
+    def median(kind: str, scheme: str, phase: str) -> Table:
+        tables = [phase_of(each, kind, scheme, phase).values for each in profiles]
+        values = tuple(
+            tuple(round(statistics.median(entry)) for entry in zip(*lines, strict=True))
+            for lines in zip(*tables, strict=True)
+        )
+        return dataclasses.replace(phase_of(profiles[0], kind, scheme, phase), values=values)
+
+    costs = {
+        kind: {s: PhaseCosts(prefill=median(kind, s, "prefill"), decode=median(kind, s, "decode")) for s in table}
+        for kind, table in profiles[0].costs.items()
+    }
+    return dataclasses.replace(profiles[0], costs=costs)
+
+
+def repeat(rounds: dict[str, list[ServingProfile]]) -> dict[str, float]:
+    """How far the entries of one round are from the median of all rounds."""
+    found = [
+        abs(phase_of(profile, kind, scheme, phase).at(count, length) / value - 1)
+        for profiles in rounds.values()
+        for profile in profiles
+        for kind in KINDS
+        for scheme in profile.schemes
+        for phase in PHASES
+        for count, length, value in points(phase_of(middle(profiles), kind, scheme, phase))
+    ]
+    return quantiles(found)
+
+
+if __name__ == "__main__":
+    main()
