@@ -122,7 +122,7 @@ def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"x has the shape {tuple(x.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}, in {x.dtype}, "
             f"{cos.dtype} and {sin.dtype}, but they must be (N, G, D) with an even D, and (N, 1, D) twice, of one type"
         )
-    if x.shape[-1] in _ROTATED and _on_card(x, cos, sin):
+    if x.shape[-1] in _ROTATED and on_card(x, cos, sin):
         turn = library.operator(UNIT, "decoder_rotate", x.device, "auto")
         rotated: Tensor = turn(x, cos.contiguous(), sin.contiguous())
         return rotated
@@ -156,7 +156,7 @@ def rotate_into_pages(
         RuntimeError: On a card, shapes, types or places of tensors that do not belong together.
     """
     kept = heads.dtype if scales is None else torch.uint8
-    if heads.shape[-1] not in _ROTATED or pool.dtype is not kept or not _on_card(heads, cos, sin):
+    if heads.shape[-1] not in _ROTATED or pool.dtype is not kept or not on_card(heads, cos, sin):
         return None
     into_pages = library.operator(UNIT, "decoder_rotate_into_pages", heads.device, "auto")
     rotated: Tensor = into_pages(heads, cos.contiguous(), sin.contiguous(), slots_N, pool, scales)
@@ -184,7 +184,7 @@ def silu_gate(x: Tensor) -> Tensor:
 def _gate(x: Tensor, plain: Callable[[Tensor], Tensor], *, by_gelu: bool) -> Tensor:
     if x.dim() != 2 or x.shape[1] % 2:
         raise UnsupportedError(f"x has the shape {tuple(x.shape)}, but it must be (N, 2 D)")
-    if x.shape[1] % (2 * _VECTOR) == 0 and _on_card(x):
+    if x.shape[1] % (2 * _VECTOR) == 0 and on_card(x):
         result: Tensor = library.operator(UNIT, "decoder_gate", x.device, "auto")(x.contiguous(), by_gelu)
         return result
     if (loops := _loops_for(x)) is None:
@@ -221,9 +221,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _rotate_into_pages(
+def plain_rotate_into_pages(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: Tensor, scales: Tensor | None
 ) -> Tensor:
+    """The specification of `rotate_into_pages`."""
     kv_heads = pool.shape[1]
     rotated = _rotate(heads[:, :-kv_heads], cos, sin)
     put_into_pages(pool, scales, slots, rotated[:, -kv_heads:], heads[:, -kv_heads:])
@@ -279,7 +280,7 @@ library.define(
     "decoder_rotate_into_pages(Tensor heads, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) pool, "
     "Tensor(b!)? scales) -> Tensor",
     unit=UNIT,
-    plain=_rotate_into_pages,
+    plain=plain_rotate_into_pages,
     fake=lambda heads, cos, sin, slots, pool, scales: heads.new_empty(
         (heads.shape[0], heads.shape[1] - pool.shape[1], heads.shape[2])
     ),
@@ -287,10 +288,10 @@ library.define(
 
 
 def _norms_on_card(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
-    return x.shape[-1] <= _LONGEST and weight.dtype in (x.dtype, torch.float32) and _on_card(x, weight, *others)
+    return x.shape[-1] <= _LONGEST and weight.dtype in (x.dtype, torch.float32) and on_card(x, weight, *others)
 
 
-def _on_card(*tensors: Tensor) -> bool:
+def on_card(*tensors: Tensor) -> bool:
     """Whether a card's kernel takes tensors of vectors as they lie, and nobody asks for a gradient."""
     for each in tensors:
         if each.device.type != "cuda" or each.dtype not in _DTYPES["cuda"] or each.shape[-1] % _VECTOR:

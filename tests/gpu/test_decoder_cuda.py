@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import decoder
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.paged_attention import in_halves, to_codes
-from qsync_opt.kernels.weight_only import EIGHT_BITS, rotate_and_round
+from qsync_opt.kernels.paged_attention import PAGE, in_halves, paged_attention, to_codes
+from qsync_opt.kernels.weight_only import EIGHT_BITS, linear, pack, rotate_and_round
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,8 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled():
-    assert library.activate("decoder"), library.reason("decoder")
+    for unit in ("decoder", "paged_attention", "weight_only"):
+        assert library.activate(unit), library.reason(unit)
 
 
 def randn(*shape, dtype, scale=1.0):
@@ -151,6 +152,81 @@ def test_codes_in_pages_are_those_of_the_rounded_numbers(size, dtype):
     left = torch.ones(slots_of_head, dtype=torch.bool, device="cuda")
     left[slots] = False
     assert pool[:, :, left].count_nonzero() == 0 and scales[:, :, left].count_nonzero() == 0
+
+
+def cache(contexts, kv_heads, size, dtype, coded):
+    """Random pages, scales of codes, and where contexts' pages and newest positions are."""
+    width = -(-max(contexts) // PAGE)
+    pages = torch.randperm(len(contexts) * width, device="cuda").view(-1, width)
+    shape = (2, kv_heads, pages.numel() * PAGE, size)
+    pool = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8) if coded else randn(*shape, dtype=dtype)
+    scales = torch.rand((*shape[:3], 1), device="cuda") / 127 if coded else None
+    contexts = torch.tensor(contexts, device="cuda")
+    newest = contexts - 1
+    slots = pages[torch.arange(len(contexts), device="cuda"), newest // PAGE] * PAGE + newest % PAGE
+    return pool, scales, pages, contexts, slots
+
+
+@pytest.mark.parametrize("kept", ["numbers", "codes", "upper halves"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("shared", [1, 4, 16])
+def test_one_kernel_rotates_stores_and_attends(kept, dtype, size, window, shared):
+    contexts, kv_heads = [1, 15, 16, 17, 100, 512, 513, 1300], 2
+    heads = randn(len(contexts), (shared + 2) * kv_heads, size, dtype=dtype)
+    cos, sin = randn(len(contexts), 1, size, dtype=dtype), randn(len(contexts), 1, size, dtype=dtype)
+    pool, scales, pages, contexts, slots = cache(contexts, kv_heads, size, dtype, kept != "numbers")
+    own, own_scales = pool.clone(), None if scales is None else scales.clone()
+    options = {"scale": size**-0.5, "window": window, "high_halves": kept == "upper halves"}
+    rotated = decoder.rotate_into_pages(heads, cos, sin, slots, pool, scales)
+    queries = rotated[:, : shared * kv_heads]
+    expected = paged_attention(queries, pool, pages, contexts, scales=scales, **options)
+    y = decoder.rotate_and_attend(heads, cos, sin, slots, own, pages, contexts, scales=own_scales, **options)
+    assert torch.equal(y, expected) and torch.equal(own, pool)
+    assert scales is None or torch.equal(own_scales, scales)
+
+
+def test_attention_of_newest_tokens_between_products():
+    """It starts while the product before it ends, and the product after it while it ends."""
+    size, kv_heads, contexts = 128, 4, [3, 40, 600, 256]
+    packed = [pack(randn(24 * size, 16 * size, dtype=torch.float32), 4) for _ in range(8)]
+    cos, sin = (randn(len(contexts), 1, size, dtype=torch.bfloat16) for _ in range(2))
+    pool, _, pages, contexts, slots = cache(contexts, kv_heads, size, torch.bfloat16, False)
+    x = randn(len(contexts), 16 * size, dtype=torch.bfloat16, scale=0.01)
+
+    def layer(x, weight):
+        heads = linear(x, weight).view(len(x), -1, size)
+        y = decoder.rotate_and_attend(heads, cos, sin, slots, pool, pages, contexts, scale=size**-0.5)
+        return y.view(len(x), -1)
+
+    expected = [x]
+    for weight in packed:
+        expected.append(layer(expected[-1], weight))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [x]
+        for weight in packed:
+            results.append(layer(results[-1], weight))
+    for _ in range(5):
+        for result in results[1:]:
+            result.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, results, expected))
+
+
+def test_what_no_kernel_attends_to_is_left_as_it_is():
+    heads, angles = randn(3, 6, 64, dtype=torch.bfloat16), randn(3, 1, 64, dtype=torch.bfloat16)
+    pool, _, pages, contexts, slots = cache([5, 6, 7], 2, 64, torch.bfloat16, False)
+    before = pool.clone()
+    attend = decoder.rotate_and_attend
+    assert attend(heads, angles, angles, slots, pool, pages[:1], contexts[:1], scale=1.0) is None  # three tokens of one
+    assert attend(heads.float(), angles.float(), angles.float(), slots, pool, pages, contexts, scale=1.0) is None
+    many = randn(3, 2 * 17 + 4, 64, dtype=torch.bfloat16)
+    assert attend(many, angles, angles, slots, pool, pages, contexts, scale=1.0) is None
+    assert torch.equal(pool, before)
 
 
 def test_kernels_in_a_row_and_in_a_graph_wait_for_each_other():

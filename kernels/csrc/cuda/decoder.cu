@@ -6,11 +6,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cfloat>
-
 #include "cuda/early_start.cuh"
 #include "cuda/gate.cuh"
 #include "cuda/hadamard.cuh"
+#include "cuda/heads.cuh"
 #include "cuda/rounding.cuh"
 #include "stable.cuh"
 
@@ -20,31 +19,6 @@ namespace {
 constexpr int kVector = 8;         // numbers that a thread reads at a time
 constexpr int kMostThreads = 512, kMostHeld = 4;  // of a vector's block of threads, and what each holds of it
 constexpr int kWarps = 4;          // of a block of threads whose warps have nothing to do with each other
-
-// kCount neighbours, read or written together.
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Numbers {
-  T values[kCount];
-};
-
-template <class T, int kCount>
-__device__ __forceinline__ void load(const T* from, float (&v)[kCount]) {
-  const auto raw = *reinterpret_cast<const Numbers<T, kCount>*>(from);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    v[i] = to_float(raw.values[i]);
-  }
-}
-
-template <class T, int kCount>
-__device__ __forceinline__ void store(T* to, const float (&v)[kCount]) {
-  Numbers<T, kCount> raw;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    raw.values[i] = from_float<T>(v[i]);
-  }
-  *reinterpret_cast<Numbers<T, kCount>*>(to) = raw;
-}
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
@@ -191,30 +165,6 @@ struct Rotation {
   int queries, kv_heads;
 };
 
-// Rounds the numbers of a head, kPairs of each half in a lane, to codes of 8 bits with one scale, and stores upper and lower bits
-// apart: bytes of the upper bits of both halves, then of the lower bits. Returns the scale.
-template <int kPairs>
-__device__ __forceinline__ float store_codes(uint8_t* to, const float (&v)[2][kPairs]) {
-  uint32_t bits = 0;  // of the largest magnitude: they order magnitudes, NaN above infinity
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    bits = max(bits, max(__float_as_uint(fabsf(v[0][i])), __float_as_uint(fabsf(v[1][i]))));
-  }
-  const float quotient = __fdiv_rn(__uint_as_float(group_max<32>(bits)), 127.0f);
-  const float scale = quotient < FLT_MIN ? FLT_MIN : quotient;  // NaN stays, so that it is seen
-  Numbers<uint8_t, kPairs> upper, lower;
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const uint32_t first = uint32_t(__float2int_rn(__fdiv_rn(v[0][i], scale)));
-    const uint32_t second = uint32_t(__float2int_rn(__fdiv_rn(v[1][i], scale)));
-    upper.values[i] = uint8_t((first & 0xF0u) | (second >> 4 & 0x0Fu));
-    lower.values[i] = uint8_t((first << 4 & 0xF0u) | (second & 0x0Fu));
-  }
-  *reinterpret_cast<Numbers<uint8_t, kPairs>*>(to) = upper;
-  *reinterpret_cast<Numbers<uint8_t, kPairs>*>(to + 32 * kPairs) = lower;
-  return scale;
-}
-
 // Grid: a warp per head of a token; a lane holds kPairs numbers of each half of it. Traffic: heads once, results once. Contract:
 // FP32, rounded once; codes are those of the rounded numbers. Reference: kernels/decoder/rows.py.
 template <class T, int kPairs>
@@ -227,47 +177,16 @@ __global__ void __launch_bounds__(32 * kWarps) rotate_kernel(const Rotation p) {
   if (token >= p.tokens) {
     return;
   }
-  const int head = int(warp % all), at = lane * kPairs;
-  const T* from = static_cast<const T*>(p.heads) + token * p.row_step + head * p.head_step + at;
-  float v[2][kPairs];
-  load(from, v[0]);
-  load(from + kHalf, v[1]);
+  const int head = int(warp % all);
+  Head<T, kPairs> numbers(static_cast<const T*>(p.heads) + token * p.row_step + head * p.head_step, lane);
   if (head < turned) {
-    const T* cos = static_cast<const T*>(p.cos) + token * p.angle_step + at;
-    const T* sin = static_cast<const T*>(p.sin) + token * p.angle_step + at;
-    float c[2][kPairs], s[2][kPairs];
-    load(cos, c[0]);
-    load(cos + kHalf, c[1]);
-    load(sin, s[0]);
-    load(sin + kHalf, s[1]);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float first = v[0][i], second = v[1][i];
-      v[0][i] = first * c[0][i] - second * s[0][i];
-      v[1][i] = second * c[1][i] + first * s[1][i];
-    }
-    T* y = static_cast<T*>(p.y) + (token * turned + head) * 2 * kHalf + at;
-    store(y, v[0]);
-    store(y + kHalf, v[1]);
+    numbers.turn(static_cast<const T*>(p.cos) + token * p.angle_step, static_cast<const T*>(p.sin) + token * p.angle_step);
+    numbers.store_to(static_cast<T*>(p.y) + (token * turned + head) * 2 * kHalf);
   }
   if (p.keys && head >= p.queries) {
     const bool is_key = head < turned;
     const int64_t slot = (head - p.queries) % p.kv_heads * p.slots_of_head + p.slots[token];
-    if (p.key_scales) {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        v[0][i] = to_float(from_float<T>(v[0][i]));
-        v[1][i] = to_float(from_float<T>(v[1][i]));
-      }
-      const float scale = store_codes(static_cast<uint8_t*>(is_key ? p.keys : p.values) + slot * 2 * kHalf + at, v);
-      if (lane == 0) {
-        (is_key ? p.key_scales : p.value_scales)[slot] = scale;
-      }
-    } else {
-      T* page = static_cast<T*>(is_key ? p.keys : p.values) + slot * 2 * kHalf + at;
-      store(page, v[0]);
-      store(page + kHalf, v[1]);
-    }
+    numbers.store_in_page(is_key ? p.keys : p.values, is_key ? p.key_scales : p.value_scales, slot);
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include "cuda/early_start.cuh"
 #include "cuda/half_mma.cuh"
+#include "cuda/heads.cuh"
 #include "stable.cuh"
 
 namespace qsync {
@@ -33,6 +34,14 @@ struct Paged {
   int tokens, group, parts, splits, window;
   float scale;   // of scores, times log2(e)
   bool settled;  // whether all but the new positions was complete before the kernel before this one began
+};
+
+// The newest token of each sequence where its position is still to come: q then holds queries, keys and values.
+struct Newest {
+  const void *cos, *sin;     // (sequences, size)
+  const int64_t* slots;      // where its key and value go
+  void *keys, *values;       // of `Paged`, to be written
+  float *key_scales, *value_scales;
 };
 
 // What a pass sees of a sequence: positions from `low` on, which its first token sees, up to `context`, where its last one ends.
@@ -230,11 +239,12 @@ __device__ __forceinline__ int number_of_column(int n, int column) {
 }
 
 // Grid: (splits, heads of keys times parts of the rows that share one, sequences). A row is a query of a token: those of the first
-// token come first. Warps take pages in turn; what they find is merged at the end. Traffic: the keys and values that are seen,
+// token come first. With kTurns there is one token, whose queries are one part: they are turned here, and the key by the block
+// whose split it is in, which puts it and the value into their page first. Warps take pages in turn; what they find is merged at the end. Traffic: the keys and values that are seen,
 // once for each part, of which there is one up to 16 rows. Contract: products of numbers and weights of 16 bits or more with FP32
 // sums, the result rounded once. Reference: kernels/paged_attention/operators.py.
-template <class T, int kSize, Kept kKept>
-__global__ void __launch_bounds__(32 * kWarpsOf<kSize>) attend_kernel(const Paged p) {
+template <class T, int kSize, Kept kKept, bool kTurns>
+__global__ void __launch_bounds__(32 * kWarpsOf<kSize>) attend_kernel(const Paged p, const Newest newest) {
   constexpr int kWarps = kWarpsOf<kSize>;
   constexpr bool kNumbers = kKept == Kept::kNumbers;
   constexpr int kStride = kSize + 2;
@@ -277,13 +287,34 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kSize>) attend_kernel(const Page
   if (!has_split) {
     return;
   }
+  const T* q = static_cast<const T*>(p.q) + sequence * p.tokens * p.q_stride + head * p.group * kSize;
+  __shared__ __align__(16) T turned[kTurns ? kRows * kSize : 1];
+  if constexpr (kTurns) {
+    const T *cos = static_cast<const T*>(newest.cos) + sequence * kSize, *sin = static_cast<const T*>(newest.sin) + sequence * kSize;
+    // The newest position's key and value follow the queries, where it is in this split.
+    for (int own = warp; own < rows + (end == seen.context ? 2 : 0); own += kWarps) {
+      const bool is_query = own < rows, is_key = own == rows;
+      const int64_t at = is_query ? head * p.group + own : heads + (is_key ? 0 : gridDim.y) + head;
+      Head<T, kSize / 64> numbers(static_cast<const T*>(p.q) + sequence * p.q_stride + at * kSize, lane);
+      if (is_query || is_key) {
+        numbers.turn(cos, sin);
+      }
+      if (is_query) {
+        numbers.store_to(turned + own * kSize);
+      } else {
+        const int64_t slot = head * p.slots + newest.slots[sequence];
+        numbers.store_in_page(is_key ? newest.keys : newest.values, is_key ? newest.key_scales : newest.value_scales, slot);
+      }
+    }
+    __syncthreads();
+  }
   for (int i = threadIdx.x; i < kSize / 16 * 32; i += 32 * kWarps) {
     uint2 v[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + min(i % 32 / 4 + 8 * half, rows - 1);
-      const T* from = static_cast<const T*>(p.q) + (sequence * p.tokens + row / p.group) * p.q_stride +
-                      (head * p.group + row % p.group) * kSize + numbers_of_step<kSize, kKept>(i / 32, i % 4);
+      const T* from = (kTurns ? turned + row * kSize : q + row / p.group * p.q_stride + row % p.group * kSize) +
+                      numbers_of_step<kSize, kKept>(i / 32, i % 4);
       v[half] = *reinterpret_cast<const uint2*>(from);
     }
     queries[i] = make_uint4(v[0].x, v[1].x, v[0].y, v[1].y);
@@ -435,8 +466,8 @@ __global__ void join_kernel(const Paged p) {
 }
 
 template <class T, int kSize, Kept kKept>
-void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences) {
-  const int64_t heads = q.size(1);
+void run(Paged& p, const Newest* newest, const Tensor& q, int64_t kv_heads, int64_t sequences) {
+  const int64_t heads = kv_heads * p.group;
   const cudaStream_t stream = stream_of(q);
   const bool early = starts_early(compute_capability(q));
   const int rows = p.tokens * p.group;
@@ -445,38 +476,40 @@ void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences) {
   p.splits = int(p.window > 0 ? std::min<int64_t>(all, (p.window + p.tokens - 2) / kLength + 2) : all);
   Tensor partial = empty_on(q, {p.splits > 1 ? q.size(0) * heads * p.splits : 0, kSize + 2}, ScalarType::Float);
   p.partial = static_cast<float*>(partial.data_ptr());
-  const auto attend = attend_kernel<T, kSize, kKept>, join = join_kernel<T, kSize>;
+  const auto attend = newest ? attend_kernel<T, kSize, kKept, true> : attend_kernel<T, kSize, kKept, false>;
   constexpr int kWarps = kWarpsOf<kSize>, kRowBytes = kWarps * (kSize + 2) * int(sizeof(float));
   const int shared = std::min(rows, kRows) * kRowBytes;
   STD_CUDA_CHECK(cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, kRows * kRowBytes));
   const dim3 grid(unsigned(p.splits), unsigned(kv_heads * p.parts), unsigned(sequences));
-  STD_CUDA_CHECK(launch_early(early, attend, grid, dim3(32 * kWarps), shared, stream, p));
+  STD_CUDA_CHECK(launch_early(early, attend, grid, dim3(32 * kWarps), shared, stream, p, newest ? *newest : Newest()));
   if (p.splits > 1) {
+    const auto join = join_kernel<T, kSize>;
     STD_CUDA_CHECK(launch_early(early, join, dim3(unsigned(heads), unsigned(q.size(0))), dim3(kSize), 0, stream, p));
   }
 }
 
 template <class T, Kept kKept>
-void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences) {
+void run(Paged& p, const Newest* newest, const Tensor& q, int64_t kv_heads, int64_t sequences) {
   switch (q.size(2)) {
-    case 64: run<T, 64, kKept>(p, q, kv_heads, sequences); break;
-    case 128: run<T, 128, kKept>(p, q, kv_heads, sequences); break;
-    case 256: run<T, 256, kKept>(p, q, kv_heads, sequences); break;
+    case 64: run<T, 64, kKept>(p, newest, q, kv_heads, sequences); break;
+    case 128: run<T, 128, kKept>(p, newest, q, kv_heads, sequences); break;
+    case 256: run<T, 256, kKept>(p, newest, q, kv_heads, sequences); break;
     default: STD_TORCH_CHECK(false, "paged_attention: heads of ", q.size(2), " numbers; allowed are 64, 128 and 256");
   }
 }
 
 template <class T>
-void run(Paged& p, const Tensor& q, int64_t kv_heads, int64_t sequences, Kept kept) {
+void run(Paged& p, const Newest* newest, const Tensor& q, int64_t kv_heads, int64_t sequences, Kept kept) {
   switch (kept) {
-    case Kept::kNumbers: run<T, Kept::kNumbers>(p, q, kv_heads, sequences); break;
-    case Kept::kCodes: run<T, Kept::kCodes>(p, q, kv_heads, sequences); break;
-    case Kept::kUpper: run<T, Kept::kUpper>(p, q, kv_heads, sequences); break;
+    case Kept::kNumbers: run<T, Kept::kNumbers>(p, newest, q, kv_heads, sequences); break;
+    case Kept::kCodes: run<T, Kept::kCodes>(p, newest, q, kv_heads, sequences); break;
+    case Kept::kUpper: run<T, Kept::kUpper>(p, newest, q, kv_heads, sequences); break;
   }
 }
 
-Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::optional<Tensor>& scales, const Tensor& table,
-                            const Tensor& contexts, double scale, int64_t window, bool high_halves, bool settled) {
+// q has the heads of queries, and with `newest` those of keys and values behind them.
+Tensor attend(const Tensor& q, Newest* newest, const Tensor& pool, const std::optional<Tensor>& scales, const Tensor& table,
+              const Tensor& contexts, double scale, int64_t window, bool high_halves, bool settled) {
   const OnDeviceOf guard(q);
   const int device = q.get_device_index();
   STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && (q.size(1) == 1 || q.stride(1) == q.size(2)) &&
@@ -493,7 +526,8 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::opti
                               scales->numel() == 2 * kv_heads * slots && scales->get_device_index() == device),
                   "paged_attention: scales must be one float32 for each head and slot of keys and of values");
   STD_TORCH_CHECK(scales || !high_halves, "paged_attention: only codes of 8 bits have upper halves");
-  STD_TORCH_CHECK(kv_heads > 0 && q.size(1) % kv_heads == 0, "paged_attention: ", q.size(1), " heads do not share ", kv_heads);
+  const int64_t heads = q.size(1) - (newest ? 2 * kv_heads : 0);
+  STD_TORCH_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "paged_attention: ", heads, " heads do not share ", kv_heads);
   const int64_t sequences = table.dim() == 2 ? table.size(0) : 0;
   STD_TORCH_CHECK(table.dim() == 2 && table.is_contiguous() && table.scalar_type() == ScalarType::Long &&
                       (sequences ? q.size(0) % sequences : q.size(0)) == 0 && table.get_device_index() == device &&
@@ -504,7 +538,7 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::opti
   STD_TORCH_CHECK(q.size(0) * q.size(1) <= 65535 * int64_t(kRows), "paged_attention: ", q.size(0), " tokens of ", q.size(1),
                   " heads; split them");
   STD_TORCH_CHECK(q.size(0) <= 65535, "paged_attention: ", q.size(0), " tokens; split them");
-  Tensor y = empty_on(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
+  Tensor y = empty_on(q, {q.size(0), heads, q.size(2)}, q.scalar_type());
   if (q.size(0) == 0) {
     return y;
   }
@@ -524,21 +558,57 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::opti
   p.columns = table.size(1);
   p.slots = slots;
   p.tokens = int(q.size(0) / sequences);
-  p.group = int(q.size(1) / kv_heads);
+  p.group = int(heads / kv_heads);
   p.window = window < table.size(1) * kPage ? int(window) : 0;  // one that hides nothing is none
   p.scale = float(scale * kLog2OfE);
   p.settled = settled;
+  if (newest) {
+    STD_TORCH_CHECK(p.tokens == 1 && p.group <= kRows, "paged_attention: positions are turned of one token of each sequence with up to ",
+                    kRows, " heads for one of keys, not of ", p.tokens, " with ", p.group);
+    newest->keys = pool.data_ptr();
+    newest->values = const_cast<void*>(p.values);
+    newest->key_scales = const_cast<float*>(p.key_scales);
+    newest->value_scales = const_cast<float*>(p.value_scales);
+  }
   const Kept kept = !scales ? Kept::kNumbers : high_halves ? Kept::kUpper : Kept::kCodes;
   if (q.scalar_type() == ScalarType::BFloat16) {
-    run<__nv_bfloat16>(p, q, kv_heads, sequences, kept);
+    run<__nv_bfloat16>(p, newest, q, kv_heads, sequences, kept);
   } else {
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::Half, "paged_attention: q must be bfloat16 or float16");
-    run<__half>(p, q, kv_heads, sequences, kept);
+    run<__half>(p, newest, q, kv_heads, sequences, kept);
   }
   return y;
+}
+
+Tensor paged_attention_cuda(const Tensor& q, const Tensor& pool, const std::optional<Tensor>& scales, const Tensor& table,
+                            const Tensor& contexts, double scale, int64_t window, bool high_halves, bool settled) {
+  return attend(q, nullptr, pool, scales, table, contexts, scale, window, high_halves, settled);
+}
+
+Tensor turn_and_attend_cuda(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor& slots, Tensor pool,
+                            std::optional<Tensor> scales, const Tensor& table, const Tensor& contexts, double scale, int64_t window,
+                            bool high_halves) {
+  const int device = heads.get_device_index();
+  for (const Tensor* angle : {&cos, &sin}) {
+    STD_TORCH_CHECK(angle->dim() == 3 && heads.dim() == 3 && angle->size(0) == heads.size(0) && angle->size(1) == 1 &&
+                        angle->size(2) == heads.size(2) && angle->is_contiguous() && angle->scalar_type() == heads.scalar_type() &&
+                        angle->get_device_index() == device && reinterpret_cast<uintptr_t>(angle->data_ptr()) % 16 == 0,
+                    "paged_attention: cos and sin must be contiguous (tokens, 1, size), of the type of the heads and on their card");
+  }
+  STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && slots.is_contiguous() && slots.numel() == heads.size(0) &&
+                      slots.get_device_index() == device,
+                  "paged_attention: slots must be one int64 per token, on the card of the heads");
+  Newest newest = {};
+  newest.cos = cos.data_ptr();
+  newest.sin = sin.data_ptr();
+  newest.slots = static_cast<const int64_t*>(slots.data_ptr());
+  return attend(heads, &newest, pool, scales, table, contexts, scale, window, high_halves, true);
 }
 
 }  // namespace
 }  // namespace qsync
 
-STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) { m.impl("paged_attention", TORCH_BOX(&qsync::paged_attention_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
+  m.impl("paged_attention", TORCH_BOX(&qsync::paged_attention_cuda));
+  m.impl("turn_and_attend", TORCH_BOX(&qsync::turn_and_attend_cuda));
+}

@@ -12,11 +12,12 @@ from qsync_opt.kernels.decoder import (
     add_rms_norm_and_round,
     gelu_gate,
     rms_norm,
+    rotate_and_attend,
     rotate_into_pages,
     rotate_positions,
     silu_gate,
 )
-from qsync_opt.kernels.paged_attention import from_halves
+from qsync_opt.kernels.paged_attention import from_halves, paged_attention
 from qsync_opt.kernels.weight_only import EIGHT_BITS, rotated_inputs
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -271,3 +272,22 @@ def test_what_cards_do_is_specified(coded):
     others = torch.ones(32, dtype=torch.bool)
     others[slots] = False
     assert not kept[:, :, others].any()
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_one_operator_is_rotating_storing_and_attending(coded):
+    ops = torch.ops.qsync_opt
+    heads, cos, sin = randn(2, 8, 64), randn(2, 1, 64), randn(2, 1, 64)
+    pages, contexts, slots = torch.tensor([[1, 2], [3, 0]]), torch.tensor([20, 16]), torch.tensor([35, 63])
+    pool = torch.randint(0, 255, (2, 2, 64, 64), dtype=torch.uint8) if coded else randn(2, 2, 64, 64)
+    scales = torch.rand(2, 2, 64, 1) / 127 if coded else None
+    assert (
+        rotate_and_attend(heads, cos, sin, slots, pool, pages, contexts, scale=0.1, scales=scales) is None
+    )  # on a CPU
+    own, own_scales = pool.clone(), None if scales is None else scales.clone()
+    arguments = (heads, cos, sin, slots, own, own_scales, pages, contexts, 0.1, 0, False)
+    torch.library.opcheck(ops.turn_and_attend.default, arguments)
+    y = ops.turn_and_attend(*arguments)
+    rotated = ops.decoder_rotate_into_pages(heads, cos, sin, slots, pool, scales)
+    assert torch.equal(own, pool)
+    assert torch.equal(y, paged_attention(rotated[:, :4], pool, pages, contexts, scale=0.1, scales=scales))
