@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # Tests run in as many processes as there are processors, each with one thread of its own; neighbours stay together.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test check lint format types test-gpu test-plain-cpu test-all explore mutants bench-solvers wheel kernels kernels-check sanitize docs docs-serve docs-check clean
+.PHONY: demo test check lint format types test-gpu test-plain-cpu test-all explore mutants learned-costs bench-solvers wheel kernels kernels-check sanitize docs docs-serve docs-check clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -47,6 +47,10 @@ explore: $(STAMP) ## property tests on examples that no run has tried, for about
 
 mutants: $(STAMP) ## small wrong changes to the modules that compute: whether the tests notice; an hour
 	$(PYTHON) benchmarks/mutants.py
+
+learned-costs: $(STAMP) ## fit the model of learned costs that comes with the package to the records
+	$(VENV)/bin/qsync-opt costs fit $(sort $(wildcard benchmarks/records/costs-*.json.gz)) \
+		--output qsync_opt/costs/learned/laws.npz
 
 test-gpu: $(STAMP)
 	$(PYTHON) -m pytest -q -m gpu

@@ -1,11 +1,12 @@
-"""Costs of serving that were measured, left out, and estimated from the rest, for models of a few sizes on this CPU.
+"""Costs of serving that were measured, left out, and estimated from the rest, for models of a few sizes.
 
     python benchmarks/serving_holes.py [--rounds 4] [--device NAME] [--other NAME] [--profiles FOLDER] [--output FILE]
+    python benchmarks/serving_holes.py --place cuda:0 --rounds 2 --device H200 --other A100 --output FILE
 
 Every scheme of a measured profile is left out in turn and filled again. ``ways`` of filling, each compared with what
 was measured, at all rows and lengths of the tables:
 
-- learned: `fill_serving_profile`, from the other three schemes;
+- learned: `fill_serving_profile`, from the other schemes;
 - learned from one: the same where only the scheme next in bits was measured;
 - learned from nothing: the whole profile is `learned_serving_profile`'s;
 - learned as another: as learned, but for ``--other``, a device that it is not;
@@ -54,6 +55,17 @@ MODELS = {
     ),
     "wide": ({"layers": 4, "hidden": 1024, "inner": 2816, "heads": 16, "kv_heads": 4, "vocabulary": 2048}, SHORT),
 }
+# Larger ones on a card, where small products take as long as a launch.
+CARD_MODELS = {
+    "1b": (
+        {"layers": 4, "hidden": 2048, "inner": 5632, "heads": 16, "kv_heads": 8, "vocabulary": 32000},
+        ServeWorkload(prompts=8, prompt_tokens=256, new_tokens=64),
+    ),
+    "8b": (
+        {"layers": 4, "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 32000},
+        ServeWorkload(prompts=16, prompt_tokens=512, new_tokens=64),
+    ),
+}
 PHASES = ("prefill", "decode")
 
 
@@ -61,17 +73,22 @@ def main() -> None:
     """Measure, leave out, fill, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--place", default="cpu", help="cpu, or a card such as cuda:0")
     parser.add_argument("--device", default="Intel Xeon, 1 thread")
     parser.add_argument("--other", default="AMD EPYC, 1 thread")
     parser.add_argument("--profiles", type=Path)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "serving-holes.json")
     asked = parser.parse_args()
-    rounds = {name: [measured(name, k, asked.profiles) for k in range(asked.rounds)] for name in MODELS}
+    models = MODELS if asked.place == "cpu" else CARD_MODELS
+    rounds = {
+        name: [measured(name, model, k, asked.place, asked.profiles) for k in range(asked.rounds)]
+        for name, model in models.items()
+    }
     errors: dict[tuple[str, str, str], list[float]] = {}
     rows: list[dict[str, Any]] = []
     for name, profiles in rounds.items():
         profile = middle(profiles)
-        for way, kind, scheme, phase, table in estimates(profile, MODELS[name][1], asked.device, asked.other):
+        for way, kind, scheme, phase, table in estimates(profile, models[name][1], asked.device, asked.other):
             truth = phase_of(profile, kind, scheme, phase)
             found = [table.at(count, length) / value - 1 for count, length, value in points(truth)]
             errors.setdefault((way, kind, phase), []).extend(map(abs, found))
@@ -93,9 +110,11 @@ def main() -> None:
         way: quantiles([e for (w, _, _), values in errors.items() if w == way for e in values]) for way in ways
     }  # fmt: skip
     data = {
-        **results_head(processors(), {"torch": torch.__version__}),
+        **results_head(
+            processors() if asked.place == "cpu" else torch.cuda.get_device_name(), {"torch": torch.__version__}
+        ),
         "device": asked.device,
-        "models": {name: sizes for name, (sizes, _) in MODELS.items()},
+        "models": {name: sizes for name, (sizes, _) in models.items()},
         "asked": [
             asked_row(
                 "median error of a scheme that was left out",
@@ -115,13 +134,15 @@ def main() -> None:
     print("repeat:", data["repeat"])
 
 
-def measured(name: str, k: int, folder: Path | None) -> ServingProfile:
+def measured(
+    name: str, model: tuple[dict[str, int], ServeWorkload], k: int, place: str, folder: Path | None
+) -> ServingProfile:
     """A profile of one round, from the folder if it has it."""
     path = None if folder is None else folder / f"{name}-{k}.json"
     if path is not None and path.exists():
         return load_serving_profile(path)
-    sizes, workload = MODELS[name]
-    profile = profile_serving(config_from_json(sample_config(**sizes)), workload, name="this CPU")
+    sizes, workload = model
+    profile = profile_serving(config_from_json(sample_config(**sizes)), workload, device=place, name=f"this {place}")
     print(f"{name}, round {k}: measured", flush=True)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

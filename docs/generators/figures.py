@@ -160,25 +160,30 @@ def _serving_harm(data: Record) -> dict[str, str]:
     return {f"serving-harm.{what}": f"{rows[what]:.2f}" for what in ("groups", "layers")}
 
 
+def _share(value: float) -> str:
+    """A share or an error without a sign, in percent."""
+    return f"{100 * value:.1f} %"
+
+
 def _learned_costs(name: str, data: Record) -> dict[str, str]:
     """Held-out errors of learned costs, and how far two runs of measuring differ, where there were two."""
     parts = {record["kind"]: record["rows"] for record in data["records"]}
     repeats = parts["repeats"]
-    result = {f"{name}.repeat": percent(repeats["median"])} if repeats else {}
+    result = {f"{name}.repeat": _share(repeats["median"])} if repeats else {}
     for row in parts["errors"]:
         if row["peer"] == "boosted trees":
-            result[f"{name}.{row['split']}.trees"] = percent(row["median"])
+            result[f"{name}.{row['split']}.trees"] = _share(row["median"])
         if row["peer"] == "set transformer":
-            result[f"{name}.{row['split']}.network"] = percent(row["median"])
+            result[f"{name}.{row['split']}.network"] = _share(row["median"])
         if row["peer"] == "laws":
-            result[f"{name}.{row['split']}"] = percent(row["median"])
-            result[f"{name}.{row['split']}.coverage"] = percent(row["coverage"])
+            result[f"{name}.{row['split']}"] = _share(row["median"])
+            result[f"{name}.{row['split']}.coverage"] = _share(row["coverage"])
             result[f"{name}.{row['split']}.refused"] = str(row["without_law"])
             for of_class, median in row["median_by_class"].items():
-                result[f"{name}.{row['split']}.{of_class}"] = percent(median)
+                result[f"{name}.{row['split']}.{of_class}"] = _share(median)
     for what, key in (("profiled", "median"), ("known", "known_factors")):
         values = [row[key] for row in parts["profiles"] if row["profiles"] == 30]
-        result[f"{name}.{what}"] = percent(sum(values) / len(values))
+        result[f"{name}.{what}"] = _share(sum(values) / len(values))
     return result
 
 

@@ -76,15 +76,19 @@ class DeviceVector:
         return 1e9 * (cached / rate + (num_bytes - cached) / self.bandwidth_bytes_per_s)
 
     def computed_ns(self, program: Program) -> float:
-        """Least time for the operations of a program."""
-        return math.fsum(1e9 * leaf.flops / self.peak(leaf.number_format) for leaf in program.leaves if leaf.flops)
+        """Least time for the operations of a program that no algorithm saves."""
+        return math.fsum(
+            1e9 * (leaf.flops - leaf.spare_flops) / self.peak(leaf.number_format)
+            for leaf in program.leaves
+            if leaf.flops
+        )
 
     def floor_ns(self, program: Program) -> float:
         """The roofline of a program in nanoseconds, at the full rates: no prediction is below it.
 
         Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009), with a cache.
         """
-        return max(self.computed_ns(program), self.moved_ns(program.num_bytes))
+        return max(self.computed_ns(program), self.moved_ns(program.least_bytes))
 
     def distance(self, other: DeviceVector) -> float:
         """Largest relative difference between the figures of two vectors, but for the rate within the cache.
@@ -177,14 +181,14 @@ def with_observed_rates(vector: DeviceVector, times: Iterable[tuple[Program, flo
     Source: ours.
     """
     # Largest first: what goes beyond the cache raises both rates, and what stays in it that of the cache alone.
-    for program, ns in sorted(times, key=lambda pair: -pair[0].num_bytes):
+    for program, ns in sorted(times, key=lambda pair: -pair[0].least_bytes):
         factor = vector.computed_ns(program) / ns
         if factor > 1:
             raised = {
                 leaf.number_format: factor * vector.peak(leaf.number_format) for leaf in program.leaves if leaf.flops
             }
             vector = replace(vector, peak_flops={**vector.peak_flops, **raised})
-        moved = program.num_bytes
+        moved = program.least_bytes
         factor = vector.moved_ns(moved) / ns
         if factor > 1:
             memory = vector.bandwidth_bytes_per_s * (factor if moved > vector.cache_bytes else 1.0)

@@ -10,7 +10,8 @@ import enum
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,8 @@ MIN_SCORES = 39
 operator in all its precisions and passes, or of the level."""
 _ONE_BY_ONE = 997
 """Folds that part families, which are few, one from another."""
+_NOTHING_KNOWN = math.log(10.0)
+"""Logarithm of the factor by which a time may differ where nothing was held out."""
 _CLASSES = (Level.DEVICE_CLASS, Level.CLASS)
 _Scores = dict[tuple[str, int], list[NDArray[np.float64]]]
 
@@ -90,7 +93,7 @@ def fit_laws(record: CostRecord, *, errors: bool = True, rounds: int = FOLDS) ->
     Args:
         record: Measured times.
         errors: Compute the held-out errors of the card, which takes more fits.
-        rounds: Of the `FOLDS` folds of calibration, how many are held out in turn.
+        rounds: Of the `FOLDS` folds of calibration, and of the devices of a kind, how many are held out in turn.
 
     Raises:
         NotInstalledError: scipy is missing.
@@ -104,15 +107,22 @@ def fit_laws(record: CostRecord, *, errors: bool = True, rounds: int = FOLDS) ->
     everything = np.arange(len(record))
     laws = _laws(rows, everything)
     scores: _Scores = {}
-    for split in (Split.WORKLOAD, Split.DEVICE):
-        for _, train, test in itertools.islice(parts(record, split), rounds):
-            known = {rows.devices[i].name for i in train} if split is Split.DEVICE else None
-            _add_scores(scores, rows, test, _laws(rows, np.array(train)), known)
+    for _, train, test in itertools.islice(parts(record, Split.WORKLOAD), rounds):
+        _add_scores(scores, rows, test, _laws(rows, np.array(train)), None)
+    folds_of: Counter[str] = Counter()
+    for _, train, test in parts(record, Split.DEVICE):
+        kind = rows.devices[test[0]].kind
+        folds_of[kind] += 1
+        if folds_of[kind] <= rounds:
+            others = [i for i in train if rows.devices[i].kind == kind]
+            without = _laws(rows, np.array(others, dtype=int))
+            _add_scores(scores, rows, test, without, {rows.devices[i].name for i in others})
     for _, train, test in parts(record, Split.FAMILY, _ONE_BY_ONE):
         classes = {rows.names[i][-1] for i in test}
         near = [i for i in train if rows.names[i][-1] in classes]
         _add_scores(scores, rows, test, _laws(rows, np.array(near, dtype=int), _CLASSES), None)
     names = tuple(sorted(laws))
+    kinds = {place: device.kind for device in record.devices for place in (device.name, device.kind)}
     launches = rows.terms / np.array([[device.launch_ns] for device in rows.devices])
     most = {name: launches[places].max(axis=0) for name, places in _groups(rows, everything).items()}
     card = ModelCard(
@@ -129,7 +139,7 @@ def fit_laws(record: CostRecord, *, errors: bool = True, rounds: int = FOLDS) ->
         card=card,
         names=names,
         weights_LT=np.array([laws[name] for name in names]),
-        ends_LS2=_intervals(names, {key: np.concatenate(logs) for key, logs in scores.items()}),
+        ends_LS2=_intervals(names, {key: np.concatenate(logs) for key, logs in scores.items()}, kinds),
         most_LT=np.array([most[name] for name in names]),
     )
 
@@ -195,34 +205,48 @@ def _add_scores(
             scores.setdefault((name, size), []).append(logs[sizes == size])
 
 
-def _intervals(names: Sequence[str], scores: dict[tuple[str, int], NDArray[np.float64]]) -> Matrix:
-    """Logarithms of both ends over the prediction, shape (L, S, 2), per law and size."""
+def _intervals(
+    names: Sequence[str], scores: dict[tuple[str, int], NDArray[np.float64]], kinds: Mapping[str, str]
+) -> Matrix:
+    """Logarithms of both ends over the prediction, shape (L, S, 2), per law and size.
+
+    Errors on processors tell nothing about cards: ``kinds`` are those of the devices, by name (and by kind).
+    """
     pools: dict[tuple[str, ...], list[NDArray[np.float64]]] = {}
     for (name, size), logs in scores.items():
-        for key in _pools(name, size):
+        for key in _pools(name, size, kinds):
             pools.setdefault(key, []).append(logs)
     pooled = {key: np.concatenate(logs) for key, logs in pools.items()}
-    beyond = [conformal_ends(pooled[level,]) for level in Level if level != Level.DEVICE_KERNEL and (level,) in pooled]
-    widest = (min((a for a, _ in beyond), default=-math.log(10.0)), max((b for _, b in beyond), default=math.log(10.0)))
-    ends = np.empty((len(names), len(SIZES) + 1, 2))
+    widest = {}
+    for kind in set(kinds.values()):
+        wide = ((kind, level) for level in Level if level != Level.DEVICE_KERNEL)
+        beyond = [conformal_ends(pooled[key]) for key in wide if key in pooled]
+        ends = min((a for a, _ in beyond), default=-_NOTHING_KNOWN), max((b for _, b in beyond), default=_NOTHING_KNOWN)
+        widest[kind] = ends
+    ends_LS2 = np.empty((len(names), len(SIZES) + 1, 2))
     for (i, name), size in itertools.product(enumerate(names), range(len(SIZES) + 1)):
-        *narrow, last = (pooled.get(key, ()) for key in _pools(name, size))
+        *narrow, last = (pooled.get(key, ()) for key in _pools(name, size, kinds))
         enough = next((logs for logs in narrow if len(logs) >= MIN_SCORES), last)
-        ends[i, size] = conformal_ends(enough) if len(enough) else widest
-    return ends
+        ends_LS2[i, size] = conformal_ends(enough) if len(enough) else widest[kinds[_place(name)]]
+    return ends_LS2
 
 
-def _pools(name: str, size: int) -> tuple[tuple[str, ...], ...]:
+def _pools(name: str, size: int, kinds: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
     """Keys of the pools of scores for a law and a size, the narrowest first.
 
     What is exchangeable are workloads, devices and families: many for a kernel on a device, few for wider laws.
     """
-    level = Level.of(name)
-    wide = (level, str(size)), (level,)
+    level, kind = Level.of(name), kinds[_place(name)]
+    wide = (kind, level, str(size)), (kind, level)
     if level != Level.DEVICE_KERNEL:
         return wide
     family = name.partition(": ")[2].partition(" ")[0]
-    return (name, str(size)), (level, str(size), family), *wide
+    return (name, str(size)), (kind, level, str(size), family), *wide
+
+
+def _place(name: str) -> str:
+    """The device or the kind of device that a law is of."""
+    return name.partition(" on ")[2]
 
 
 def predict_samples(model: LearnedModel, record: CostRecord) -> tuple[TimeEstimate, ...]:
@@ -257,20 +281,24 @@ def held_out_errors(
 ) -> dict[str, dict[str, float]]:
     """`summary` of each split over all its parts; a split of which the record has one part only is left out.
 
-    Times without a law, which a model refuses, do not count.
+    Of a record of processors and cards the summaries are by kind: ``workload, cpu``. Times without a law, which a model
+    refuses, do not count.
     """
     fit = fit or (lambda part: fit_laws(part, errors=False, rounds=2))
+    kinds = sorted({record.devices[sample.device].kind for sample in record.samples})
     result = {}
     for split in Split:
-        actual: list[float] = []
-        estimates: list[TimeEstimate] = []
+        of_kind: dict[str, tuple[list[float], list[TimeEstimate]]] = {kind: ([], []) for kind in kinds}
         for _, train, test in parts(record, split):
             if len(train) < len(test) // 4 or len(train) < 40:
                 continue
             model, held = fit(record.select(train)), record.select(test)
             known = [i for i, (program, device, _) in enumerate(held.programs()) if model.knows(program, device)]
-            estimates += predict_samples(model, held.select(known))
-            actual += [held.samples[i].ns for i in known]
-        if estimates:
-            result[str(split)] = summary(actual, estimates)
+            for i, estimate in zip(known, predict_samples(model, held.select(known)), strict=True):
+                actual, estimates = of_kind[held.devices[held.samples[i].device].kind]
+                actual.append(held.samples[i].ns)
+                estimates.append(estimate)
+        for kind, (actual, estimates) in of_kind.items():
+            if estimates:
+                result[str(split) if len(kinds) == 1 else f"{split}, {kind}"] = summary(actual, estimates)
     return result

@@ -24,7 +24,7 @@ _SMALL_ERROR = 0.05
 
 
 def class_of(program: Program) -> str:
-    """What the main work of a program is: ``product``, ``pointwise`` or ``stream``; casts and sums are apart.
+    """What the main work of a program is: ``product``, ``pointwise``, ``stream`` or ``view``; casts and sums are apart.
 
     On a card their times are those of the host where it takes longer, and so tell nothing about operators.
     """
@@ -32,20 +32,28 @@ def class_of(program: Program) -> str:
         return str(program.phase)
     if any(leaf.kind.is_product for leaf in program.leaves):
         return "product"
+    if not program.moves_data:
+        return "view"
     return "pointwise" if all(leaf.kind is LeafKind.POINTWISE for leaf in program.leaves) else "stream"
 
 
 def kernel_of(program: Program) -> str:
-    """The kernel of a program: kind of operator, precision (of a cast with its source) and pass."""
+    """The kernel of a program: kind of operator, precision (of a cast with its source) and pass; views are apart."""
     read = f"{program.leaves[0].number_format}>" if program.phase is Phase.CAST else ""
     form = number_format(program.precision)
     # Whether the backward pass is in 8 bits makes no difference to the forward pass.
     same = form.eight_bit_backward and program.phase is Phase.FORWARD
-    return f"{program.family} {read}{form.operands if same else program.precision} {program.phase}"
+    view = " view" if program.leaves and not program.moves_data else ""
+    return f"{program.family} {read}{form.operands if same else program.precision} {program.phase}{view}"
 
 
 def class_name(program: Program) -> str:
-    """The class of a kernel: what its main work is, in which format, and the pass (forward, of casts and sums)."""
+    """The class of a kernel: what its main work is, in which format, and the pass (forward, of casts and sums).
+
+    Views, which touch no data, have one class.
+    """
+    if class_of(program) == "view":
+        return "view"
     formats = [leaf.number_format for leaf in program.leaves if leaf.kind.is_product]
     name = formats[0] if formats else program.leaves[0].number_format
     # Products in 8 bits of a backward pass are of the same class as those of forward passes.

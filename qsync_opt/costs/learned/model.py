@@ -181,7 +181,7 @@ class LearnedModel:
             return tuple(_NOTHING for _ in programs)
         unlike = self._unlike(device)
         places = self._places(busy, device, known=not unlike)
-        terms_QT = terms_of(busy, device)
+        terms_QT = terms_of(busy, self._with_known_cache(device))
         floor_Q = np.array([device.floor_ns(program) for program in busy])
         raw_Q = (terms_QT * self.weights_LT[places]).sum(axis=1)
         size_Q = size_of(raw_Q, device)
@@ -233,6 +233,17 @@ class LearnedModel:
         earlier = self.corrections.get(device.name, ())
         return replace(self, corrections={**self.corrections, device.name: (*earlier, new)})
 
+    def _with_known_cache(self, device: DeviceVector) -> DeviceVector:
+        """The device with a cache no smaller or larger than those of the training data of its kind.
+
+        What bytes beyond a cache cost was learned with these sizes alone: beyond the 4 MB of a T4 it would be as if all
+        that an H200's 60 MB hold were too large for it.
+        """
+        known = [vector.cache_bytes for vector in self.card.vectors if vector.kind == device.kind]
+        if not known:
+            return device
+        return replace(device, cache_bytes=min(max(device.cache_bytes, min(known)), max(known)))
+
     def _unlike(self, device: DeviceVector) -> str:
         """Why a device is none of the training data's; empty if it is one."""
         for vector in self.card.vectors:
@@ -276,9 +287,10 @@ class LearnedModel:
             reasons.append(f"unlike the training data in {', '.join(parts)}" if parts else "")
         return reasons
 
-    def label(self) -> str:
-        """One line that names the model, for the sources of a plan's costs."""
-        return f"learned from {self.card.samples} times on {'; '.join(vector.name for vector in self.card.vectors)}"
+    def label(self, kind: str | None = None) -> str:
+        """One line that names the model, for the sources of a plan's costs; of one kind of device, if it is given."""
+        names = "; ".join(vector.name for vector in self.card.vectors if kind in (None, vector.kind))
+        return f"learned from times on {names}" if kind else f"learned from {self.card.samples} times on {names}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model and its card, whole or not at all."""

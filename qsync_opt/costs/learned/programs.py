@@ -11,16 +11,20 @@ import enum
 import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from qsync_opt.costs.roofline import BATCHES
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import Name, check_fields
 from qsync_opt.model import (
     ATTENTION,
+    BYTE_MASKS,
     DTYPE_BYTES,
+    INDEX_MASKS,
     LOOKUPS,
     PRODUCTS,
     SAVES_NOTHING,
+    SAVES_OUTPUT,
     Operator,
     OpGraph,
     Role,
@@ -62,6 +66,12 @@ STORAGE_BYTES = 4
 ATTENTION_BACKWARD = 2.5
 """Backward products of attention per forward product: five for two, because scores are computed again."""
 _OTHER_PRODUCTS = frozenset({"einsum", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+_HANDS_ON = frozenset({"add", "cat", "stack", "sum", "reducesum", "clone", "contiguous", "identity"})
+"""Kinds whose backward pass hands on the gradient or a view of it, unless operands were repeated (broadcast)."""
+_JOINS = frozenset({"cat", "stack"})
+"""Kinds whose backward pass takes a view per operand."""
+_SELECTIONS = frozenset({*LOOKUPS, "slice", "select", "narrow", "split", "chunk"})
+"""Kinds that read no more than they return."""
 
 
 _SAME_WORK = MappingProxyType(
@@ -109,7 +119,8 @@ class Workload:
 class Leaf:
     """One kernel's worth of work: operations, bytes, and the sizes of a product (of other work: rows and columns).
 
-    A grouped convolution is a batch of products, one per group.
+    A grouped convolution is a batch of products, one per group. Of ``flops`` an algorithm may save ``spare_flops``, and
+    ``spare_bytes`` of ``num_bytes`` may be in the cache: the roofline is without them.
     """
 
     kind: LeafKind
@@ -120,10 +131,12 @@ class Leaf:
     rows: int = 1
     columns: int = 1
     depth: int = 1
+    spare_flops: float = 0.0
+    spare_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         number_format(self.number_format)
-        for name in ("flops", "num_bytes"):
+        for name in ("flops", "num_bytes", "spare_flops", "spare_bytes"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ProblemError(f"leaf of kind {self.kind!r}: {name} is {value!r}; a finite number >= 0 is needed")
@@ -155,6 +168,16 @@ class Program:
     def num_bytes(self) -> float:
         """Bytes that all leaves move."""
         return math.fsum(leaf.num_bytes for leaf in self.leaves)
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes that all leaves move at the least."""
+        return math.fsum(leaf.num_bytes - leaf.spare_bytes for leaf in self.leaves)
+
+    @property
+    def moves_data(self) -> bool:
+        """Whether it is more than views."""
+        return any(leaf.kind is not LeafKind.VIEW for leaf in self.leaves)
 
 
 def workload_of(graph: OpGraph, operator: Operator) -> Workload:
@@ -264,8 +287,18 @@ def _product_leaves(
         moved = weights * (STORAGE_BYTES * (2 if width == 1 else 1) + width)
         forward.append(Leaf(kind=leaf, number_format="FP32", num_bytes=moved))
     moved = (activations + weights) * width + result * half
-    sizes = {"batch": batch, "rows": rows, "columns": columns, "depth": depth}
-    forward.append(Leaf(kind=name, number_format=operands, flops=work.flops, num_bytes=moved, **sizes))
+    spare = _spare(work, kind)
+    sizes: dict[str, Any] = {"batch": batch, "rows": rows, "columns": columns, "depth": depth}
+    forward.append(
+        Leaf(
+            kind=name,
+            number_format=operands,
+            flops=work.flops,
+            num_bytes=moved,
+            spare_flops=spare * work.flops,
+            **sizes,
+        )
+    )
     backward = []
     if form.bits > 8:
         back_format = precision
@@ -277,19 +310,21 @@ def _product_leaves(
         back_format = borders.gradient_input
     back_width = number_format(back_format).num_bytes
     moved = (activations + weights + result) * back_width
+    same: dict[str, Any] = {"kind": name, "number_format": back_format}
     if kind in ATTENTION:
         if work.gradients:
             flops = work.flops * ATTENTION_BACKWARD
-            backward.append(Leaf(kind=name, number_format=back_format, flops=flops, num_bytes=2 * moved, **sizes))
+            backward.append(Leaf(flops=flops, spare_flops=spare * flops, num_bytes=2 * moved, **same, **sizes))
         return tuple(forward), tuple(backward)
+    same |= {"flops": work.flops, "spare_flops": spare * work.flops, "num_bytes": moved}
     for operand in range(work.gradients):
         sizes = {"batch": batch, "rows": rows, "columns": depth, "depth": columns}
         if operand:
             sizes = {"batch": batch, "rows": depth, "columns": columns, "depth": rows}
-        backward.append(Leaf(kind=name, number_format=back_format, flops=work.flops, num_bytes=moved, **sizes))
+        backward.append(Leaf(**same, **sizes))
     if weights:
         sizes = {"batch": batch, "rows": columns, "columns": depth, "depth": rows}
-        backward.append(Leaf(kind=name, number_format=back_format, flops=work.flops, num_bytes=moved, **sizes))
+        backward.append(Leaf(**same, **sizes))
         if back_width < STORAGE_BYTES:
             bytes_of_cast = weights * (STORAGE_BYTES + back_width)
             backward.append(Leaf(kind=LeafKind.CAST, number_format=back_format, num_bytes=bytes_of_cast))
@@ -312,6 +347,17 @@ def _sizes(work: Workload, kind: str) -> tuple[int, int, int, int]:
     return 1, result // shape[-1], shape[-1], depth
 
 
+def _spare(work: Workload, kind: str) -> float:
+    """Share of operations that may be saved: half of attention, if causal; most of a convolution of several pixels.
+
+    Source: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016): tiles of 4 by 4 leave a quarter.
+    """
+    if kind in ATTENTION:
+        return 0.5
+    pixels = math.prod(work.inputs[1].shape[2:]) if kind.startswith("conv") and len(work.inputs) > 1 else 1
+    return 1 - max(0.25, 1 / pixels)
+
+
 def _groups(work: Workload, kind: str) -> int:
     """Groups of a convolution, from the channels of its input and of its weight (whose order transposes it)."""
     if kind.startswith("conv_transpose") or len(work.inputs) < 2 or min(len(s.shape) for s in work.inputs[:2]) < 2:
@@ -328,9 +374,10 @@ def _lookup_leaves(work: Workload, borders: PrecisionFormats) -> tuple[tuple[Lea
     sizes = {"rows": elements // columns, "columns": columns}
     forward = elements * (STORAGE_BYTES + width) + _other_bytes(work.inputs)
     backward = elements * (width + 2 * STORAGE_BYTES)
+    again = max(0, elements - work.weight_elements) * STORAGE_BYTES  # of rows that are read or added to once more
     one, two = (
-        Leaf(kind=LeafKind.LOOKUP, number_format=borders.output, num_bytes=moved, **sizes)
-        for moved in (forward, backward)
+        Leaf(kind=LeafKind.LOOKUP, number_format=borders.output, num_bytes=moved, spare_bytes=spare, **sizes)
+        for moved, spare in ((forward, again), (backward, 2 * again))
     )
     # The gradient of the whole table is filled with zeros first.
     cleared = Leaf(kind=LeafKind.STREAM, number_format="FP32", num_bytes=work.weight_elements * STORAGE_BYTES)
@@ -338,16 +385,23 @@ def _lookup_leaves(work: Workload, borders: PrecisionFormats) -> tuple[tuple[Lea
 
 
 def _stream_leaves(work: Workload, kind: str, format_name: str) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """Passes over memory; bytes are those that must be moved, so that the roofline is a floor.
+
+    A backward pass reads the gradient of the result, what its derivative depends on (`_operand_elements`) and masks or
+    indices (`_mask_width`), and writes the gradients of inputs and parameters; some hand on the gradient that they get.
+    """
     gradient = bool(work.gradients or work.weight_elements) and any(spec.is_floating for spec in work.outputs)
     if not work.moves_data:
         view = Leaf(kind=LeafKind.VIEW, number_format=format_name)
         return (view,), (view,) if gradient else ()
     width = number_format(format_name).num_bytes
-    moved = (_elements(work.inputs) + _elements(work.outputs)) * width
-    moved += _other_bytes(work.inputs) + _other_bytes(work.outputs)
+    result = _elements(work.outputs)
+    read = min(_elements(work.inputs), result) if kind in _SELECTIONS else _elements(work.inputs)
+    masks = result * _mask_width(kind) if gradient else 0
+    moved = (read + result) * width + masks + _other_bytes(work.inputs) + _other_bytes(work.outputs)
     # Norms, softmax and losses, which reduce over a dimension before they return one, are fixed in FP32.
     largest = max((spec.elements for spec in work.inputs), default=0)
-    alike = work.role is not Role.FIXED and not work.weight_elements and _elements(work.outputs) == largest
+    alike = work.role is not Role.FIXED and not work.weight_elements and result == largest
     leaf_kind = LeafKind.POINTWISE if alike else LeafKind.STREAM
     # Rows are those of the largest tensor: a reduction works along the rows of its input.
     shape = max(((s.elements, s.shape) for s in (*work.inputs, *work.outputs)), default=(1, (1,)))[1] or (1,)
@@ -355,6 +409,41 @@ def _stream_leaves(work: Workload, kind: str, format_name: str) -> tuple[tuple[L
     forward = Leaf(kind=leaf_kind, number_format=format_name, flops=work.flops, num_bytes=moved, **sizes)
     if not gradient:
         return (forward,), ()
-    if kind not in SAVES_NOTHING:
-        moved += _elements(work.outputs) * width
+    if kind in _HANDS_ON and (repeats := _broadcast_elements(work)) == 0:
+        view = Leaf(kind=LeafKind.VIEW, number_format=format_name)
+        return (forward,), (view,) * (max(1, work.gradients) if kind in _JOINS else 1)
+    if kind in _HANDS_ON:
+        return (forward,), (replace(forward, num_bytes=(result + repeats) * width),)
+    elements = result + _gradient_elements(work) + _operand_elements(work, kind)
+    moved = elements * width + masks + _other_bytes(work.inputs)
     return (forward,), (replace(forward, flops=2 * work.flops, num_bytes=moved),)
+
+
+def _mask_width(kind: str) -> int:
+    """Bytes per element of the result that only the backward pass needs: a mask, or where the result is from."""
+    return 1 if kind in BYTE_MASKS else DTYPE_BYTES["int64"] if kind in INDEX_MASKS else 0
+
+
+def _gradient_elements(work: Workload) -> int:
+    """Elements of the gradients that a backward pass writes: those of the first inputs, and of the parameters."""
+    inputs = [spec.elements for spec in work.inputs if spec.is_floating]
+    return sum(inputs[: work.gradients]) + work.weight_elements
+
+
+def _operand_elements(work: Workload, kind: str) -> int:
+    """Elements that a backward pass reads beside the gradient, at the least."""
+    if kind in SAVES_NOTHING or _mask_width(kind):
+        return 0
+    if kind in SAVES_OUTPUT:
+        return _elements(work.outputs)
+    inputs = [spec.elements for spec in work.inputs if spec.is_floating]
+    # Of a product with a constant, say, only the other operand is needed.
+    return sum(inputs) if work.weight_elements or len(inputs) <= work.gradients else min(inputs, default=0)
+
+
+def _broadcast_elements(work: Workload) -> int:
+    """Elements of the operands of ``add`` that are repeated and need gradients: sums over that of the result."""
+    result = max(spec.elements for spec in work.outputs)
+    small = [spec.elements for spec in work.inputs if spec.is_floating and spec.elements < result]
+    needed = work.gradients + bool(work.weight_elements) >= sum(spec.is_floating for spec in work.inputs)
+    return sum(small) if needed and base_kind(work.kind) == "add" else 0

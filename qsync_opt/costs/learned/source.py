@@ -29,7 +29,7 @@ from qsync_opt.io import near_match
 from qsync_opt.model import Operator, OpGraph, Role, base_kind
 from qsync_opt.numerics import number_format
 
-MODEL_VERSION = "2"
+MODEL_VERSION = "3"
 """Changes with what is predicted from the same model."""
 _CAST_SIZES = (2**12, 2**16, 2**20, 2**23)
 _Table = dict[str, MeasuredCost]
@@ -85,6 +85,9 @@ def learned_profile(
             continue
         for precision in base.cost(operator.name):
             pair = programs_of(work, precision, base.formats[precision])
+            if vector.kind == "cuda":  # where views and gradients that are handed on launch nothing
+                forward, backward = (p if p.moves_data else replace(p, leaves=()) for p in pair)
+                pair = forward, backward
             if all(model.knows(program, vector) for program in pair if program.leaves):
                 of_pair[signature, precision] = len(programs)
                 programs += pair
@@ -117,7 +120,7 @@ def learned_profile(
         counted += f"; {unlike} learned ones unlike the training data"
     options = dict(base.options) if measured is None else dict(measured.options)
     if set(count) != {CostSource.MEASURED}:
-        options[ESTIMATE_OPTION] = f"{model.label()} ({counted})"
+        options[ESTIMATE_OPTION] = f"{model.label(vector.kind)} ({counted})"
     return replace(
         base,
         options=options,
@@ -166,7 +169,8 @@ def known_device(name: str, model: LearnedModel | None = None) -> DeviceVector:
     model = model or shipped_model()
     trained = {vector.name: vector for vector in model.card.vectors}
     # Torch's name of a whole card has the data sheet's as a word; what was probed is better than the sheet.
-    cards = (vector for vector in model.card.vectors if vector.kind == "cuda" and name in vector.name.split())
+    of_cards = (vector for vector in model.card.vectors if vector.kind == "cuda")
+    cards = (vector for vector in of_cards if name.upper() in vector.name.upper().split())
     for known in (trained.get(name), next(cards, None)):
         if known is not None:
             return known

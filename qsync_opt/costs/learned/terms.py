@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from qsync_opt.costs.learned.devices import DeviceVector
 from qsync_opt.costs.learned.programs import LeafKind, Phase, Program
 
-FEATURE_VERSION = 4
+FEATURE_VERSION = 5
 """Changes with the meaning of any term; models of another version are refused."""
 Matrix = NDArray[np.float64]
 _WORK = (

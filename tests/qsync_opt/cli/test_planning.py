@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,19 @@ def gradient_costs(buckets, path):
     )
     costs.save(path)
     return costs
+
+
+def test_learned_costs_of_a_measured_card_and_of_another_one(run, files):
+    (files / "cards.yaml").write_text(CLUSTER.replace("name: A100", "name: H200"))
+    status, out, _ = run("plan", files / "mlp.onnx", files / "cards.yaml", "--costs", "learned")
+    assert status == 0
+    notes = {line.split()[3]: line for line in out.splitlines() if line.startswith("note: costs of")}
+    assert set(notes) == {"H200", "small"}
+    for name, line in notes.items():
+        counts = re.search(r"learned from times on NVIDIA H200.* \((\d+) learned, 1 roofline(.*)\)", line)
+        learned, unlike = int(counts[1]), int((re.search(r"; (\d+) learned ones unlike", counts[2]) or [0, 0])[1])
+        assert learned > 0
+        assert unlike < learned if name == "H200" else unlike == learned
 
 
 def test_precisions_and_schemes_in_one_plan(run, files):

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from qsync_opt.costs.learned import (
     Program,
     Sample,
     Split,
+    Workload,
     check_same_devices,
     check_times,
     class_name,
@@ -39,11 +41,12 @@ from qsync_opt.costs.learned import (
     programs_of,
     reference_ns,
     sheet_vector,
+    shipped_model,
     summary,
     with_observed_rates,
 )
 from qsync_opt.errors import ProblemError
-from qsync_opt.model import TensorSpec
+from qsync_opt.model import Role, TensorSpec
 from qsync_opt.numerics import formats_for
 from qsync_opt.testing import linear_workload, make_cost_record, make_device_vector, pointwise_workload
 
@@ -162,6 +165,101 @@ def test_a_backward_pass_in_8_bits_has_the_forward_pass_of_its_sibling_and_8_bit
     assert [leaf.number_format for leaf in both[1].leaves] == ["BF16", "INT8", "INT8", "INT8"]
     assert class_name(both[1]) == class_name(plain[0])
     assert class_name(plain[1]) == "product BF16 backward"
+
+
+def _passes(kind: str, inputs: list[tuple[int, ...]], output: tuple[int, ...], **changes: Any) -> tuple[float, float]:
+    """Bytes that both passes of an operator in BF16 move; gradients flow into all inputs unless ``changes`` say so."""
+    specs = tuple(TensorSpec(shape=shape, dtype="float32") for shape in inputs)
+    result = (TensorSpec(shape=output, dtype="float32"),)
+    work = Workload(
+        kind=kind, role=Role.DEPENDENT, inputs=specs, outputs=result, **({"gradients": len(inputs)} | changes)
+    )
+    forward, backward = programs_of(work, "BF16", FORMATS["BF16"])
+    return forward.num_bytes, backward.num_bytes
+
+
+def test_bytes_are_those_that_a_pass_must_move() -> None:
+    """By hand, for tensors of 32 elements of two bytes."""
+    x, n = (4, 8), 32
+    assert _passes("add", [x, x], x) == (6 * n, 0)  # the gradient is handed on
+    assert _passes("add", [x, (8,)], x) == (4 * n + 16, 2 * n + 16)  # and summed where an operand was repeated
+    assert _passes("add", [x, (8,)], x, gradients=1) == (4 * n + 16, 0)
+    assert _passes("cat", [x, x], (8, 8)) == (8 * n, 0)  # views of the gradient
+    assert _passes("sum", [x], (4,)) == (2 * n + 8, 0)  # the gradient, repeated
+    assert _passes("mean", [x], (4,)) == (2 * n + 8, 2 * n + 8)
+    assert _passes("dropout", [x], x) == (5 * n, 5 * n)  # with a mask of one byte
+    assert _passes("max_pool2d", [(1, 1, *x)], (1, 1, 2, 4)) == (2 * n + 10 * 8, 2 * n + 10 * 8)  # with indices
+    assert _passes("relu", [x], x) == (4 * n, 6 * n)  # from its result
+    assert _passes("gelu", [x], x) == (4 * n, 6 * n)  # from its input
+    assert _passes("mul", [x, x], x) == (6 * n, 10 * n)
+    assert _passes("mul", [x, (1,)], x, gradients=1) == (4 * n + 2, 4 * n + 2)
+    assert _passes("gather", [(100, 8)], x) == (4 * n, 2 * n + 2 * 800)
+
+
+def test_a_gradient_is_handed_on_once_or_as_a_view_per_operand() -> None:
+    x = pointwise_workload("add", 4, 8)
+    for kind, views in (("add", 1), ("cat", 3)):
+        work = replace(x, kind=kind, inputs=x.inputs * 3, gradients=3)
+        _, backward = programs_of(work, "BF16", FORMATS["BF16"])
+        assert [leaf.kind for leaf in backward.leaves] == [LeafKind.VIEW] * views
+        assert class_name(backward) == "view"
+        assert kernel_of(backward) == f"{kind} BF16 backward view"
+
+
+def test_rows_of_a_table_that_are_read_again_are_in_the_cache() -> None:
+    inputs = TensorSpec(shape=(3, 4), dtype="float32"), TensorSpec(shape=(10,), dtype="int64")
+    outputs = (TensorSpec(shape=(10, 4), dtype="float32"),)
+    work = Workload(kind="embedding", role=Role.DEPENDENT, inputs=inputs, outputs=outputs, weight_elements=12)
+    forward, backward = programs_of(work, "BF16", FORMATS["BF16"])
+    assert forward.num_bytes == 40 * (4 + 2) + 80
+    assert forward.least_bytes == 12 * 4 + 40 * 2 + 80
+    cleared = 12 * 4
+    assert backward.num_bytes == 40 * (2 + 2 * 4) + cleared
+    assert backward.least_bytes == 40 * 2 + 2 * 12 * 4 + cleared
+
+
+def test_operations_that_kernels_save_do_not_count_for_the_roofline() -> None:
+    """A causal mask halves attention, and Winograd's convolutions need a quarter at best."""
+    device = make_device_vector()
+    x, weight = (TensorSpec(shape=shape, dtype="float32") for shape in ((2, 32, 8, 8), (32, 32, 3, 3)))
+    work = replace(linear_workload(1, 1, 1), kind="conv2d", inputs=(x, weight), outputs=(x,), flops=2**40)
+    full_ns = 1e9 * 2**40 / device.peak("FP32")
+    assert device.computed_ns(programs_of(work, "FP32", FORMATS["FP32"])[0]) == pytest.approx(full_ns / 4)
+    narrow = TensorSpec(shape=(32, 32, 1, 1), dtype="float32")
+    plain = replace(work, inputs=(x, narrow))
+    assert device.computed_ns(programs_of(plain, "FP32", FORMATS["FP32"])[0]) == pytest.approx(full_ns)
+    attention = replace(work, kind="scaled_dot_product_attention", inputs=(x, x, x), weight_elements=0)
+    assert device.computed_ns(programs_of(attention, "FP32", FORMATS["FP32"])[0]) == pytest.approx(full_ns / 2)
+
+
+RECORDS = sorted((Path(__file__).parents[4] / "benchmarks" / "records").glob("costs-*.json.gz"))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_no_recorded_time_is_below_the_roofline(path: Path) -> None:
+    record = load_record(path)
+    slack = 1 + 1e-9
+    assert all(device.floor_ns(program) <= slack * sample.ns for program, device, sample in record.programs())
+
+
+def test_laws_of_processors_are_the_same_with_and_without_a_card() -> None:
+    """In weights and in intervals."""
+    processors = make_cost_record(30, (make_device_vector(), make_device_vector("other", 2.0)))
+    card = make_cost_record(30, (make_device_vector("card", 100.0, kind="cuda"),), seed=1)
+    alone = fit_laws(processors, errors=False, rounds=2)
+    both = fit_laws(merge_records([processors, card]), errors=False, rounds=2)
+    places = [both.places[name] for name in alone.names]
+    assert len(both.names) > len(places)
+    np.testing.assert_array_equal(both.weights_LT[places], alone.weights_LT)
+    np.testing.assert_array_equal(both.ends_LS2[places], alone.ends_LS2)
+    assert predict_samples(both, processors) == predict_samples(alone, processors)
+
+
+def test_the_model_of_the_package_is_fitted_to_the_records() -> None:
+    card = shipped_model().card
+    assert card.training_digest == merge_records([load_record(path) for path in RECORDS]).digest()
+    assert {vector.kind for vector in card.vectors} == {"cpu", "cuda"}
+    assert {"workload, cpu", "workload, cuda"} <= set(card.errors)
 
 
 def test_splits_share_no_part_and_leak_nothing(record: CostRecord) -> None:
@@ -411,6 +509,15 @@ def test_an_unseen_device_is_corrected_by_a_few_times(record: CostRecord, model:
     assert after["median"] < 0.1
     assert after["coverage"] > 0.7
     assert model.corrected(strange, [], []) == model
+
+
+@pytest.mark.parametrize("share", [0.1, 10.0])
+def test_what_a_cache_of_another_size_changes_is_not_guessed(model: LearnedModel, share: float) -> None:
+    """All of the training data have caches of one size: another one counts for the roofline only."""
+    programs = programs_of(linear_workload(480, 1000, 2560), "BF16", FORMATS["BF16"])
+    size = make_device_vector().cache_bytes
+    same, other = (model.predict(programs, make_device_vector("any", cache_bytes=s)) for s in (size, share * size))
+    assert same == other
 
 
 def test_a_changed_device_is_no_known_one(model: LearnedModel) -> None:

@@ -1,11 +1,12 @@
 """Profiles from measured, scaled, learned and roofline costs."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from qsync_opt.cluster import DeviceType
+from qsync_opt.cluster import DATA_SHEETS, DeviceType
 from qsync_opt.costs import CostSource, DeviceProfile, MeasuredCost, operator_cost
 from qsync_opt.costs.learned import (
     LearnedCosts,
@@ -145,7 +146,7 @@ def test_device_types_are_data_sheets_or_trained_devices(graph: OpGraph, model: 
         return DeviceType(name=name, count=1, memory_limit_bytes=1, precisions=("FP32",))
 
     assert _source(costs.profile(graph, device("device")), "one", "FP32") is CostSource.LEARNED
-    # A model that has seen no card predicts none: the roofline of the data sheet is left.
+    # A model that was fitted to no card predicts none: the roofline of the data sheet is left.
     card = costs.profile(graph, device("T4"))
     assert card.device.kind == "cuda"
     assert _source(card, "one", "FP32") is CostSource.ROOFLINE
@@ -203,3 +204,52 @@ def test_the_model_of_the_package_predicts_on_the_devices_that_it_was_fitted_to(
         cost = operator_cost(learned_profile(graph, vector, model), "one", "FP32", "forward")
         assert cost.source is CostSource.LEARNED
         assert 0 < cost.low_s <= cost.time_s <= cost.high_s
+
+
+def _on(hardware: str, graph: OpGraph) -> DeviceProfile:
+    device = DeviceType(name="any", hardware=hardware, count=1, memory_limit_bytes=1, precisions=("FP32",))
+    return LearnedCosts().profile(graph, device)
+
+
+def _counts(profile: DeviceProfile) -> tuple[int, int]:
+    """Of a profile, how many costs are learned, and how many of these are unlike the training data."""
+    counted = str(profile.options["estimated_by"])
+    learned, unlike = re.search(r"(\d+) learned[,;].* (\d+) learned ones unlike", counted).groups()
+    return int(learned), int(unlike)
+
+
+@pytest.mark.parametrize("name", ["H200", "h200"])
+def test_a_card_of_the_training_data_has_its_own_vector_and_laws(graph: OpGraph, name: str) -> None:
+    profile = _on(name, graph)
+    assert profile.device.name == "NVIDIA H200 (132 SMs)"
+    for precision in ("FP32", "TF32", "FP16", "BF16", "INT8", "FP8"):
+        cost = operator_cost(profile, "one", precision, "forward")
+        assert cost.source is CostSource.LEARNED
+        assert 0 < cost.low_s <= cost.time_s <= cost.high_s < 1e-3
+    learned, unlike = _counts(profile)
+    assert 0 < unlike < learned / 2
+
+
+@pytest.mark.parametrize("name", sorted(set(DATA_SHEETS) - {"H200"}))
+def test_other_cards_have_the_laws_of_cards_and_are_marked(graph: OpGraph, name: str) -> None:
+    profile = _on(name, graph)
+    assert profile.device.name == name
+    learned, unlike = _counts(profile)
+    assert learned == unlike > 0
+    for precision in profile.cost("one"):
+        cost = operator_cost(profile, "one", precision, "backward")
+        if cost.source is CostSource.LEARNED:
+            assert 0 < cost.low_s < cost.time_s < cost.high_s < 1e-2
+
+
+def test_a_gradient_that_is_handed_on_takes_no_time_on_a_card() -> None:
+    operators = [
+        make_operator("x", Role.FIXED, op_type="input", shape=(64, 64)),
+        make_operator("one", inputs=["x"], op_type="linear", shape=(64, 64), parameters=("a",)),
+        make_operator("two", inputs=["one"], op_type="linear", shape=(64, 64), parameters=("b",)),
+        make_operator("sum", Role.DEPENDENT, ["one", "two"], op_type="add", shape=(64, 64)),
+    ]
+    cost = _on("H200", make_graph(operators, {"a": (64, 64), "b": (64, 64)})).cost("sum")["BF16"]
+    assert cost.source == "learned"
+    assert cost.forward_ns > 0
+    assert cost.backward_ns == 0
