@@ -204,10 +204,11 @@ def phase_of(profile: ServingProfile, kind: str, scheme: str, phase: str) -> Tab
 
 
 def points(table: Table) -> Iterator[tuple[int, int, int]]:
-    """Rows, length and value of every entry."""
+    """Rows, length and value of every entry but those that took less than the clock tells."""
     for rows, line in zip(table.rows, table.values, strict=True):
         for length, value in zip(table.lengths, line, strict=True):
-            yield rows, length, value
+            if value > 0:
+                yield rows, length, value
 
 
 def quantiles(errors: list[float]) -> dict[str, float]:

@@ -55,7 +55,8 @@ def figures() -> dict[str, str]:
         **_learned_costs("costs", results["learned-costs.json"]),
         **_learned_costs("costs-epyc", results["learned-costs-epyc.json"]),
         **_learned_costs("costs-h200", results["learned-costs-h200.json"]),
-        **_serving_holes(results["serving-holes.json"]),
+        **_serving_holes("holes", results["serving-holes.json"]),
+        **_serving_holes("holes-h200", results["serving-holes-h200.json"]),
         **_plain_processor(results["plain-processor.json"]),
         **_serving_harm(results["serving-harm.json"]),
         **_serving_load(results["serving-load.json"]),
@@ -187,15 +188,15 @@ def _learned_costs(name: str, data: Record) -> dict[str, str]:
     return result
 
 
-def _serving_holes(data: Record) -> dict[str, str]:
+def _serving_holes(name: str, data: Record) -> dict[str, str]:
     """Errors of costs of serving that were left out and filled, by way, kind and phase: median and 90th percentile."""
 
     def both(row: Record) -> str:
         return f"{100 * row['median']:.0f} and {100 * row['p90']:.0f} %"
 
     rows = {f"{row['way']}.{row['kind']}.{row['phase']}": row for row in data["records"]}
-    texts = {f"holes.{name.replace(' ', '-')}": both(row) for name, row in {**rows, **data["ways"]}.items()}
-    return {**texts, "holes.repeat": both(data["repeat"])}
+    texts = {f"{name}.{what.replace(' ', '-')}": both(row) for what, row in {**rows, **data["ways"]}.items()}
+    return {**texts, f"{name}.repeat": both(data["repeat"])}
 
 
 def _plain_processor(data: Record) -> dict[str, str]:

@@ -22,6 +22,9 @@ from qsync_opt.runtimes.torch.serving.workers import LocalWorkers
 from qsync_opt.serving import ServeWorkload, Stage, Table
 
 _KIB = 1024
+_TURNS = 4
+"""Turns that a pass of up to `_FEW_TOKENS` tokens takes through the groups; one of more takes one."""
+_FEW_TOKENS = 1024
 _ROUNDS = 3
 """Batches that are served for each size of micro-batches, so that memory that is kept between them counts."""
 
@@ -44,33 +47,38 @@ class ProcessMemory:
 class PassDifferences:
     """Seconds of the parts of a stage's passes, from passes through some of its groups.
 
+    A pass of few tokens takes its groups in several turns, because a group may take less than what the clock is off
+    by. MLPs are told from passes through them, attention from passes through both: alone it could stay in the cache.
+
     Args:
         stage: A whole model with its pages; attention and MLP take turns, at least two of each.
     """
 
     def __init__(self, stage: StageModel) -> None:
-        attention, mlp = range(0, len(stage.groups), 2), range(1, len(stage.groups), 2)
-        self._more = len(attention) - 1
-        self._parts = {
-            "least": stage.part([0, 1]),
-            "attn": stage.part([*attention, 1]),
-            "mlp": stage.part([0, *mlp]),
-            "no head": stage.part([0, 1], head=False),
+        every = range(len(stage.groups))
+        self._count = len(every) // 2
+        self._least, self._headless = stage.part([0, 1]), stage.part([0, 1], head=False)
+        self._longer = {
+            turns: {"mlp": stage.part([0, *[*every[1::2]] * turns]), "both": stage.part([*every] * turns)}
+            for turns in (1, _TURNS)
         }
 
     def seconds(self, step: Step) -> dict[str, float]:
         """Seconds of one group of each kind, of the head, and of all that a pass needs besides ("rest")."""
+        turns = _TURNS if sum(step.counts) <= _FEW_TOKENS else 1
+        parts = {"least": self._least, "headless": self._headless, **self._longer[turns]}
         took = {}
-        for name, part in self._parts.items():
+        for name, part in parts.items():
             began = time.perf_counter()
             part.run(step)[:1].cpu()  # waits for all of it
             took[name] = time.perf_counter() - began
-        attn, mlp = ((took[kind] - took["least"]) / self._more for kind in ("attn", "mlp"))
+        more = self._count * turns - 1
+        mlp, both = ((took[name] - took["least"]) / more for name in ("mlp", "both"))
         return {
-            "attn": attn,
+            "attn": both - mlp,
             "mlp": mlp,
-            "head": took["least"] - took["no head"],
-            "rest": took["no head"] - attn - mlp,
+            "head": took["least"] - took["headless"],
+            "rest": took["headless"] - both,
         }
 
 

@@ -130,6 +130,25 @@ def test_without_a_law_there_is_the_roofline_corrected_too():
     assert nothing.estimated_by == "roofline of T4"
 
 
+def test_cards_prefill_by_laws_and_decode_by_the_roofline():
+    card = known_device("H200")
+    profile, bare = (learned_serving_profile(MODEL, card, WORKLOAD, model) for model in (None, without_laws()))
+    for kind in KINDS:
+        for scheme in ("W4", "W16"):
+            text = profile.estimates[kind][scheme]
+            assert text.startswith(f"prefill learned for {card.name}") and text.endswith(
+                f", decode roofline of {card.name}"
+            )
+            own, floor = profile.costs[kind][scheme], bare.costs[kind][scheme]
+            assert own.decode == floor.decode and own.prefill != floor.prefill
+    # What was measured corrects it.
+    known = dataclasses.replace(bare, costs=scaled(bare, 2.0), estimates={})
+    filled = fill_serving_profile(without(known, "W8"), card, schemes=["W8"])
+    assert "decode roofline of" in filled.estimates["mlp"]["W8"] and "corrected" in filled.estimates["mlp"]["W8"]
+    decode = filled.costs["mlp"]["W8"].decode
+    assert decode.at(8, 96) == pytest.approx(2 * bare.costs["mlp"]["W8"].decode.at(8, 96), rel=0.01)
+
+
 @st.composite
 def models(draw):
     size = draw(st.sampled_from([16, 64, 128]))

@@ -114,7 +114,10 @@ def test_parts_of_a_pass_are_differences_between_passes(monkeypatch):
 
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(StageModel, "run", run)
-    assert PassDifferences(sample_stage()).seconds(None) == {"attn": 3, "mlp": 5, "head": 7, "rest": 11}
+    watch = PassDifferences(sample_stage())
+    for tokens in ((5,) * 1025, (5, 6, 7), (5,)):  # of long and short prompts, and of decoding
+        step = Step(number=0, tokens=(tokens,), starts=(0,), pages=((1,),), choices=(Choice(),))
+        assert watch.seconds(step) == {"attn": 3, "mlp": 5, "head": 7, "rest": 11}
 
 
 def source_of(state):
