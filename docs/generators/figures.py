@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -58,6 +59,8 @@ def figures() -> dict[str, str]:
         **_serving_holes("holes", results["serving-holes.json"]),
         **_serving_holes("holes-h200", results["serving-holes-h200.json"]),
         **_plain_processor(results["plain-processor.json"]),
+        **_serving_card(results["serving-card.json"]),
+        **_weight_only(results["weight-only.json"]),
         **_serving_harm(results["serving-harm.json"]),
         **_serving_load(results["serving-load.json"]),
         **_serving_peers(results["serving-peers.json"]),
@@ -152,6 +155,28 @@ def _serving_solvers(data: Record) -> dict[str, str]:
         texts[f"{name}.exact"] = f"{max(m['exact']['seconds'] for m in own):.2g} s"
     gaps = [100 * methods["chain"]["gap"] for size, methods in rows if size != "small"]
     texts["serving-solvers.gap"] = f"{min(gaps):.0f} to {max(gaps):.0f} %"
+    return texts
+
+
+def _serving_card(data: Record) -> dict[str, str]:
+    """Captured decoding passes on a card, by scheme: times their floor, and how many times as fast as in 16 bits."""
+    passes = {(row["scheme"], row["rows"]): row for row in data["records"]}
+    texts = {}
+    for scheme in ("W4", "W8", "W16"):
+        own = [row["times_floor"] for (name, _), row in passes.items() if name == scheme]
+        texts[f"serving-card.{scheme}"] = span(own, ".2f")
+        for rows in (1, 16):
+            faster = passes["W16", rows]["graph_s"] / passes[scheme, rows]["graph_s"]
+            texts[f"serving-card.{scheme}.{rows}"] = f"{faster:.2f}"
+    return texts
+
+
+def _weight_only(data: Record) -> dict[str, str]:
+    """Shares of the rate of a copy at which products with packed weights read them, by format and rows."""
+    texts = {}
+    for form, rows in itertools.product(("W4A16", "W8A16"), (1, 16)):
+        own = [100 * r["share_of_copy"] for r in data["records"] if (r["format"], r["rows"]) == (form, rows)]
+        texts[f"weight-only.{form}.{rows}"] = f"{span(own, '.0f')} %"
     return texts
 
 
@@ -714,6 +739,14 @@ _ROWS = (
         "decoding {{ serving-peers.decode.over-transformers }} and {{ serving-peers.decode.over-llama.cpp }} x",
         ">= 1 x; >= 0.8 x{{ serving-peers.missed }}",
         "serving-peers.json",
+    ),
+    (
+        "Decoding pass of a model of Llama-3-8B's shape with weights of 4 and 8 bits, captured: speed over BF16 with 1 "
+        "and 16 sequences; time over what reading weights and cache takes",
+        "{{ serving-card.W4.1 }} and {{ serving-card.W4.16 }} x, {{ serving-card.W8.1 }} and "
+        "{{ serving-card.W8.16 }} x; {{ serving-card.W4 }} x, {{ serving-card.W8 }} x (BF16 {{ serving-card.W16 }} x)",
+        "<= 1.35 x: missed by 4 bits, and by 8 with 16 sequences",
+        "serving-card.json",
     ),
     (
         "Serving plans of 80 layers: over 4 devices the default's distance from the best plan in the median and its "
