@@ -160,7 +160,7 @@ def known_device(name: str, model: LearnedModel | None = None) -> DeviceVector:
     """The vector of a device of the model's training data, or of a GPU with a data sheet.
 
     Args:
-        name: Of the device; of a card a word of torch's name is enough, such as ``H200``.
+        name: Of the device; of a card the word that data sheets have for it, such as ``H200``, or torch's whole name.
         model: None: the one that comes with the package.
 
     Raises:
@@ -168,19 +168,26 @@ def known_device(name: str, model: LearnedModel | None = None) -> DeviceVector:
     """
     model = model or shipped_model()
     trained = {vector.name: vector for vector in model.card.vectors}
-    # Torch's name of a whole card has the data sheet's as a word; what was probed is better than the sheet.
-    of_cards = (vector for vector in model.card.vectors if vector.kind == "cuda")
-    cards = (vector for vector in of_cards if name.upper() in vector.name.upper().split())
-    for known in (trained.get(name), next(cards, None)):
-        if known is not None:
-            return known
-    names = (*DATA_SHEETS, *trained)
-    if name.upper() not in (sheet.upper() for sheet in DATA_SHEETS):
+    if name in trained:
+        return trained[name]
+    words = _words(name)
+    sheets = [sheet for sheet in DATA_SHEETS if sheet.upper() in words]
+    # What was probed is better than the sheet; a card without one is known by any word of its name.
+    named = {sheets[0].upper()} if sheets else words if len(words) == 1 else set()
+    cards = [v for v in model.card.vectors if v.kind == "cuda" and named and named <= _words(v.name)]
+    if cards:
+        return max(cards, key=lambda vector: vector.multiprocessors)
+    if not sheets:
+        names = (*DATA_SHEETS, *trained)
         raise UnsupportedError(
             f"there is neither a data sheet nor a learned device {name!r}{near_match(name, names)}; known are "
             f"{', '.join(names)}; name one of them (hardware: NAME in a cluster file), or collect costs on the device"
         )
-    return sheet_vector(data_sheet(name))
+    return sheet_vector(data_sheet(sheets[0]))
+
+
+def _words(name: str) -> set[str]:
+    return set(name.upper().replace("-", " ").split())
 
 
 def at_quantile(profile: DeviceProfile, quantile: float) -> DeviceProfile:

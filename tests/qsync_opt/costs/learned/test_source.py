@@ -14,6 +14,7 @@ from qsync_opt.costs.learned import (
     at_quantile,
     fit_laws,
     has_intervals,
+    known_device,
     learned_profile,
     shipped_model,
     workload_of,
@@ -253,3 +254,22 @@ def test_a_gradient_that_is_handed_on_takes_no_time_on_a_card() -> None:
     assert cost.source == "learned"
     assert cost.forward_ns > 0
     assert cost.backward_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("H200", "NVIDIA H200 (132 SMs)"), ("NVIDIA H200", "NVIDIA H200 (132 SMs)"), ("h200", "NVIDIA H200 (132 SMs)"),
+        ("NVIDIA H200, 66 multiprocessors", "NVIDIA H200, 66 multiprocessors"), ("Tesla T4", "T4"),
+        ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA H100 80GB HBM3", "H100"),
+        ("Intel Xeon, 1 thread", "Intel Xeon, 1 thread"),
+    ],
+)  # fmt: skip
+def test_devices_are_known_by_data_sheets_and_by_torch_s_names(name, known):
+    assert known_device(name).name == known
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "Intel Xeon", "H20", ""])
+def test_other_devices_are_not_known(name):
+    with pytest.raises(UnsupportedError, match="neither a data sheet nor a learned device"):
+        known_device(name)
