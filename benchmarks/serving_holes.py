@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from results_head import asked_row, processors, results_head
 
-from qsync_opt.costs.learned import LearnedModel, known_device, shipped_model
+from qsync_opt.costs.learned import known_device, shipped_model
 from qsync_opt.io import write_json
 from qsync_opt.runtimes.torch.serving import config_from_json, profile_serving, sample_config
 from qsync_opt.serving import (
@@ -45,6 +45,7 @@ from qsync_opt.serving import (
     learned_serving_profile,
     load_serving_profile,
 )
+from qsync_opt.testing import without_laws
 
 SHORT = ServeWorkload(prompts=8, prompt_tokens=64, new_tokens=32)
 MODELS = {
@@ -78,25 +79,24 @@ def main() -> None:
     parser.add_argument("--other", default="AMD EPYC, 1 thread")
     parser.add_argument("--profiles", type=Path)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "serving-holes.json")
-    asked = parser.parse_args()
-    models = MODELS if asked.place == "cpu" else CARD_MODELS
+    arguments = parser.parse_args()
+    models = MODELS if arguments.place == "cpu" else CARD_MODELS
     rounds = {
-        name: [measured(name, model, k, asked.place, asked.profiles) for k in range(asked.rounds)]
+        name: [measured(name, model, k, arguments.place, arguments.profiles) for k in range(arguments.rounds)]
         for name, model in models.items()
     }
     errors: dict[tuple[str, str, str], list[float]] = {}
     rows: list[dict[str, Any]] = []
     for name, profiles in rounds.items():
         profile = middle(profiles)
-        for way, kind, scheme, phase, table in estimates(profile, models[name][1], asked.device, asked.other):
-            truth = phase_of(profile, kind, scheme, phase)
-            found = [table.at(count, length) / value - 1 for count, length, value in points(truth)]
-            errors.setdefault((way, kind, phase), []).extend(map(abs, found))
+        for way, kind, scheme, phase, table in estimates(profile, models[name][1], arguments.device, arguments.other):
+            truth = profile.costs[kind][scheme].of(phase)
+            signed = [table.at(count, length) / value - 1 for count, length, value in points(truth)]
+            errors.setdefault((way, kind, phase), []).extend(map(abs, signed))
             if way in ("learned", "learned from nothing"):
-                signed = round(statistics.median(found), 4)
                 rows.append(
                     {"model": name, "way": way, "kind": kind, "scheme": scheme, "phase": phase,
-                     "median_signed_error": signed}
+                     "median_signed_error": round(statistics.median(signed), 4)}
                 )  # fmt: skip
     ways = list(dict.fromkeys(way for way, _, _ in errors))
     summary = [
@@ -111,9 +111,9 @@ def main() -> None:
     }  # fmt: skip
     data = {
         **results_head(
-            processors() if asked.place == "cpu" else torch.cuda.get_device_name(), {"torch": torch.__version__}
+            processors() if arguments.place == "cpu" else torch.cuda.get_device_name(), {"torch": torch.__version__}
         ),
-        "device": asked.device,
+        "device": arguments.device,
         "models": {name: sizes for name, (sizes, _) in models.items()},
         "asked": [
             asked_row(
@@ -128,7 +128,7 @@ def main() -> None:
         "records": summary,
         "schemes": rows,
     }
-    write_json(asked.output, data)
+    write_json(arguments.output, data)
     for way, values in whole.items():
         print(f"{way}: median {values['median']:.1%}, 90th percentile {values['p90']:.1%}")
     print("repeat:", data["repeat"])
@@ -176,18 +176,11 @@ def estimates(
         for kind in KINDS:
             for phase in PHASES:
                 for way, each in filled.items():
-                    yield way, kind, scheme, phase, phase_of(each, kind, scheme, phase)
-                yield "copy", kind, scheme, phase, phase_of(profile, kind, near, phase)
+                    yield way, kind, scheme, phase, each.costs[kind][scheme].of(phase)
+                yield "copy", kind, scheme, phase, profile.costs[kind][near].of(phase)
             half = only(profile, [s for s in schemes if s != scheme], kinds=[kind])
             scaled = fill_serving_profile(half, vector, schemes=[scheme])
-            yield "scaled", kind, scheme, "prefill", phase_of(scaled, kind, scheme, "prefill")
-
-
-def without_laws(model: LearnedModel) -> LearnedModel:
-    """A model with no law, so that everything is the roofline's."""
-    return dataclasses.replace(
-        model, names=(), weights_LT=model.weights_LT[:0], ends_LS2=model.ends_LS2[:0], most_LT=model.most_LT[:0]
-    )
+            yield "scaled", kind, scheme, "prefill", scaled.costs[kind][scheme].of("prefill")
 
 
 def only(profile: ServingProfile, schemes: list[str], kinds: Sequence[str] = KINDS) -> ServingProfile:
@@ -195,12 +188,6 @@ def only(profile: ServingProfile, schemes: list[str], kinds: Sequence[str] = KIN
     costs = {k: {s: c for s, c in t.items() if s in schemes or k not in kinds} for k, t in profile.costs.items()}
     weights = {k: {s: w for s, w in t.items() if s in costs[k]} for k, t in profile.weights_kib.items()}
     return dataclasses.replace(profile, costs=costs, weights_kib=weights)
-
-
-def phase_of(profile: ServingProfile, kind: str, scheme: str, phase: str) -> Table:
-    """A table of a profile."""
-    costs = profile.costs[kind][scheme]
-    return costs.prefill if phase == "prefill" else costs.decode
 
 
 def points(table: Table) -> Iterator[tuple[int, int, int]]:
@@ -224,12 +211,12 @@ def middle(profiles: Sequence[ServingProfile]) -> ServingProfile:
     """The first profile with the median of all in every entry of its tables."""
 
     def median(kind: str, scheme: str, phase: str) -> Table:
-        tables = [phase_of(each, kind, scheme, phase).values for each in profiles]
+        tables = [each.costs[kind][scheme].of(phase).values for each in profiles]
         values = tuple(
             tuple(round(statistics.median(entry)) for entry in zip(*lines, strict=True))
             for lines in zip(*tables, strict=True)
         )
-        return dataclasses.replace(phase_of(profiles[0], kind, scheme, phase), values=values)
+        return dataclasses.replace(profiles[0].costs[kind][scheme].of(phase), values=values)
 
     costs = {
         kind: {s: PhaseCosts(prefill=median(kind, s, "prefill"), decode=median(kind, s, "decode")) for s in table}
@@ -240,16 +227,17 @@ def middle(profiles: Sequence[ServingProfile]) -> ServingProfile:
 
 def repeat(rounds: dict[str, list[ServingProfile]]) -> dict[str, float]:
     """How far the entries of one round are from the median of all rounds."""
-    found = [
-        abs(phase_of(profile, kind, scheme, phase).at(count, length) / value - 1)
+    differences = [
+        abs(profile.costs[kind][scheme].of(phase).at(count, length) / value - 1)
         for profiles in rounds.values()
+        for center in [middle(profiles)]
         for profile in profiles
         for kind in KINDS
         for scheme in profile.schemes
         for phase in PHASES
-        for count, length, value in points(phase_of(middle(profiles), kind, scheme, phase))
+        for count, length, value in points(center.costs[kind][scheme].of(phase))
     ]
-    return quantiles(found)
+    return quantiles(differences)
 
 
 if __name__ == "__main__":

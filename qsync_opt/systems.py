@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import ESTIMATES_KEY, load_file, near_match
+from qsync_opt.io import carried_estimates, load_file, near_match
 from qsync_opt.registry import Feature, Kind, attribute, create, entries, require
 from qsync_opt.solving import Answer, Solution, SolveOptions
 
@@ -298,7 +298,7 @@ def solve_by_formulation(
 ) -> Solution[Any, Any]:
     """Solve a problem by one of its system's formulations, and check the plan that it returns.
 
-    The plan carries what the problem says about its estimates (`ESTIMATES_KEY`).
+    The plan carries what the problem says about its estimates (`carried_estimates`).
 
     Args:
         problem: A problem of a system whose formulations return plans.
@@ -323,7 +323,7 @@ def solve_by_formulation(
     answer: Answer = formulation.solve(problem, options)
     plan = answer.plan
     evaluation = None if plan is None else evaluate(problem, plan)
-    note = getattr(problem, "extras", {}).get((ESTIMATES_KEY,))
-    if plan is not None and note is not None:
-        plan = replace(plan, extras={**plan.extras, (ESTIMATES_KEY,): note})
+    estimates = carried_estimates(getattr(problem, "extras", {}))
+    if plan is not None and estimates:
+        plan = replace(plan, extras={**plan.extras, **estimates})
     return Solution.checked(answer, plan, evaluation, method=name, time_limit_s=time_limit_s)

@@ -150,6 +150,14 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+def estimates_json(extras: Extras) -> dict[str, Any]:
+    """What ``--json`` prints of what a problem or plan was estimated from: nothing if all was measured."""
+    from qsync_opt.io import ESTIMATES_KEY
+
+    note = extras.get((ESTIMATES_KEY,))
+    return {} if note is None else {"estimates": note}
+
+
 def print_estimates(extras: Extras) -> None:
     """Print what a problem or plan was estimated from, if anything was."""
     from qsync_opt.costs import estimate_lines

@@ -21,6 +21,7 @@ from qsync_opt.cli.console import (
     Verbose,
     check_outputs,
     choice,
+    estimates_json,
     gap_text,
     option,
     print_estimates,
@@ -28,7 +29,6 @@ from qsync_opt.cli.console import (
     print_table,
 )
 from qsync_opt.errors import NotInstalledError, ProblemError, UnsupportedError
-from qsync_opt.io import ESTIMATES_KEY
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -124,10 +124,8 @@ def plan(
         solution.plan.save(output)
     if json:
         result = solution.to_json()
-        note = built.extras.get((ESTIMATES_KEY,))
-        estimates = {} if note is None else {"estimates": note}
         evaluation = solution.evaluation.to_json() if solution.evaluation else None
-        print_json(result | {"evaluation": evaluation} | estimates)
+        print_json(result | {"evaluation": evaluation} | estimates_json(built.extras))
     elif solution.evaluation is None:
         print(solution.reason)
     else:

@@ -17,13 +17,14 @@ from qsync_opt.cli.console import (
     Verbose,
     check_outputs,
     choice,
+    estimates_json,
     option,
     print_estimates,
     print_json,
     print_table,
 )
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import ESTIMATES_KEY, near_match
+from qsync_opt.io import near_match
 
 if TYPE_CHECKING:
     from qsync_opt.serving import Prediction, ServeWorkload, ServingDevice, ServingProfile
@@ -189,9 +190,9 @@ def plan(
     if report is not None:
         write_serving_report(result, report)
     if json:
-        note = result.problem.extras.get((ESTIMATES_KEY,))
-        estimates = {} if note is None else {"estimates": note}
-        print_json({**result.solution.to_json(), "prediction": prediction.to_json(), **estimates})
+        print_json(
+            {**result.solution.to_json(), "prediction": prediction.to_json(), **estimates_json(result.problem.extras)}
+        )
         return EXIT_OK
     gap = result.solution.gap
     proof = "" if gap is None else f", at most {gap:.1%} above the best"

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         MeasuredCost,
         OptimizerCost,
         ProfileCosts,
-        carried_estimates,
         estimate_extras,
         estimate_lines,
         estimated_by,
@@ -47,7 +46,7 @@ else:
 __all__ = [
     "ESTIMATES_KEY", "ESTIMATE_OPTION", "FP32_SHARE_OPTION", "MEASURED_OPTION", "MI_ELEMENTS", "Assumptions",
     "CostFit", "CostModel", "CostSource", "DeviceIdentity", "DeviceProfile", "Estimate", "IterationCheck",
-    "IterationOverhead", "MeasuredCost", "OptimizerCost", "ProfileCosts", "RooflineCosts", "carried_estimates",
+    "IterationOverhead", "MeasuredCost", "OptimizerCost", "ProfileCosts", "RooflineCosts", 
     "cast_cost", "estimate_extras", "estimate_lines", "estimated_by", "estimated_costs", "fit_assumptions",
     "fit_cost", "layer_cost", "load_profile", "operator_cost", "roofline_profile", "scale_costs", "total_cost",
 ]  # fmt: skip

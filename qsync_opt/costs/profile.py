@@ -433,11 +433,6 @@ def estimated_costs(sources: Mapping[str, str | None]) -> dict[tuple[str, ...], 
     return {(ESTIMATES_KEY,): {"costs": costs}} if costs else {}
 
 
-def carried_estimates(extras: Extras) -> dict[tuple[str, ...], Any]:
-    """The extension keys of a problem that its plans have too."""
-    return {(ESTIMATES_KEY,): extras[ESTIMATES_KEY,]} if (ESTIMATES_KEY,) in extras else {}
-
-
 def estimate_lines(extras: Extras) -> tuple[str, ...]:
     """The estimates of a problem or plan, one line of text each."""
     note = extras.get((ESTIMATES_KEY,))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from qsync_opt.io.json_files import (
         ESTIMATES_KEY,
         Extras,
+        carried_estimates,
         load_file,
         merge_extras,
         parse_json,
@@ -52,9 +53,9 @@ else:
 
 __all__ = [
     "ESTIMATES_KEY", "LARGEST_INTEGER", "RATE_BYTES_PER_S", "SIZE_BYTES", "TIME_S", "Document", "Extras", "Fields",
-    "Json", "MeasurementCache", "Name", "Optimum", "Report", "check_fields", "check_integer", "check_member",
-    "check_name", "check_number", "check_writable", "decode", "default_cache_folder", "delayed_interrupts",
-    "encode", "format_gap", "format_memory", "format_sensitivity", "format_time", "freeze", "load_file",
-    "merge_extras", "near_match", "parse_json", "parse_quantity", "read_bounded", "read_json", "read_text",
+    "Json", "MeasurementCache", "Name", "Optimum", "Report", "carried_estimates", "check_fields", "check_integer",
+    "check_member", "check_name", "check_number", "check_writable", "decode", "default_cache_folder",
+    "delayed_interrupts", "encode", "format_gap", "format_memory", "format_sensitivity", "format_time", "freeze",
+    "load_file", "merge_extras", "near_match", "parse_json", "parse_quantity", "read_bounded", "read_json", "read_text",
     "reporting", "split_extras", "waiting", "write_bytes", "write_json", "write_text",
 ]  # fmt: skip

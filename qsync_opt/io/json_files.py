@@ -34,6 +34,11 @@ Extras = Mapping[tuple[str, ...], Any]
 """Extension keys by their path; an element of a list is addressed by its ``name`` where it has one, else by number."""
 
 
+def carried_estimates(extras: Extras) -> dict[tuple[str, ...], Any]:
+    """The extension keys of a problem that its plans have too."""
+    return {(ESTIMATES_KEY,): extras[ESTIMATES_KEY,]} if (ESTIMATES_KEY,) in extras else {}
+
+
 def read_json(
     path: str | os.PathLike[str],
     formats: Iterable[str],

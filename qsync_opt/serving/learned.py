@@ -232,8 +232,8 @@ class _Estimator:
                 value / self._ns(kind, scheme, phase, rows, length)
                 for scheme, costs in known.items()
                 if scheme in SCHEME_BITS and self._knows(kind, scheme, phase) is by_law
-                for rows, line in zip(_phase(costs, phase).rows, _phase(costs, phase).values, strict=True)
-                for length, value in zip(_phase(costs, phase).lengths, line, strict=True)
+                for rows, line in zip(costs.of(phase).rows, costs.of(phase).values, strict=True)
+                for length, value in zip(costs.of(phase).lengths, line, strict=True)
             ]
             self._factors[key] = statistics.median(ratios) if ratios else None
         return self._factors[key]
@@ -252,11 +252,7 @@ class _Estimator:
         if scheme not in self._floors:
             self._floors[scheme] = _roofline(self.model, self.vector, [scheme])
         roofline = self._floors[scheme]
-        return _phase(roofline.last if kind == _HEAD else roofline.costs[kind][scheme], phase)
-
-
-def _phase(costs: PhaseCosts, phase: str) -> Table:
-    return costs.prefill if phase == "prefill" else costs.decode
+        return (roofline.last if kind == _HEAD else roofline.costs[kind][scheme]).of(phase)
 
 
 def _table(grid: Table, ns: Callable[[int, int], float]) -> Table:

@@ -121,6 +121,10 @@ class PhaseCosts:
     prefill: Table
     decode: Table
 
+    def of(self, phase: str) -> Table:
+        """Times of ``"prefill"`` or ``"decode"``."""
+        return self.prefill if phase == "prefill" else self.decode
+
     def longer_by(self, ns: int) -> PhaseCosts:
         """These with so many nanoseconds more everywhere."""
         return PhaseCosts(prefill=self.prefill.plus(ns), decode=self.decode.plus(ns))

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
         check_solver,
         expect,
     )
-    from qsync_opt.testing.costs import linear_workload, make_cost_record, make_device_vector, pointwise_workload
+    from qsync_opt.testing.costs import (
+        linear_workload,
+        make_cost_record,
+        make_device_vector,
+        pointwise_workload,
+        without_laws,
+    )
     from qsync_opt.testing.problems import (
         INSTANCES,
         Instance,
@@ -60,4 +66,5 @@ __all__ = [
     "make_graph", "make_operator", "make_profile", "make_sensitivities", "no_memory", "no_time", "operator",
     "pointwise_workload", "random_graph", "random_plan", "random_problem", "random_step_costs", "residual_graph",
     "sample_graph", "sample_knowledge", "shared_casts", "skipped_level", "stacked_graph", "stacked_problem",
+    "without_laws",
 ]  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
-from qsync_opt.costs.learned import CostRecord, DeviceVector, Phase, Sample, Workload, reference_ns
+from qsync_opt.costs.learned import CostRecord, DeviceVector, LearnedModel, Phase, Sample, Workload, reference_ns
 from qsync_opt.model import Role, TensorSpec
 
 FACTORS = {"FP32": 1.0, "BF16": 1.6, "INT8": 3.0}
@@ -26,6 +27,13 @@ def make_device_vector(name: str = "device", scale: float = 1.0, **changes: obje
         "source": "made up",
     }
     return DeviceVector(**(figures | changes))  # type: ignore[arg-type]
+
+
+def without_laws(model: LearnedModel) -> LearnedModel:
+    """The model without its laws: everything is the roofline's."""
+    return replace(
+        model, names=(), weights_LT=model.weights_LT[:0], ends_LS2=model.ends_LS2[:0], most_LT=model.most_LT[:0]
+    )
 
 
 def linear_workload(rows: int, depth: int, columns: int) -> Workload:

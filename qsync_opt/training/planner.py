@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync_opt import solving
-from qsync_opt.costs import carried_estimates
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
-from qsync_opt.io import check_number
+from qsync_opt.io import carried_estimates, check_number
 from qsync_opt.registry import Feature, Kind, create, default_solver, features, require
 from qsync_opt.solving import AGREEMENT
 from qsync_opt.systems import system

@@ -240,9 +240,10 @@ __device__ __forceinline__ int number_of_column(int n, int column) {
 
 // Grid: (splits, heads of keys times parts of the rows that share one, sequences). A row is a query of a token: those of the first
 // token come first. With kTurns there is one token, whose queries are one part: they are turned here, and the key by the block
-// whose split it is in, which puts it and the value into their page first. Warps take pages in turn; what they find is merged at the end. Traffic: the keys and values that are seen,
-// once for each part, of which there is one up to 16 rows. Contract: products of numbers and weights of 16 bits or more with FP32
-// sums, the result rounded once. Reference: kernels/paged_attention/operators.py.
+// whose split it is in, which puts it and the value into their page first. Warps take pages in turn; what they find is merged at
+// the end. Traffic: the keys and values that are seen, once for each part, of which there is one up to 16 rows. Contract: products
+// of numbers and weights of 16 bits or more with FP32 sums, the result rounded once. Reference:
+// kernels/paged_attention/operators.py.
 template <class T, int kSize, Kept kKept, bool kTurns>
 __global__ void __launch_bounds__(32 * kWarpsOf<kSize>) attend_kernel(const Paged p, const Newest newest) {
   constexpr int kWarps = kWarpsOf<kSize>;

@@ -175,8 +175,8 @@ class Copies {
   // Of `left` steps, the first of which is `step` of `item`.
   __device__ __forceinline__ Copies(Ring<kBits>& ring, const Arguments& p, const Share<kGated>& share, int item, int step, int left,
                                     int lane)
-      : p_(p), share_(share), to_(uint32_t(__cvta_generic_to_shared(&ring))), to_codes_(turned(lane / 8, lane % 8) * 16), lane_(lane), item_(item), step_(step),
-        left_(left), in_group_(step * S::kBlocks % p.group_blocks) {
+      : p_(p), share_(share), to_(uint32_t(__cvta_generic_to_shared(&ring))), to_codes_(turned(lane / 8, lane % 8) * 16),
+        lane_(lane), item_(item), step_(step), left_(left), in_group_(step * S::kBlocks % p.group_blocks) {
     begin_item();
 #pragma unroll
     for (int v = 0; v < kWidth; ++v) {

@@ -168,18 +168,20 @@ class Attention(Group):
         if self.head_norms is not None:
             q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=1)
             heads = torch.cat([layout.apart(self.head_norms[0], q), layout.apart(self.head_norms[1], k), v], dim=1)
-        y = None if layout.counts else self._newest(heads, layout)
+        angles = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
+        y = None if layout.counts else self._newest(heads, angles, layout)
         if y is None:
-            q, k, v = self._to_cache(heads, layout)
+            q, k, v = self._to_cache(heads, angles, layout)
             y = self._ragged(q, k, v, layout) if layout.counts else self._decode(q, layout)
         y = _product(y, self.out, layout, self.out_bias)
         return Residual(x_NH, y if self.after is None else layout.apart(self.after, y))
 
-    def _to_cache(self, heads: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _to_cache(
+        self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], layout: Layout
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys with their positions, and values; keys and values join the cache."""
         c = self.config
         assert self.cache is not None, "reserve() comes before the first call"
-        angles = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
         q_and_k, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], dim=1)
         rotated = decoder.rotate_into_pages(heads, *angles, layout.slots_N, self.cache.codes, self.cache.scales)
         if rotated is None:
@@ -188,11 +190,12 @@ class Attention(Group):
         q, k = torch.split(rotated, [c.heads, c.kv_heads], dim=1)
         return q, k, v
 
-    def _newest(self, heads: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    def _newest(
+        self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], layout: Layout
+    ) -> torch.Tensor | None:
         """One token of each sequence, as one kernel from the products on; None where there is none, or are more."""
         c = self.config
         assert self.cache is not None, "reserve() comes before the first call"
-        angles = layout.angles(c.rotary[self.layer], self._frequencies, self.dtype)
         y = decoder.rotate_and_attend(
             heads, *angles, layout.slots_N, self.cache.codes, layout.table_SP, layout.contexts_S, scale=c.query_scale,
             window=c.windows[self.layer], scales=self.cache.scales, high_halves=layout.precision.high_halves,

@@ -1,7 +1,5 @@
 """Packing of workers where it was not measured."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from qsync_opt.costs import estimate_lines
 from qsync_opt.costs.learned import known_device, shipped_model
 from qsync_opt.errors import ProblemError
 from qsync_opt.messages import Exchange, Pair, Problem, variance_factor, with_learned_packing
-from qsync_opt.testing import make_device_vector
+from qsync_opt.testing import make_device_vector, without_laws
 
 PAIRS = tuple(
     Pair(
@@ -27,13 +25,6 @@ PROBLEM = Problem(
 )  # fmt: skip
 
 
-def without_laws():
-    model = shipped_model()
-    return replace(
-        model, names=(), weights_LT=model.weights_LT[:0], ends_LS2=model.ends_LS2[:0], most_LT=model.most_LT[:0]
-    )
-
-
 def test_only_named_workers_are_estimated_and_plans_say_so():
     filled = with_learned_packing(PROBLEM, {1: known_device("Intel Xeon, 1 thread")})
     there, back = filled.exchanges[0].pairs
@@ -43,7 +34,7 @@ def test_only_named_workers_are_estimated_and_plans_say_so():
     assert line.startswith("costs of packing on worker 1 are estimates: learned for Intel Xeon, 1 thread from casts")
     assert estimate_lines(qsync_opt.solve(filled).plan.extras) == (line,)
     assert Problem.from_json(filled.to_json()) == filled
-    both = with_learned_packing(filled, {0: make_device_vector()}, without_laws())
+    both = with_learned_packing(filled, {0: make_device_vector()}, without_laws(shipped_model()))
     assert [line.partition(": ")[2] for line in estimate_lines(both.extras)][1] == "roofline of device"
     assert with_learned_packing(PROBLEM, {}) == PROBLEM
 
@@ -62,7 +53,7 @@ def test_a_device_in_other_units_has_the_same_costs_in_these_units(scale):
 
 def test_without_a_law_of_casts_bytes_pass_the_memory_once():
     vector = make_device_vector()
-    (pair, _) = with_learned_packing(PROBLEM, {0: vector}, without_laws()).exchanges[0].pairs
+    (pair, _) = with_learned_packing(PROBLEM, {0: vector}, without_laws(shipped_model())).exchanges[0].pairs
     assert pair.pack_ns_per_byte == pytest.approx(1e9 / vector.bandwidth_bytes_per_s)
 
 

@@ -27,7 +27,7 @@ from qsync_opt.serving import (
     plan_serving,
     roofline_serving_profile,
 )
-from qsync_opt.testing import make_device_vector
+from qsync_opt.testing import make_device_vector, without_laws
 
 MODEL = ServeModel(
     name="small", layers=6, hidden=512, inner=1536, heads=8, kv_heads=2, head_size=64, vocabulary=4000
@@ -63,13 +63,6 @@ def without(profile, scheme, kinds=KINDS):
         return {k: {s: x for s, x in t.items() if s != scheme or k not in kinds} for k, t in tables.items()}
 
     return dataclasses.replace(profile, costs=rest(profile.costs), weights_kib=rest(profile.weights_kib))
-
-
-def without_laws():
-    model = shipped_model()
-    return dataclasses.replace(
-        model, names=(), weights_LT=model.weights_LT[:0], ends_LS2=model.ends_LS2[:0], most_LT=model.most_LT[:0]
-    )
 
 
 def entries(profile, kind, scheme):
@@ -121,18 +114,20 @@ def test_without_a_law_there_is_the_roofline_corrected_too():
     )  # fmt: skip
     slow = dataclasses.replace(profile, source="measured", estimates={}, costs=scaled(profile, 5.0))
     vector = make_device_vector("card", peak_flops={"FP32": 1e14}, bandwidth_bytes_per_s=3e11, cache_bytes=1.0)
-    filled = fill_serving_profile(slow, vector, without_laws(), schemes=["W8"])
+    filled = fill_serving_profile(slow, vector, without_laws(shipped_model()), schemes=["W8"])
     assert filled.estimates["attn"]["W8"] == "roofline of card, corrected by what was measured"
     for kind in KINDS:
         decode = [filled.costs[kind][s].decode.at(1, 16) for s in ("W4", "W8", "W16")]
         assert decode[0] < decode[1] < decode[2]
-    nothing = learned_serving_profile(MODEL, known_device("T4"), WORKLOAD, without_laws())
+    nothing = learned_serving_profile(MODEL, known_device("T4"), WORKLOAD, without_laws(shipped_model()))
     assert nothing.estimated_by == "roofline of T4"
 
 
 def test_cards_prefill_by_laws_and_decode_by_the_roofline():
     card = known_device("H200")
-    profile, bare = (learned_serving_profile(MODEL, card, WORKLOAD, model) for model in (None, without_laws()))
+    profile, bare = (
+        learned_serving_profile(MODEL, card, WORKLOAD, model) for model in (None, without_laws(shipped_model()))
+    )
     for kind in KINDS:
         for scheme in ("W4", "W16"):
             text = profile.estimates[kind][scheme]
